@@ -1,0 +1,36 @@
+"""Errors that a user can mend, and the one place that turns them into an exit code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Bad input: the message names the key or file, the value, and what would be right."""
+
+
+def command(main: Callable[[], None]) -> Callable[[], None]:
+    """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
+
+    Also ends quietly with code 130 on Ctrl-C, and when the reader of a pipe has gone.
+    """
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        except BrokenPipeError:
+            # Without this, the interpreter complains again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+
+    return run
