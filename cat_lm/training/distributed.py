@@ -1,0 +1,152 @@
+"""Ranks: how this process was started, its device, and small collectives.
+
+`python train.py`, `torchrun`, `deepspeed` and `srun` all end here in the same variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed
+
+from cat_lm.errors import UserError
+
+# Long enough for one rank to write a large checkpoint while the others wait.
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks, in float64."""
+        return self._reduce(values, torch.distributed.ReduceOp.SUM)
+
+    def maximum(self, value: float) -> float:
+        return self._reduce((value,), torch.distributed.ReduceOp.MAX)[0]
+
+    def _reduce(self, values: tuple[float, ...], op: torch.distributed.ReduceOp) -> list[float]:
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(tensor, op)
+        return tensor.tolist()
+
+    def gather(self, value: object) -> list:
+        """`value` of every rank, in their order."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def agree_on(self, value: object) -> object:
+        """The first rank's `value`, on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def wait(self) -> None:
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+
+def start() -> Ranks:
+    """Joins the process group that the environment describes; alone, a group of one.
+
+    Raises:
+        UserError: the launcher's variables are incomplete or contradict the machine.
+    """
+    rank, local_rank, world_size = _place_from_environment()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own: this node shows "
+            f"{torch.cuda.device_count()}; start one rank per GPU"
+        )
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    _start_deepspeed(on_gpu, rank, world_size)
+    return Ranks(rank, local_rank, world_size, device)
+
+
+def _place_from_environment() -> tuple[int, int, int]:
+    """(rank, local rank, world size), and the variables that torch reads set to match."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed
+        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local_rank = int(env.get("LOCAL_RANK", "0"))
+    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:  # srun
+        rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+        local_rank = int(env.get("SLURM_LOCALID", "0"))
+    else:
+        rank, local_rank, world_size = 0, 0, 1
+    if world_size > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            raise UserError(
+                f"{world_size} ranks were started without {' and '.join(missing)}: "
+                "set them to the first node's name and a free port"
+            )
+    else:
+        # A group of one needs no meeting point that others could find.
+        env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+    env.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
+    return rank, local_rank, world_size
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _start_deepspeed(on_gpu: bool, rank: int, world_size: int) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+    # On CPU ranks DeepSpeed reads the local world size to divide the cores.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed(
+            dist_backend="nccl" if on_gpu else "gloo",
+            auto_mpi_discovery=False,
+            timeout=_TIMEOUT,
+            rank=rank,
+            world_size=world_size,
+        )
+
+
+def import_deepspeed():
+    """DeepSpeed, quiet, and without a C++ compiler's help.
+
+    Its CPU backend compiles a shared-memory all-reduce when the process group starts: 40 seconds
+    where there is a compiler, a crash where there is none. Only its tensor-parallel inference
+    calls that operator; training reduces through gloo. So it is not built on either machine.
+    """
+    import deepspeed
+    import deepspeed.comm.torch as backend
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    backend.build_shm_op = lambda: None
+    return deepspeed

@@ -1,0 +1,28 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from cat_lm.config import RunConfig
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The rate of update `step` (the first is 1, the last is `config.total_steps`).
+
+    Linear warm-up from `initial_lr`, reaching `lr` at the last warm-up step. Then `constant`;
+    `cosine` down to `min_lr` at the last step; or `wsd`: constant, and linear to `min_lr` over
+    the last decay steps (warm-up, stable, decay; arXiv:2404.06395).
+    """
+    optimizer = config.optimizer
+    warmup = config.steps_of("warmup")
+    if step <= warmup:
+        return optimizer.initial_lr + (optimizer.lr - optimizer.initial_lr) * step / warmup
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    if optimizer.schedule == "cosine":
+        done = min(1.0, (step - warmup) / max(1, config.total_steps - warmup))
+        share = (1 + math.cos(math.pi * done)) / 2
+    else:
+        share = min(1.0, max(0, config.total_steps - step) / config.steps_of("decay"))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
