@@ -1,0 +1,1 @@
+"""Evaluation commands; they run from the checkout and are not installed."""
