@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -144,9 +145,9 @@ def import_deepspeed():
     calls that operator; training reduces through gloo. So it is not built on either machine.
     """
     import deepspeed
-    import deepspeed.comm.torch as backend
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    backend.build_shm_op = lambda: None
+    # `deepspeed.comm.torch` as an attribute is the torch package, not this module.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     return deepspeed

@@ -1,0 +1,203 @@
+"""The model in DeepSpeed's engine: one optimizer step over one global batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.training.distributed import Ranks, import_deepspeed
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: mean loss in nats per scored token, over all ranks and micro-batches."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
+    """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
+    section = config.model
+    model_config = CatConfig(
+        vocab_size=section.vocab_size or vocab_size,
+        hidden_size=section.hidden_size,
+        num_hidden_layers=section.num_hidden_layers,
+        num_attention_heads=section.num_attention_heads,
+        intermediate_size=section.intermediate_size or 4 * section.hidden_size,
+        max_position_embeddings=config.data.context_length,
+        rotary_pct=section.rotary_pct,
+        rope_theta=section.rope_theta,
+        position_embedding=section.position_embedding,
+        conv_type=section.conv_type,
+        conv_window=section.conv_window,
+        conv_streams=section.conv_streams,
+        conv_init=section.conv_init,
+        use_parallel_residual=section.use_parallel_residual,
+        tie_word_embeddings=section.tie_word_embeddings,
+        layer_norm_eps=section.layer_norm_eps,
+        hidden_dropout=section.hidden_dropout,
+        attention_dropout=section.attention_dropout,
+        attn_implementation=section.attn_implementation,
+        use_cache=False,
+    )
+    torch.manual_seed(config.train.seed)
+    model = CatForCausalLM(model_config)
+    if config.train.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Decay for matrices and embeddings; none for biases, norms and convolution filters."""
+    decayed, exempt = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() >= 2 and "conv" not in name
+        (decayed if is_matrix else exempt).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str]:
+    """(`bf16` or `fp32`, the reason): `auto` takes bf16 only where the hardware multiplies it."""
+    asked = config.train.precision
+    if asked != "auto":
+        return asked, "asked for"
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    has = "multiplies bf16 natively" if native else "has no native bf16 arithmetic"
+    return ("bf16" if native else "fp32"), f"this {device.type} {has}"
+
+
+class Engine:
+    """Trains `model` by DeepSpeed with AdamW, in the given precision.
+
+    The loss is the sum over the scored tokens of the whole global batch, over all ranks and
+    accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
+    """
+
+    def __init__(
+        self, model: CatForCausalLM, config: RunConfig, ranks: Ranks, precision: str
+    ) -> None:
+        self.config, self.ranks, self.precision = config, ranks, precision
+        self.accumulation_steps = config.accumulation_steps(ranks.world_size)
+        self._plain = config.train.zero_stage == 0
+        if precision == "bf16" and not self._plain:
+            model.to(torch.bfloat16)
+        model.to(ranks.device).train()
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, config.optimizer.weight_decay),
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            fused=True,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
+                model=model,
+                optimizer=optimizer,
+                config=config.deepspeed(ranks.world_size, precision),
+            )
+        self.model = model
+        if config.train.compile:
+            # In place: the names in the state dict stay the same.
+            model.compile()
+
+    def train_step(self, batch: Batch, lr: float) -> StepResult:
+        """One optimizer step on this rank's rows of the global batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        micro_batches = self._micro_batches(batch)
+        (scored,) = self.ranks.sum(int((batch["labels"] != -100).sum()))
+        # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
+        share = max(scored, 1) / (self.ranks.world_size * self.accumulation_steps)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        norm = math.inf
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            loss = self._loss(micro_batch, num_items_in_batch=share)
+            total += loss.detach().double() * share
+            if number == self.accumulation_steps:
+                # One rank's bad loss makes every rank's gradient norm bad, so all skip the step;
+                # no rank has to wait for the others' losses here.
+                loss = loss * torch.where(total.isfinite(), 1.0, math.nan)
+            self.deepspeed.backward(loss)
+            if self._plain and number == self.accumulation_steps:
+                norm = self._clip()
+            self.deepspeed.step()
+        if not self._plain:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        skipped = not (self.deepspeed.was_step_applied() and math.isfinite(norm))
+        (total_loss,) = self.ranks.sum(total.item())
+        return StepResult(total_loss / max(scored, 1), norm, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """(sum of the negative log-likelihoods in nats, scored tokens) of this rank's rows."""
+        self.deepspeed.eval()
+        total, scored = 0.0, 0
+        for micro_batch in self._micro_batches(batch):
+            total += self._loss(micro_batch, num_items_in_batch=1).item()
+            scored += int((micro_batch["shift_labels"] != -100).sum())
+        self.deepspeed.train()
+        return total, scored
+
+    def _loss(
+        self, micro_batch: dict[str, torch.Tensor], num_items_in_batch: float
+    ) -> torch.Tensor:
+        return self.deepspeed(
+            **micro_batch, num_items_in_batch=num_items_in_batch, skip_logits=True, use_cache=False
+        ).loss
+
+    def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
+        size = self.config.train.micro_batch_size
+        rows = len(batch["input_ids"])
+        tensors = {
+            "shift_labels" if name == "labels" else name: torch.from_numpy(rows_of_name)
+            for name, rows_of_name in batch.items()
+        }
+        return [
+            {
+                name: tensor[start : start + size].to(self.ranks.device, non_blocking=True)
+                for name, tensor in tensors.items()
+            }
+            for start in range(0, rows, size)
+        ]
+
+    def _clip(self) -> float:
+        """Stage 0: clips the reduced gradients; drops them where their norm is not finite."""
+        limit = self.config.optimizer.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        if not math.isfinite(norm):
+            # AdamW leaves a parameter without gradient alone, so the step does nothing.
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return norm
+
+    def full_precision_weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 master weights by their names in the model (a collective).
+
+        Whole on the CPU of the first rank; other ranks get an empty dictionary.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            full = parameter.data if self._plain else safe_get_full_fp32_param(parameter)
+            if self.ranks.is_first:
+                weights[name] = full.detach().float().cpu().clone()
+        return weights

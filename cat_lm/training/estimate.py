@@ -1,0 +1,86 @@
+"""Quantities derived from the configuration: parameters, FLOPs, memory, a device's peak.
+
+The one definition of each; log, benchmarks and planning use these.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.model import CatConfig
+
+# Dense bf16 TFLOP/s of one device from the makers' data sheets, the most specific name first.
+_PEAK_BF16_TFLOPS = (
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Each parameter once, whole even where ZeRO-3 has partitioned it."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> float:
+    """Floating-point operations of forward and backward per token.
+
+    6 per parameter that multiplies (all but the embedding that is only looked up), 12·L·T·C for
+    the attention products over the full square (Chowdhery et al., 2022, appendix B), and 6·W per
+    channel of each convolved stream.
+    """
+    layers, width = config.num_hidden_layers, config.hidden_size
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * width
+    attention = 12 * layers * context_length * width
+    convolution = 0
+    if config.conv_type != "none":
+        heads_read = config.num_attention_heads if config.conv_type == "multihead" else 1
+        convolution = 6 * config.conv_window * heads_read * width * layers
+        convolution *= len(config.conv_streams)
+    return 6 * (parameters - looked_up) + attention + convolution
+
+
+def peak_flops(config: RunConfig, device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of one device: `train.peak_tflops`, else by its name in bf16, else unknown."""
+    if config.train.peak_tflops is not None:
+        return config.train.peak_tflops * 1e12
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for part, peak in _PEAK_BF16_TFLOPS if part in name), None)
+
+
+def memory_per_rank(config: RunConfig, parameters: int, precision: str, world_size: int) -> float:
+    """Bytes that weights, gradients, optimizer and activations of one rank take, roughly.
+
+    States as DeepSpeed keeps them; activations after Korthikanti et al., 2022 (34·B·T·C bytes a
+    layer in 16 bits, without the attention matrix, which no fused attention stores).
+    """
+    stage, bf16 = config.train.zero_stage, precision == "bf16"
+    if stage == 0:
+        states = 16.0 * parameters  # fp32 weights, gradients, two moments
+    else:
+        weights, gradients, masters = (2, 4, 12) if bf16 else (4, 4, 12)
+        states = parameters * (
+            weights / (world_size if stage == 3 else 1)
+            + gradients / (world_size if stage >= 2 else 1)
+            + masters / world_size
+        )
+    model = config.model
+    tokens = config.train.micro_batch_size * config.data.context_length
+    layer = 34.0 * tokens * model.hidden_size * (1 if bf16 else 2)
+    if config.train.activation_checkpointing:
+        kept = 2 * tokens * model.hidden_size * (1 if bf16 else 2)
+        return states + layer + kept * model.num_hidden_layers
+    return states + layer * model.num_hidden_layers

@@ -1,0 +1,121 @@
+"""What a run writes while it runs: metrics.jsonl, TensorBoard, Weights & Biases, the log."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.files import replacing
+
+
+class RunLog:
+    """Lines for people: on the terminal and appended to `train.log`; silent on later ranks."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
+
+    def line(self, text: str = "") -> None:
+        if self._file is None:
+            return
+        # Through tqdm, so that a progress bar below is not torn.
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+class Metrics:
+    """Records of steps and validations, on the first rank only.
+
+    A resumed run drops the records after its checkpoint: these steps are run again.
+    """
+
+    def __init__(self, run_folder: Path, config: RunConfig, resumed_step: int) -> None:
+        self._path = run_folder / "metrics.jsonl"
+        keep_records(self._path, up_to_step=resumed_step)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        self._tensorboard = self._wandb = None
+        if config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(run_folder / "tensorboard"), purge_step=resumed_step + 1
+            )
+        if config.logging.wandb_project:
+            self._wandb = _start_wandb(run_folder, config)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends `record`, which holds `step`; a number that is not finite becomes null."""
+        record = {name: _finite(value) for name, value in record.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        if self._tensorboard:
+            for name, value in numbers.items():
+                group = "validation" if name.startswith("val_") else "train"
+                self._tensorboard.add_scalar(f"{group}/{name}", value, record["step"])
+        if self._wandb:
+            self._wandb.log(numbers, step=record["step"])
+
+    def sync(self) -> None:
+        """Flushes to disk: what a checkpoint counts as done must not be lost with the machine."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def keep_records(path: Path, up_to_step: int) -> None:
+    """Drops records of later steps, and a last line that a kill has cut."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= up_to_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    with replacing(path) as stream:
+        stream.writelines(kept)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _start_wandb(run_folder: Path, config: RunConfig) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            f"logging.wandb_project={config.logging.wandb_project}: wandb is not installed; "
+            "pip install 'cat_lm[wandb]'"
+        ) from None
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=run_folder.name,
+        id=run_folder.name,
+        dir=str(run_folder),
+        resume="allow",
+        config=config.model_dump(mode="json"),
+    )
