@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cat_lm.errors import UserError
+from cat_lm.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,17 +72,29 @@ def text_stream(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> T
     return TokenStream(tokens, len(text.encode()), None, source)
 
 
-def split_stream(folder: Path | str) -> TokenStream:
+def split_stream(
+    folder: Path | str, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None
+) -> TokenStream:
     """The validation split of a folder written by data_prep.prepare, as it was stored.
 
     As in training's validation, all tokens after the first are scored, end-of-document tokens
-    too. Raises UserError where the folder is no prepared data.
+    too. With `max_tokens`, only that many. Raises UserError where the folder is no prepared data
+    or was made with another tokenizer.
     """
     from cat_lm.data import TokenCorpus
 
     corpus = TokenCorpus.open(folder, "validation")
-    tokens = corpus.tokens(0, corpus.num_tokens)
-    return TokenStream(tokens, corpus.num_bytes, corpus.eod_id, f"{folder} (validation split)")
+    data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")
+    if data_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"--data {folder}: was prepared with another tokenizer than the model's; use --text"
+        )
+    count = min(corpus.num_tokens, max_tokens + 1) if max_tokens else corpus.num_tokens
+    tokens = corpus.tokens(0, count)
+    num_bytes = corpus.num_bytes
+    if count < corpus.num_tokens:
+        num_bytes = count_bytes(tokens[1:], tokenizer, corpus.eod_id)
+    return TokenStream(tokens, num_bytes, corpus.eod_id, f"{folder} (validation split)")
 
 
 def count_bytes(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int | None) -> int:

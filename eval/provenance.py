@@ -1,0 +1,60 @@
+"""Where a result came from: command, date, versions, machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("cat_lm", "torch", "transformers", "deepspeed", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """The running command, the time, the versions of what it uses, and the machine."""
+    return {
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | versions(),
+        "machine": machine(),
+    }
+
+
+def command_line() -> str:
+    """The command as it was typed, `python -m` restored."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", module.name] if module else ["python", sys.argv[0]]
+    return shlex.join([*start, *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result; absent ones are left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """Processor, cores and, where torch is loaded and sees them, GPUs in one line."""
+    parts = [f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}"]
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

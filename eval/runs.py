@@ -1,0 +1,131 @@
+"""Reading finished runs: what train.py, the export and the evaluations left in a run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import UserError
+
+EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        label: the folder's name.
+        train: (tokens, nats per token) of every step with a finite loss.
+        validation: (tokens, nats per token) of every validation with a finite loss.
+        final: the last validation's record.
+        skipped: steps whose loss or gradient was not finite.
+        tokens_per_second: median over the steps.
+        manifest: of the prepared data, empty where the data are no longer there.
+        export: the record of the exported model, empty without one.
+        sweep: rows of eval.length_sweep, empty without one.
+        samples: of eval.samples, None without them.
+        filters: stream -> taps [layers, heads, W]; empty without convolutions or export.
+    """
+
+    folder: Path
+    label: str
+    config: RunConfig
+    train: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    final: dict[str, Any]
+    tokens: int
+    skipped: int
+    tokens_per_second: float | None
+    manifest: dict[str, Any]
+    export: dict[str, Any]
+    sweep: dict[str, Any]
+    samples: dict[str, Any] | None
+    filters: dict[str, np.ndarray] = field(repr=False)
+
+
+def read_run(folder: Path | str) -> Run:
+    """Reads the run at `folder`. Raises UserError where it is no run folder or has no steps."""
+    folder = Path(folder)
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise UserError(f"run {folder}: has no {name}; give the folder of a run of train.py")
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = [r for r in records if "val_loss" not in r]
+    validations = [r for r in records if _finite(r.get("val_loss"))]
+    if not steps:
+        raise UserError(f"run {folder}: its metrics.jsonl holds no training step")
+    config = load_config(folder / "config.yaml")
+    speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
+    return Run(
+        folder=folder,
+        label=folder.resolve().name,
+        config=config,
+        train=[(r["tokens"], r["loss"]) for r in steps if _finite(r.get("loss"))],
+        validation=[(r["tokens"], r["val_loss"]) for r in validations],
+        final=validations[-1] if validations else {},
+        tokens=steps[-1]["tokens"],
+        skipped=sum(bool(r.get("skipped")) for r in steps),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        manifest=_json(Path(config.data.path) / "manifest.json") or {},
+        export=_json(folder / "model" / "export.json") or {},
+        sweep=_json(folder / EVALUATION / "length_sweep.json") or {},
+        samples=_json(folder / EVALUATION / "samples.json"),
+        filters=read_filters(folder / "model"),
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that a kill has cut is left out."""
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UserError(f"{path}, line {number}: is not JSON") from None
+    return records
+
+
+def read_filters(model: Path) -> dict[str, np.ndarray]:
+    """The head filters in the export at `model`: stream -> float32 [layers, heads, W]."""
+    weights = model / "model.safetensors"
+    if not weights.is_file():
+        return {}
+    from safetensors import safe_open
+
+    found: dict[str, np.ndarray] = {}
+    with safe_open(weights, framework="pt") as tensors:
+        names = set(tensors.keys())
+        for stream in "qkv":
+            taps = []
+            while (name := _filter_name(len(taps), stream)) in names:
+                taps.append(tensors.get_tensor(name).float().numpy())
+            if taps:
+                found[stream] = np.stack(taps)
+    return found
+
+
+def _filter_name(layer: int, stream: str) -> str:
+    return f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None

@@ -1,0 +1,145 @@
+"""`python -m eval.samples RUN`: what a model writes after the beginnings of held-out documents."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.errors import UserError, command
+from cat_lm.files import write_json
+from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+def held_out_prompts(
+    data: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    prompt_tokens: int,
+    reference_tokens: int,
+) -> list[dict[str, str]]:
+    """Beginnings of `count` documents spread over the validation split, and how they go on.
+
+    Returns dictionaries with `prompt` and `reference` (the document's own next tokens). Raises
+    UserError where the split has too few documents that are long enough.
+    """
+    import numpy as np
+
+    from cat_lm.data import TokenCorpus
+
+    corpus = TokenCorpus.open(data, "validation")
+    # Prompts from the first million tokens: a few of them need no more of a large split.
+    tokens = corpus.tokens(0, min(corpus.num_tokens, 1_000_000))
+    ends = np.flatnonzero(tokens == corpus.eod_id)
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.array([], dtype=int)
+    lengths = ends - starts
+    long_enough = starts[lengths >= prompt_tokens + reference_tokens]
+    if len(long_enough) < count:
+        raise UserError(
+            f"--data {data}: {len(long_enough)} held-out documents have "
+            f"{prompt_tokens + reference_tokens} tokens, {count} are needed"
+        )
+    chosen = long_enough[np.linspace(0, len(long_enough) - 1, count).astype(int)]
+    prompts = []
+    for start in chosen:
+        middle, stop = start + prompt_tokens, start + prompt_tokens + reference_tokens
+        prompt = tokenizer.decode(tokens[start:middle])
+        whole = tokenizer.decode(tokens[start:stop])
+        prompts.append({"prompt": prompt, "reference": whole[len(prompt) :]})
+    return prompts
+
+
+def sample_continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[dict[str, str]],
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[dict[str, str]]:
+    """Adds `continuation` to every prompt, sampled through transformers' generate."""
+    import torch
+
+    from cat_lm.generate import continue_text, sampling_options
+
+    options = sampling_options(TEMPERATURE, TOP_P, greedy=False)
+    results = []
+    for prompt in prompts:
+        torch.manual_seed(seed)
+        text = continue_text(model, tokenizer, prompt["prompt"], max_new_tokens, options)
+        results.append({**prompt, "continuation": text})
+    return results
+
+
+def write_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Path | str,
+    out: Path | str,
+    *,
+    count: int = 4,
+    prompt_tokens: int = 48,
+    max_new_tokens: int = 96,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Samples after `count` held-out prompts and writes them to the JSON file `out`."""
+    from eval.provenance import provenance
+
+    prompts = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
+    result = {
+        "data": str(data),
+        "seed": seed,
+        "temperature": TEMPERATURE,
+        "top_p": TOP_P,
+        "max_new_tokens": max_new_tokens,
+        "samples": sample_continuations(
+            model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed
+        ),
+        **provenance(),
+    }
+    write_json(out, result)
+    return result
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.samples",
+        description="Continues the beginnings of held-out documents; writes RUN/eval/samples.json.",
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder with an export in model/")
+    parser.add_argument("--data", metavar="DIR", help="prepared data; default: the run's own")
+    parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for name in ("count", "prompt_tokens", "max_new_tokens"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}: must be at least 1")
+    quiet_transformers()
+    from cat_lm.config import load_config
+
+    run = Path(arguments.run)
+    model, tokenizer = load_model(run), load_tokenizer(run)
+    result = write_samples(
+        model,
+        tokenizer,
+        arguments.data or load_config(run / "config.yaml").data.path,
+        run / "eval" / "samples.json",
+        count=arguments.count,
+        prompt_tokens=arguments.prompt_tokens,
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+    )
+    for sample in result["samples"]:
+        print(f"{sample['prompt']}\N{BLACK RIGHT-POINTING TRIANGLE}{sample['continuation']}\n")
+
+
+if __name__ == "__main__":
+    main()
