@@ -58,7 +58,7 @@ class ModelSection(Section):
     rotary_pct: float = Field(0.25, gt=0, le=1)
     rope_theta: float = Field(10000.0, gt=0)
     position_embedding: Literal["rope", "none"] = "rope"
-    conv_type: Literal["none", "head"] = "none"
+    conv_type: Literal["none", "head", "multihead"] = "none"
     conv_window: Positive = 21
     conv_streams: str = "qkv"
     conv_init: Literal["identity", "uniform"] = "identity"
@@ -177,16 +177,21 @@ class RunConfig(Section):
             )
         return self.train.global_batch_size // per_pass
 
-    def deepspeed(self, world_size: int, precision: Literal["bf16", "fp32"]) -> dict[str, Any]:
-        """DeepSpeed's configuration, derived here and nowhere else.
+    def with_precision(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
+        """This configuration with `auto` decided."""
+        train = self.train.model_copy(update={"precision": precision})
+        return self.model_copy(update={"train": train})
 
-        Precision is `bf16` or `fp32`, already resolved. In bf16, ZeRO 1-3 keep bf16 parameters
-        with fp32 master weights, accumulate and reduce gradients in fp32. DeepSpeed refuses that
-        mix without ZeRO, so stage 0 keeps fp32 parameters and computes under autocast.
+    def deepspeed(self, world_size: int) -> dict[str, Any]:
+        """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.
+
+        In bf16, ZeRO 1-3 keep bf16 parameters with fp32 master weights, accumulate and reduce
+        gradients in fp32. DeepSpeed refuses that mix without ZeRO, so stage 0 keeps fp32
+        parameters and computes under autocast.
         """
         stage = self.train.zero_stage
-        bf16 = precision == "bf16"
-        config: dict[str, Any] = {
+        bf16 = self.train.precision == "bf16"
+        return {
             "train_batch_size": self.train.global_batch_size,
             "train_micro_batch_size_per_gpu": self.train.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation_steps(world_size),
@@ -199,7 +204,6 @@ class RunConfig(Section):
             "gradient_clipping": self.optimizer.grad_clip if stage > 0 else 0.0,
             "steps_per_print": None,
         }
-        return config
 
     def save(self, path: Path | str) -> None:
         write_text(path, self.to_yaml())

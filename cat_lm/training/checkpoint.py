@@ -22,10 +22,12 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import __version__
 from cat_lm.config import RunConfig, changed_keys
 from cat_lm.errors import UserError
 from cat_lm.files import sync_directory, write_json, write_text
@@ -147,7 +149,8 @@ class Checkpoints:
             engine.model.config.save_pretrained(temporary / "model")
             shutil.copytree(tokenizer, temporary / "tokenizer")
             self.config.save(temporary / "run_config.yaml")
-            write_json(temporary / "state.json", {**state, "world_size": self.ranks.world_size})
+            state = {**state, "world_size": self.ranks.world_size, "code": _code_version()}
+            write_json(temporary / "state.json", state)
             _verify_weights(temporary / "model/model.safetensors", weights)
         self._flush(temporary)
 
@@ -244,6 +247,21 @@ class Checkpoints:
         fixed = [key for key in changed if key.startswith(_FIXED_KEYS) and key not in _FREE_KEYS]
         if fixed:
             raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
+
+
+def _code_version() -> dict[str, str | None]:
+    """cat_lm's version, and its git commit (`+`: with changes) where it runs from a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(package), "describe", "--always", "--dirty=+", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        found = ""
+    return {"cat_lm": __version__, "commit": found or None}
 
 
 def _random_file(rank: int) -> str:

@@ -10,6 +10,8 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -69,8 +71,14 @@ class Ranks:
         if self.world_size > 1:
             torch.distributed.barrier()
 
+    def describe(self) -> str:
+        on_gpu = self.device.type == "cuda"
+        kind = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {kind}"
 
-def start() -> Ranks:
+
+@contextmanager
+def start() -> Iterator[Ranks]:
     """Joins the process group that the environment describes; alone, a group of one.
 
     Raises:
@@ -87,7 +95,10 @@ def start() -> Ranks:
     if on_gpu:
         torch.cuda.set_device(device)
     _start_deepspeed(on_gpu, rank, world_size)
-    return Ranks(rank, local_rank, world_size, device)
+    try:
+        yield Ranks(rank, local_rank, world_size, device)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _place_from_environment() -> tuple[int, int, int]:
@@ -144,6 +155,8 @@ def import_deepspeed():
     where there is a compiler, a crash where there is none. Only its tensor-parallel inference
     calls that operator; training reduces through gloo. So it is not built on either machine.
     """
+    # Said on every step of ZeRO-3 about torch functions that DeepSpeed calls.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from deepspeed.utils import logger
 

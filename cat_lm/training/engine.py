@@ -84,19 +84,17 @@ def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str
 
 
 class Engine:
-    """Trains `model` by DeepSpeed with AdamW, in the given precision.
+    """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
 
     The loss is the sum over the scored tokens of the whole global batch, over all ranks and
     accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
     """
 
-    def __init__(
-        self, model: CatForCausalLM, config: RunConfig, ranks: Ranks, precision: str
-    ) -> None:
-        self.config, self.ranks, self.precision = config, ranks, precision
+    def __init__(self, model: CatForCausalLM, config: RunConfig, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
-        if precision == "bf16" and not self._plain:
+        if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         model.to(ranks.device).train()
         optimizer = torch.optim.AdamW(
@@ -111,7 +109,7 @@ class Engine:
             self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
                 model=model,
                 optimizer=optimizer,
-                config=config.deepspeed(ranks.world_size, precision),
+                config=config.deepspeed(ranks.world_size),
             )
         self.model = model
         if config.train.compile:

@@ -51,23 +51,23 @@ def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> 
     return 6 * (parameters - looked_up) + attention + convolution
 
 
-def peak_flops(config: RunConfig, device: torch.device, precision: str) -> float | None:
+def peak_flops(config: RunConfig, device: torch.device) -> float | None:
     """Peak FLOP/s of one device: `train.peak_tflops`, else by its name in bf16, else unknown."""
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops * 1e12
-    if device.type != "cuda" or precision != "bf16":
+    if device.type != "cuda" or config.train.precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for part, peak in _PEAK_BF16_TFLOPS if part in name), None)
 
 
-def memory_per_rank(config: RunConfig, parameters: int, precision: str, world_size: int) -> float:
+def memory_per_rank(config: RunConfig, parameters: int, world_size: int) -> float:
     """Bytes that weights, gradients, optimizer and activations of one rank take, roughly.
 
     States as DeepSpeed keeps them; activations after Korthikanti et al., 2022 (34·B·T·C bytes a
     layer in 16 bits, without the attention matrix, which no fused attention stores).
     """
-    stage, bf16 = config.train.zero_stage, precision == "bf16"
+    stage, bf16 = config.train.zero_stage, config.train.precision == "bf16"
     if stage == 0:
         states = 16.0 * parameters  # fp32 weights, gradients, two moments
     else:

@@ -1,0 +1,100 @@
+"""What a run says about itself: its plan before step 1, a record and a line for each step."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from cat_lm.config import RunConfig
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.model import CatForCausalLM
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.engine import StepResult
+from cat_lm.training.estimate import (
+    count_parameters,
+    flops_per_token,
+    memory_per_rank,
+    peak_flops,
+)
+
+
+class Report:
+    """Turns results into records (numbers) and lines (for people)."""
+
+    def __init__(self, config: RunConfig, model: CatForCausalLM, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.parameters = count_parameters(model)
+        self.looked_up = model.config.vocab_size * model.config.hidden_size
+        self.flops = flops_per_token(model.config, self.parameters, config.data.context_length)
+        self.peak = peak_flops(config, ranks.device)
+
+    def plan(self, corpus: TokenCorpus, samples_per_epoch: int) -> str:
+        """What the run is about to do."""
+        config, model, train = self.config, self.config.model, self.config.train
+        steps, world_size = config.total_steps, self.ranks.world_size
+        tokens = steps * config.tokens_per_step
+        epochs = steps * train.global_batch_size / samples_per_epoch
+        convolution = model.conv_type
+        if convolution != "none":
+            convolution += f" over {model.conv_window} tokens on {model.conv_streams}"
+        memory = memory_per_rank(config, self.parameters, world_size) / 2**30
+        return "\n".join(
+            (
+                f"model: {self.parameters:,} parameters "
+                f"({self.parameters - self.looked_up:,} without the input embedding), "
+                f"convolution: {convolution}, positions: {model.position_embedding}",
+                f"data: {corpus.num_tokens:,} tokens, {corpus.num_documents:,} documents in "
+                f"{corpus.folder}; the run sees {tokens:,} tokens, {epochs:.2f} epochs",
+                f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "
+                f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "
+                f"{world_size} ranks, accumulated {config.accumulation_steps(world_size)} times; "
+                f"warm-up {config.steps_of('warmup'):,} steps",
+                f"compute: {self.flops * tokens:.3g} FLOPs; memory: about {memory:.2f} GiB a rank "
+                f"(ZeRO-{train.zero_stage})",
+                "reference: a unigram model's validation loss is "
+                f"{corpus.manifest['unigram_loss']:.4f}",
+            )
+        )
+
+    def record(
+        self, step: int, result: StepResult, lr: float, waited: float, seconds: float
+    ) -> dict[str, Any]:
+        """A step's line of metrics.jsonl; times in seconds, loss in nats per token."""
+        rate = self.config.tokens_per_step / seconds
+        record = {
+            "step": step,
+            "tokens": step * self.config.tokens_per_step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops / (self.peak * self.ranks.world_size) if self.peak else None,
+            "data_seconds": waited,
+            "step_seconds": seconds,
+        }
+        return {**record, "skipped": True} if result.skipped else record
+
+    def line(self, record: dict[str, Any]) -> str:
+        """A step's line in the log."""
+        steps, mfu = self.config.total_steps, record["mfu"]
+        left = (steps - record["step"]) * record["step_seconds"]
+        return (
+            f"step {record['step']}/{steps}: loss {record['loss']:.4f}, gradient norm "
+            f"{record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
+            f"{record['tokens_per_second']:,.0f} tokens/s, "
+            f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}, "
+            f"data {record['data_seconds'] / record['step_seconds']:.1%}, "
+            f"{tqdm.format_interval(left)} left"
+        )
+
+    def progress_bar(self, done: int, total: int) -> tqdm:
+        """On the first rank's terminal only; elsewhere the log's lines serve."""
+        return tqdm(
+            initial=done,
+            total=total,
+            unit="step",
+            disable=None if self.ranks.is_first else True,
+            file=sys.stderr,
+        )

@@ -1,0 +1,60 @@
+"""Held-out loss over the validation split, the same number for every number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.loader import IGNORE, Batch, validation_windows
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.engine import Engine
+
+
+class Validation:
+    """Scores the first windows of the validation split, spread over the ranks."""
+
+    def __init__(self, corpus: TokenCorpus, engine: Engine, ranks: Ranks) -> None:
+        config = engine.config
+        self._engine, self._ranks = engine, ranks
+        self._windows = validation_windows(
+            corpus, config.data.context_length, config.data.mask_documents
+        )
+        self.num_windows = len(self._windows)
+        if config.validation.max_tokens is not None:
+            asked = max(1, config.validation.max_tokens // config.data.context_length)
+            self.num_windows = min(self.num_windows, asked)
+        self._bytes_per_token = corpus.num_bytes / corpus.num_tokens
+        self._batch_size = config.train.micro_batch_size
+
+    def run(self, max_batches: int | None = None) -> dict[str, float]:
+        """`val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
+
+        Bits per byte take the split's mean number of bytes per token (a collective).
+        """
+        stride = self._ranks.world_size * self._batch_size
+        total, scored = 0.0, 0
+        starts = range(0, self.num_windows, stride)[:max_batches]
+        for start in starts:
+            batch_total, batch_scored = self._engine.evaluate(self._batch(start))
+            total += batch_total
+            scored += batch_scored
+        total, scored = self._ranks.sum(total, scored)
+        loss = total / max(scored, 1)
+        return {
+            "val_loss": loss,
+            "val_perplexity": math.exp(min(loss, 700.0)),
+            "val_bits_per_byte": loss / math.log(2) / self._bytes_per_token,
+        }
+
+    def _batch(self, start: int) -> Batch:
+        """This rank's windows of the stride at `start`; all ranks get equally many.
+
+        ZeRO-3 gathers weights in every forward pass, so a rank without windows of its own must
+        still take part: it computes windows whose labels are all left out.
+        """
+        numbers = start + self._ranks.rank * self._batch_size + np.arange(self._batch_size)
+        batch = self._windows.batch(np.minimum(numbers, self.num_windows - 1))
+        batch["labels"][numbers >= self.num_windows] = IGNORE
+        return batch

@@ -1,0 +1,165 @@
+"""RunConfig: typed YAML, bases, overrides, all errors at once."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cat_lm.config import changed_keys, load_config
+from cat_lm.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+ROWS = sorted(p for p in (ROOT / "configs/pretrain").glob("*.yaml") if "base" not in p.name)
+
+
+def error_of(path, *overrides) -> str:
+    with pytest.raises(UserError) as raised:
+        load_config(path, overrides)
+    return str(raised.value)
+
+
+def test_overrides_come_last_and_are_typed():
+    config = load_config(QUICKSTART, ["optimizer.lr=3e-4", "train.seed=7", "model.conv_streams=v"])
+    assert config.optimizer.lr == 3e-4 and config.train.seed == 7
+    assert config.model.conv_streams == "v"
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("4096", 1), ("1M", 244), ("0.5M", 122), ("1e6", 244), ("1_000_000", 244)]
+)
+def test_counts_as_people_write_them(text, steps):
+    overrides = ["train.max_steps=null", f"train.max_tokens={text}", "optimizer.warmup_steps=0"]
+    config = load_config(QUICKSTART, overrides)
+    changed = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"global_batch_size": 16}),
+            "data": config.data.model_copy(update={"context_length": 256}),
+        }
+    )
+    assert changed.total_steps == steps
+
+
+def test_unknown_key_names_the_nearest_known_one():
+    assert "optimizer.lr" in error_of(QUICKSTART, "optimizer.lrate=1")
+    message = error_of(QUICKSTART, "model.context_length=5")
+    assert "model.context_length: unknown key" in message and "data.context_length" in message
+    assert "train" in error_of(QUICKSTART, "trian.seed=1")
+
+
+def test_all_errors_at_once():
+    message = error_of(
+        QUICKSTART, "optimizer.lrr=1", "train.seed=-1", "model.rotary_pct=2", "train.max_steps=x"
+    )
+    assert len(message.splitlines()) == 5
+    for part in ("optimizer.lrr", "train.seed=-1", "model.rotary_pct=2", "train.max_steps='x'"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("seed=1", "section.key=value"),
+        ("train.seed", "section.key=value"),
+        ("train.a.b=1", "section.key=value"),
+        ("train.seed=[1", "not valid YAML"),
+        ("train.seed=true", "whole number"),
+        ("train.seed=1.5", "train.seed"),
+        ("train.max_tokens=1M", "exclude each other"),
+        ("train.max_steps=null", "one of max_tokens and max_steps"),
+        ("train.micro_batch_size=5", "must divide"),
+        ("train.zero_stage=4", "train.zero_stage"),
+        ("train.resume=somewhere", "auto, never"),
+        ("model.num_attention_heads=3", "multiple of"),
+        ("model.conv_streams=qx", "q, k and v"),
+        ("model.conv_streams=qq", "q, k and v"),
+        ("optimizer.min_lr=1", "above optimizer.lr"),
+        ("optimizer.betas=[0.9,1.0]", "betas"),
+        ("optimizer.schedule=wsd", "decay_tokens and decay_steps"),
+        ("optimizer.decay_steps=5", "only 'wsd'"),
+        ("optimizer.warmup_steps=100000", "has only"),
+        ("optimizer=3", "section.key=value"),
+    ],
+)
+def test_wrong_values(override, part):
+    assert part in error_of(QUICKSTART, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is empty"),
+        ("model: [", "not valid YAML"),
+        ("model: 3", "must be a section"),
+        ("model: {hidden_size: 1}\nmodel: {}", "stands twice"),
+        ("base: 3", "must be a file name"),
+        ("base: missing.yaml", "no such configuration file"),
+        ("base: run.yaml", "leads back"),
+    ],
+)
+def test_wrong_files(tmp_path, text, part):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert part in error_of(path)
+
+
+def test_missing_file_and_missing_keys(tmp_path):
+    assert "no such configuration file" in error_of(tmp_path / "none.yaml")
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {}\n")
+    message = error_of(path)
+    assert "data: is missing" in message and "model.hidden_size: is missing" in message
+
+
+def test_base_is_merged_by_key(tmp_path):
+    base = yaml.safe_load(QUICKSTART.read_text())
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "run.yaml").write_text("base: base.yaml\nmodel: {conv_type: none}\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert config.model.conv_type == "none"
+    assert config.model.hidden_size == base["model"]["hidden_size"]
+
+
+def test_resolved_config_reads_back(tmp_path):
+    config = load_config(QUICKSTART)
+    config.save(tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_changed_keys():
+    a = load_config(QUICKSTART).model_dump(mode="json")
+    b = load_config(QUICKSTART, ["train.seed=1", "optimizer.lr=1"]).model_dump(mode="json")
+    assert changed_keys(a, b) == ["optimizer.lr", "train.seed"]
+
+
+def test_paper_rows_follow_the_recipe():
+    assert len(ROWS) == 5
+    for row in ROWS:
+        config = load_config(row)
+        assert config.tokens_per_step == 524_288
+        assert config.total_steps == 28_610
+        assert config.steps_of("warmup") == 954
+        assert (config.optimizer.lr, config.optimizer.min_lr) == (3e-4, 3e-5)
+        assert config.optimizer.weight_decay == 0.01 and config.optimizer.grad_clip == 1.0
+        assert config.model.vocab_size == 32_000 and config.data.context_length == 2048
+        assert row.stem in config.train.output_dir
+    kinds = {
+        (load_config(r).model.conv_type, load_config(r).model.position_embedding) for r in ROWS
+    }
+    assert kinds == {
+        ("none", "rope"),
+        ("head", "rope"),
+        ("head", "none"),
+        ("multihead", "rope"),
+        ("multihead", "none"),
+    }
+
+
+def test_batch_arithmetic_and_deepspeed_config():
+    config = load_config(QUICKSTART, ["train.global_batch_size=16", "train.micro_batch_size=2"])
+    assert config.accumulation_steps(2) == 4
+    with pytest.raises(UserError, match="2 x 3 = 6"):
+        config.accumulation_steps(3)
+    derived = config.with_precision("bf16").deepspeed(world_size=4)
+    assert derived["train_batch_size"] == 16 and derived["gradient_accumulation_steps"] == 2
+    assert derived["bf16"]["enabled"] and derived["data_types"]["grad_accum_dtype"] == "fp32"

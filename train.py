@@ -1,0 +1,210 @@
+"""Pretrains a model: `python train.py CONFIG.yaml [section.key=value ...]`.
+
+The whole program, from top to bottom. Alone, under torchrun, deepspeed or srun it does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cat_lm import __version__
+from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import UserError, command
+
+if TYPE_CHECKING:
+    from cat_lm.data.loader import Batch
+    from cat_lm.training.engine import StepResult
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
+        epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
+        "same. Exit codes: 0 finished, 2 bad input, 75 stopped by a signal after a checkpoint "
+        "(go on with train.resume=auto), 130 the same after Ctrl-C.",
+    )
+    parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    # DeepSpeed's launcher passes it; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.overrides)
+
+    # Only now, so that --help and errors in the configuration come at once.
+    from cat_lm.training import distributed
+
+    with distributed.start() as ranks:
+        exit_code = Trainer(config, ranks).run()
+    raise SystemExit(exit_code)
+
+
+class Trainer:
+    """One run: everything it needs, opened in order, and the loop over its steps."""
+
+    def __init__(self, config: RunConfig, ranks) -> None:
+        from cat_lm.data.corpus import TokenCorpus
+        from cat_lm.data.loader import TrainLoader
+        from cat_lm.training.checkpoint import Checkpoints
+        from cat_lm.training.engine import Engine, build_model, resolve_precision
+        from cat_lm.training.metrics import Metrics, RunLog
+        from cat_lm.training.report import Report
+        from cat_lm.training.stop import StopSignal
+        from cat_lm.training.validation import Validation
+
+        self.ranks, self.stop = ranks, StopSignal(ranks)
+        precision, reason = resolve_precision(config, ranks.device)
+        self.config = config = config.with_precision(precision)
+        config.accumulation_steps(ranks.world_size)  # wrong batch sizes end here
+
+        # The data, and the order of its samples.
+        self.corpus = TokenCorpus.open(config.data.path, "train")
+        check_vocabulary(config, self.corpus)
+        self.loader = TrainLoader(
+            self.corpus,
+            config.data.context_length,
+            config.train.global_batch_size,
+            config.train.seed,
+            config.data.mask_documents,
+        )
+
+        # The run's folder, and the checkpoint to go on from.
+        folder = Path(config.train.output_dir)
+        self.checkpoints = Checkpoints(folder, config, ranks)
+        start_from = self.checkpoints.to_resume()
+        self.log = RunLog(folder / "train.log" if ranks.is_first else None)
+        self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
+
+        # Model and optimizer, as initialised or as the checkpoint left them.
+        self.engine = Engine(build_model(config, self.corpus.vocab_size), config, ranks)
+        held_out = TokenCorpus.open(config.data.path, "validation")
+        self.validation = Validation(held_out, self.engine, ranks)
+        self.step = self.skipped = self.skipped_in_a_row = 0
+        if start_from is not None:
+            state = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
+            self.step = state["step"]
+            self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+            self.log.line(f"continuing from {start_from}")
+
+        # What is written on the way.
+        self.metrics = None
+        if ranks.is_first:
+            config.save(folder / "config.yaml")
+            self.metrics = Metrics(folder, config, resumed_step=self.step)
+        self.report = Report(config, self.engine.model, ranks)
+        self.log.line(self.report.plan(self.corpus, self.loader.samples_per_epoch))
+
+    def run(self) -> int:
+        """Trains to the last step, or to the step after a signal; returns the exit code."""
+        config, last_step = self.config, self.config.total_steps
+        # Two batches show a wrong shape or too little memory before any training.
+        self.validation.run(max_batches=2)
+        exit_code = 0
+        for batch, waited in self.batches():
+            self.train_step(batch, waited)
+            is_last = self.step == last_step
+            if self.step % config.validation.every_steps == 0 or is_last:
+                self.validate()
+            exit_code = self.stop.agreed() if not is_last else 0
+            if self.step % config.checkpoint.every_steps == 0 or is_last or exit_code:
+                self.save()
+            if exit_code:
+                self.log.line(f"stopped by a signal after step {self.step}")
+                break
+        else:
+            self.log.line(f"finished: {self.step} steps in {config.train.output_dir}")
+        if self.metrics:
+            self.metrics.close()
+        self.log.close()
+        return exit_code
+
+    def batches(self) -> Iterator[tuple[Batch, float]]:
+        """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
+        place = (self.ranks.rank, self.ranks.world_size)
+        remaining = (self.step, self.config.total_steps)
+        with (
+            self.loader.prefetch(*remaining, *place) as batches,
+            self.report.progress_bar(*remaining) as self.bar,
+        ):
+            start = time.perf_counter()
+            for batch in batches:
+                yield batch, time.perf_counter() - start
+                self.bar.update()
+                start = time.perf_counter()
+
+    def train_step(self, batch: Batch, waited: float) -> None:
+        """One optimizer step, recorded; too many bad ones in a row end the run."""
+        from cat_lm.training.schedule import learning_rate
+
+        start = time.perf_counter()
+        self.step += 1
+        lr = learning_rate(self.config, self.step)
+        result = self.engine.train_step(batch, lr)
+        record = self.report.record(
+            self.step, result, lr, waited, waited + time.perf_counter() - start
+        )
+        if self.metrics:
+            self.metrics.write(record)
+        self.bar.set_postfix_str(f"loss {result.loss:.3f}")
+        every = self.config.train.log_every_steps
+        if self.step % every == 0 or self.step in (1, self.config.total_steps):
+            self.log.line(self.report.line(record))
+        self.count_skipped(result)
+
+    def count_skipped(self, result: StepResult) -> None:
+        if not result.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.log.line(
+            f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, "
+            f"step skipped ({self.skipped} so far, {self.skipped_in_a_row} in a row)"
+        )
+        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped_in_a_row} steps in a row were not finite "
+                f"(train.max_skipped_steps); the checkpoints in {self.checkpoints.folder} are as "
+                f"they were; a lower optimizer.lr may help"
+            )
+
+    def validate(self) -> None:
+        result = self.validation.run()
+        tokens = self.step * self.config.tokens_per_step
+        self.log.line(
+            f"step {self.step}: validation loss {result['val_loss']:.4f}, perplexity "
+            f"{result['val_perplexity']:.2f}, {result['val_bits_per_byte']:.4f} bits per byte"
+        )
+        if self.metrics:
+            self.metrics.write({"step": self.step, "tokens": tokens, **result})
+
+    def save(self) -> None:
+        if self.metrics:
+            self.metrics.sync()  # a checkpoint must not be ahead of the records
+        state = {
+            "step": self.step,
+            "tokens": self.step * self.config.tokens_per_step,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
+        }
+        folder = self.checkpoints.save(self.engine, state, self.corpus.folder / "tokenizer")
+        self.log.line(f"step {self.step}: checkpoint {folder}")
+
+
+def check_vocabulary(config: RunConfig, corpus) -> None:
+    asked = config.model.vocab_size
+    if asked is not None and asked < corpus.vocab_size:
+        raise UserError(
+            f"model.vocab_size={asked}: the tokenizer of {corpus.folder} has {corpus.vocab_size} "
+            "entries; use at least that, or leave the key out"
+        )
+
+
+if __name__ == "__main__":
+    main()
