@@ -1,0 +1,1 @@
+"""Starting the project: the scripts' environment and the main job."""
