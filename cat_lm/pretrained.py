@@ -88,8 +88,6 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    import cat_lm.model  # noqa: F401  registers cat_neox with the Auto classes
-
     folder = model_folder(path)
     target = choose_device(device)
     try:
@@ -123,8 +121,6 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
             f"tokenizer {folder}: missing (no tokenizer.json, no tokenizer_config.json)"
         )
     from transformers import AutoTokenizer
-
-    import cat_lm.model  # noqa: F401  the tokenizer's class may be looked up through the config
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

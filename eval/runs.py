@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ def read_run(folder: Path | str) -> Run:
         samples=_json(folder / EVALUATION / "samples.json"),
         filters=read_filters(folder / "model"),
     )
+
+
+def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """What `loss_figure` draws, for each run by its label."""
+    return {run.label: {"train": run.train, "validation": run.validation} for run in runs}
+
+
+def sweep_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The rows of all length sweeps, under the runs' labels."""
+    return [{**row, "label": run.label} for run in runs for row in run.sweep.get("rows", [])]
+
+
+def unigram_loss(runs: Sequence[Run]) -> float | None:
+    """The unigram model's loss on the held-out text, where all runs have the same data."""
+    fingerprints = {run.manifest.get("fingerprint") for run in runs}
+    return runs[0].manifest.get("unigram_loss") if len(fingerprints) == 1 else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""`python -m eval.report RUN [RUN ...] --out DIR`: finished runs side by side, as a page.
+
+A run is a folder that train.py wrote. What is shown of it: metrics.jsonl and config.yaml (loss
+curves, final numbers), `model/` (the learned filters), `eval/length_sweep.json` and
+`eval/samples.json` (`python -m eval.quickstart RUN` makes both). OUT gets index.html, which needs
+no network and no other file, the pictures as PNG and SVG, and summary.json and summary.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.errors import UserError, command
+from cat_lm.files import replacing, write_json, write_text
+
+if TYPE_CHECKING:
+    from eval.runs import Run
+
+
+def report(folders: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
+    """Writes the report of the runs at `folders` into `out`; returns the page's path.
+
+    Raises UserError for a folder that is no run, and for two runs with the same name.
+    """
+    from eval.figures import filters_figure, length_figure, loss_figure, save_figure
+    from eval.page import page
+    from eval.provenance import provenance
+    from eval.runs import curves, read_run, sweep_rows, unigram_loss
+
+    runs = [read_run(folder) for folder in folders]
+    labels = [run.label for run in runs]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"run {label}: two runs have this name; rename one folder")
+    out = Path(out)
+    rows = sweep_rows(runs)
+    made = provenance()
+    save_figure(loss_figure(curves(runs), unigram_loss(runs)), out / "loss")
+    if rows:
+        save_figure(length_figure(rows, order=labels), out / "perplexity_by_length")
+    for run in runs:
+        if run.filters:
+            save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
+    summary = [final_numbers(run) for run in runs]
+    write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
+    with replacing(out / "summary.csv") as file:
+        writer = csv.DictWriter(file, list(summary[0]))
+        writer.writeheader()
+        writer.writerows(summary)
+    # Last, so that a page is only there with all that it stands for.
+    write_text(out / "index.html", page(runs, summary, rows, title, made))
+    return out / "index.html"
+
+
+def final_numbers(run: Run) -> dict[str, Any]:
+    """One row of the table: what the run was and where it ended."""
+    model = run.config.model
+    return {
+        "run": run.label,
+        "conv_type": model.conv_type,
+        "conv_streams": model.conv_streams if model.conv_type != "none" else None,
+        "conv_window": model.conv_window if model.conv_type != "none" else None,
+        "position_embedding": model.position_embedding,
+        "parameters": run.export.get("parameters"),
+        "tokens": run.tokens,
+        "steps": run.config.total_steps,
+        "skipped_steps": run.skipped,
+        "val_loss": run.final.get("val_loss"),
+        "val_perplexity": run.final.get("val_perplexity"),
+        "val_bits_per_byte": run.final.get("val_bits_per_byte"),
+        "tokens_per_second": run.tokens_per_second,
+    }
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.report", description="Tables and figures from finished runs."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--title", help="headline of the page")
+    arguments = parser.parse_args()
+    print(report(arguments.runs, arguments.out, arguments.title))
+
+
+if __name__ == "__main__":
+    main()
