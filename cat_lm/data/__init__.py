@@ -1,0 +1,10 @@
+"""Prepared text: token shards, the corpus they make up, and the loader that serves batches of it.
+
+Importing this package costs numpy and nothing more; the tokenizers live in
+`cat_lm.data.tokenizers`.
+"""
+
+from cat_lm.data.corpus import TokenCorpus, read_manifest
+from cat_lm.data.loader import TrainLoader, ValidationWindows, validation_windows
+
+__all__ = ["TokenCorpus", "TrainLoader", "ValidationWindows", "read_manifest", "validation_windows"]

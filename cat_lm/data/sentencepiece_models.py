@@ -1,0 +1,236 @@
+"""SentencePiece models: training one, and turning one into a fast tokenizer with the same ids."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cat_lm.errors import UserError
+
+EOD_PIECE = "<|endoftext|>"
+SPACE = "\u2581"  # how SentencePiece writes a space inside its pieces
+UNIGRAM, BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+TRAINING_BLOCK = 4000  # characters; what the trainer sees as one "sentence"
+
+
+def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Trains a BPE model with byte fallback that gives back every text unchanged.
+
+    No normalisation, whitespace kept (runs of it become pieces), no dummy prefix, digits one by
+    one, `<unk>` 0 and `<|endoftext|>` 1. The same texts give the same model on every machine.
+    Returns the serialized model; raises `UserError` where `vocab_size` does not fit the texts.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    blocks = list(_training_blocks(texts))
+    if not blocks:
+        raise UserError("train:sentencepiece: the source has no text to train a tokenizer on")
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(blocks),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            split_digits=True,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            eos_piece=EOD_PIECE,
+            max_sentence_length=4 * TRAINING_BLOCK + 4,  # bytes; no block is dropped
+            num_threads=1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise _misfit(vocab_size, str(error)) from None
+    return model.getvalue()
+
+
+def _misfit(vocab_size: int, message: str) -> UserError:
+    """What the trainer's complaint means to the user."""
+    key = f"train:sentencepiece:{vocab_size}"
+    if found := re.search(r"<= (\d+)", message):
+        return UserError(f"{key}: the text allows a vocabulary of at most {found[1]}")
+    if found := re.search(r"(\d+) vs (\d+)", message):
+        return UserError(f"{key}: the text needs a vocabulary of more than {found[2]}")
+    return UserError(f"{key}: sentencepiece cannot train this vocabulary: {message.strip()}")
+
+
+def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
+    """Cuts texts at line ends into blocks of bounded length, so that none is dropped as too long.
+
+    NUL is left out: the trainer refuses it, and the byte pieces encode it.
+    """
+    for text in texts:
+        block, size = [], 0
+        for line in text.replace("\0", "").splitlines(keepends=True):
+            for start in range(0, len(line), TRAINING_BLOCK):
+                piece = line[start : start + TRAINING_BLOCK]
+                if size + len(piece) > TRAINING_BLOCK:
+                    yield "".join(block)
+                    block, size = [], 0
+                block.append(piece)
+                size += len(piece)
+        if block:
+            yield "".join(block)
+
+
+class SentencePieceModel:
+    """A parsed `*.model`, with what the conversion to a fast tokenizer needs."""
+
+    def __init__(self, serialized: bytes, name: str) -> None:
+        import sentencepiece
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+
+        self.name = name
+        self.serialized = serialized
+        proto = sentencepiece_model_pb2.ModelProto()
+        try:
+            proto.ParseFromString(serialized)
+            if not proto.pieces:
+                raise DecodeError("no pieces")
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+        except (DecodeError, RuntimeError) as error:
+            raise UserError(f"{name}: not a sentencepiece model ({error})") from None
+        self.pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
+        self.model_type = proto.trainer_spec.model_type
+        self.unk_id = self.processor.unk_id()
+        self.eos_id = self.processor.eos_id()
+        self.byte_fallback = proto.trainer_spec.byte_fallback
+        self.normalizer = proto.normalizer_spec
+        self._refuse_the_unsupported(proto)
+
+    @classmethod
+    def read(cls, path: Path) -> SentencePieceModel:
+        try:
+            return cls(path.read_bytes(), str(path))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def _refuse_the_unsupported(self, proto) -> None:
+        reasons = {
+            "its type is neither BPE nor unigram": self.model_type not in (BPE, UNIGRAM),
+            "it has user-defined pieces": any(kind == USER_DEFINED for _, _, kind in self.pieces),
+            "it marks spaces at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
+            "it does not escape spaces": not self.normalizer.escape_whitespaces,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UserError(
+                    f"{self.name}: {reason}, which has no exact fast tokenizer here; "
+                    "give a transformers tokenizer folder instead"
+                )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether text is taken as it is, so that spaces can be kept as spaces."""
+        spec = self.normalizer
+        return not (
+            spec.add_dummy_prefix or spec.remove_extra_whitespaces or spec.precompiled_charsmap
+        )
+
+    def special_pieces(self) -> list[str]:
+        return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
+
+    def fast_tokenizer(self):
+        """A `tokenizers.Tokenizer` that gives the ids of this model.
+
+        A lossless model works on the text itself, with real spaces in its pieces: so a literal
+        U+2581 in a text stays what it is, where SentencePiece would make it a space.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+
+        space = " " if self.lossless else SPACE
+        names = [piece.replace(SPACE, space) for piece, _, _ in self.pieces]
+        tokenizer = Tokenizer(self._bpe(names) if self.model_type == BPE else self._unigram(names))
+        if not self.lossless:
+            tokenizer.normalizer = normalizers.Sequence(self._normalizers())
+        if pre_tokenizer := _split_before_spaces(names, space):
+            tokenizer.pre_tokenizer = pre_tokenizer
+        steps = [decoders.ByteFallback(), decoders.Fuse()]
+        if not self.lossless:
+            steps.insert(0, decoders.Replace(SPACE, " "))
+        if self.normalizer.add_dummy_prefix:
+            steps.append(decoders.Strip(" ", 1, 0))
+        tokenizer.decoder = decoders.Sequence(steps)
+        tokenizer.add_special_tokens(
+            [AddedToken(piece, special=True, normalized=False) for piece in self.special_pieces()]
+        )
+        return tokenizer
+
+    def _bpe(self, names: list[str]):
+        from tokenizers.models import BPE as Bpe
+
+        vocab = {name: index for index, name in enumerate(names)}
+        mergeable = {
+            name: index
+            for index, (name, (_, _, kind)) in enumerate(zip(names, self.pieces, strict=True))
+            if kind == NORMAL
+        }
+        return Bpe(
+            vocab=vocab,
+            merges=self._merges(mergeable),
+            unk_token=names[self.unk_id],
+            fuse_unk=True,
+            byte_fallback=self.byte_fallback,
+        )
+
+    def _merges(self, mergeable: dict[str, int]) -> list[tuple[str, str]]:
+        """Every pair of pieces that joins to a piece, best result first.
+
+        SentencePiece ranks a merge by the score of the piece that results; pairs with one result
+        tie, and a longer left part goes first as the leftmost merge would.
+        """
+        merges = []
+        for name, index in mergeable.items():
+            score = self.pieces[index][1]
+            for cut in range(len(name) - 1, 0, -1):
+                if name[:cut] in mergeable and name[cut:] in mergeable:
+                    merges.append((-score, index, -cut, name[:cut], name[cut:]))
+        merges.sort()
+        return [(left, right) for *_, left, right in merges]
+
+    def _unigram(self, names: list[str]):
+        from tokenizers.models import Unigram
+
+        scores = [score for _, score, _ in self.pieces]
+        vocab = list(zip(names, scores, strict=True))
+        return Unigram(vocab, unk_id=self.unk_id, byte_fallback=self.byte_fallback)
+
+    def _normalizers(self) -> list:
+        from tokenizers import Regex, normalizers
+
+        spec = self.normalizer
+        steps = []
+        if spec.precompiled_charsmap:
+            steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+        if spec.remove_extra_whitespaces:
+            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        if spec.add_dummy_prefix:
+            steps.append(normalizers.Prepend(SPACE))
+        steps.append(normalizers.Replace(" ", SPACE))
+        return steps
+
+
+def _split_before_spaces(names: list[str], space: str):
+    """A pre-tokenizer that cuts text before each run of spaces, where that changes nothing.
+
+    No piece has a space after another character, so no merge can cross such a cut; words are then
+    short, and most of them come out of the encoder's cache.
+    """
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    if any(re.search(f"[^{space}]{space}", name) for name in names):
+        return None
+    return Split(Regex(f"{space}*[^{space}]+|{space}+"), behavior="isolated")

@@ -1,0 +1,310 @@
+"""Token shards in the `.bin/.idx` format that Megatron-LM and GPT-NeoX read and write.
+
+`NAME.bin` is the tokens of all documents, one after the other, little endian. `NAME.idx` is:
+
+    magic               9 bytes   MMIDIDX 00 00
+    version             uint64    1
+    dtype code          uint8     1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16
+    sequences S         uint64
+    document marks D    uint64    S + 1 here: every sequence is one whole document
+    lengths             int32[S]  tokens in each sequence
+    pointers            int64[S]  byte offset of each sequence in the .bin
+    document marks      int64[D]  index of each document's first sequence, closed by S
+
+Tokens are uint16 where the vocabulary has fewer than 65,536 ids and int32 otherwise. The format has
+no code for uint32; int32 holds any real vocabulary at the same width and stays readable by both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from cat_lm.files import sha256, sync_directory
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_DOCUMENT_TOKENS = 2**31 - 1  # lengths are int32
+SHARD_TOKENS = 500_000_000
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype on disk for ids below `vocab_size`: uint16, or int32 for larger vocabularies."""
+    return np.dtype("<u2") if vocab_size < 2**16 else np.dtype("<i4")
+
+
+def index_bytes(documents: int) -> int:
+    """The size of the `.idx` of a shard with this many documents, one sequence each."""
+    return HEADER.size + 4 * documents + 8 * documents + 8 * (documents + 1)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the manifest says of a shard: `name` without suffix, counts, and checksums."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    bin_sha256: str
+    idx_sha256: str
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+class Shard:
+    """One `.bin/.idx` pair, memory-mapped. Opening reads 34 bytes, whatever the shard's size.
+
+    Attributes: `num_sequences`, `num_documents`, `num_tokens`, `dtype`.
+    Raises `UserError` for a missing file, a foreign format, or sizes that disagree.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.bin_path = path.with_name(path.name + ".bin")
+        self.idx_path = path.with_name(path.name + ".idx")
+        for file in (self.bin_path, self.idx_path):
+            if not file.is_file():
+                raise UserError(f"{file}: no such file, but the shard needs it; prepare it again")
+        with open(self.idx_path, "rb") as stream:
+            header = stream.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise UserError(f"{self.idx_path}: not an index of the Megatron format (magic MMIDIDX)")
+        _, version, code, self.num_sequences, marks = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPES:
+            raise UserError(
+                f"{self.idx_path}: version {version}, dtype code {code}; "
+                f"readable are version {VERSION} and codes {sorted(DTYPES)}"
+            )
+        self.num_documents = marks - 1
+        self.dtype = DTYPES[code]
+        size = self.idx_path.stat().st_size
+        expected = HEADER.size + 12 * self.num_sequences + 8 * marks
+        if size != expected:
+            raise UserError(f"{self.idx_path}: {size} bytes, its header asks for {expected}")
+        bin_size = self.bin_path.stat().st_size
+        if bin_size % self.dtype.itemsize:
+            raise UserError(f"{self.bin_path}: {bin_size} bytes, not a whole number of tokens")
+        self.num_tokens = bin_size // self.dtype.itemsize
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All tokens of the shard, [num_tokens], a read-only memory map."""
+        return self._map(self.bin_path, self.dtype, 0, self.num_tokens)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each sequence, int32 [num_sequences]."""
+        return self._map(self.idx_path, np.dtype("<i4"), HEADER.size, self.num_sequences)
+
+    @cached_property
+    def pointers(self) -> np.ndarray:
+        """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
+        offset = HEADER.size + 4 * self.num_sequences
+        return self._map(self.idx_path, np.dtype("<i8"), offset, self.num_sequences)
+
+    @cached_property
+    def document_marks(self) -> np.ndarray:
+        """Index of each document's first sequence, closed by the end, int64 [documents + 1]."""
+        offset = HEADER.size + 12 * self.num_sequences
+        return self._map(self.idx_path, np.dtype("<i8"), offset, self.num_documents + 1)
+
+    def document(self, index: int) -> tuple[int, int]:
+        """The first token and the end of document `index`, as positions in `tokens`."""
+        first, end = (int(mark) for mark in self.document_marks[index : index + 2])
+        start = int(self.pointers[first]) // self.dtype.itemsize
+        last = end - 1
+        stop = int(self.pointers[last]) // self.dtype.itemsize + int(self.lengths[last])
+        return start, stop
+
+    @staticmethod
+    def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+        if count == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
+    """Writes an `.idx` for documents of these lengths, flushed to disk; returns its SHA-256."""
+    lengths = np.ascontiguousarray(lengths, dtype="<i4")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    pointers = (ends - lengths) * dtype.itemsize
+    digest = hashlib.sha256()
+    with open(path, "wb") as stream:
+        for part in (
+            HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1),
+            lengths.tobytes(),
+            pointers.astype("<i8").tobytes(),
+            np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+        ):
+            stream.write(part)
+            digest.update(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
+
+
+class ShardWriter:
+    """Writes documents into `folder/PREFIX-00000.bin/.idx`, `PREFIX-00001` and so on.
+
+    A shard grows under a temporary name (in `scratch`, by default in `folder` itself), is closed
+    once it holds `shard_tokens`, flushed, read back against its checksum, and only then renamed.
+    A document never straddles two shards. Use as a context manager: an error leaves no temporary
+    file behind, a kill leaves files whose names end in `.tmp`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        prefix: str,
+        dtype: np.dtype,
+        shard_tokens: int = SHARD_TOKENS,
+        scratch: Path | str | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.prefix = prefix
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
+        self.scratch = Path(scratch) if scratch else self.folder
+        self.shards: list[ShardInfo] = []
+        self._stream = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.finish()
+        elif self._stream is not None:
+            self._abandon()
+
+    def write(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: Iterable[int]) -> None:
+        """Appends documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
+        text_bytes = np.asarray(text_bytes, dtype=np.int64)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        first = 0
+        while first < len(lengths):
+            if self._stream is None:
+                self._open()
+            begin = int(ends[first - 1]) if first else 0
+            # As many documents as fit; one that is larger than a shard gets a shard of its own.
+            room = begin + self.shard_tokens - self._tokens
+            stop = int(np.searchsorted(ends, room, side="right"))
+            if stop <= first:
+                if self._tokens:
+                    self._close()
+                    continue
+                stop = first + 1
+            self._append(tokens[begin : int(ends[stop - 1])], lengths[first:stop])
+            self._bytes += int(text_bytes[first:stop].sum())
+            first = stop
+
+    def finish(self) -> None:
+        """Closes the shard in progress. `shards` is complete afterwards."""
+        if self._stream is not None:
+            self._close()
+
+    def _path(self, suffix: str) -> Path:
+        return self.scratch / f".{self.prefix}-{len(self.shards):05d}{suffix}.tmp"
+
+    def _open(self) -> None:
+        self._stream = open(self._path(".bin"), "wb")  # noqa: SIM115 - lives across calls
+        self._digest = hashlib.sha256()
+        self._lengths: list[np.ndarray] = []
+        self._tokens = 0
+        self._bytes = 0
+
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        with _disk_errors(self._path(".bin")):
+            self._stream.write(data)
+        self._digest.update(data)
+        self._lengths.append(np.asarray(lengths, dtype="<i4"))
+        self._tokens += len(tokens)
+
+    def _close(self) -> None:
+        bin_path, idx_path = self._path(".bin"), self._path(".idx")
+        lengths = np.concatenate(self._lengths)
+        with _disk_errors(bin_path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            idx_sha256 = write_index(idx_path, self.dtype, lengths)
+        info = ShardInfo(
+            name=f"{self.prefix}-{len(self.shards):05d}",
+            documents=len(lengths),
+            tokens=self._tokens,
+            bytes=self._bytes,
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=idx_sha256,
+        )
+        # The .idx goes last, so that a pair with an index is a pair with its data.
+        _publish(bin_path, self.folder / f"{info.name}.bin", info.bin_sha256)
+        _publish(idx_path, self.folder / f"{info.name}.idx", info.idx_sha256)
+        self.shards.append(info)
+        self._stream = None
+
+    def _abandon(self) -> None:
+        # On a full disk what is still buffered cannot be written, nor is it wanted.
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        for suffix in (".bin", ".idx"):
+            self._path(suffix).unlink(missing_ok=True)
+        self._stream = None
+
+
+def _publish(temporary: Path, final: Path, digest: str) -> None:
+    """Verifies a finished file and moves it to its place, through a copy between file systems."""
+    if sha256(temporary) != digest:
+        raise UserError(f"{temporary}: reads back different from what was written; check the disk")
+    if temporary.parent.stat().st_dev != final.parent.stat().st_dev:
+        beside = final.with_name(f".{final.name}.tmp")
+        with _disk_errors(beside):
+            shutil.copyfile(temporary, beside)
+            with open(beside, "rb+") as stream:
+                os.fsync(stream.fileno())
+        temporary.unlink()
+        _publish(beside, final, digest)
+        return
+    os.replace(temporary, final)
+    sync_directory(final.parent)
+
+
+class _disk_errors:
+    """Turns a full disk into a `UserError` that names the file and the free space."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.path.parent).free
+            raise UserError(
+                f"{self.path.parent}: the disk is full ({free / 2**20:.0f} MiB free) while writing "
+                f"{self.path.name}; free some space or choose another folder"
+            ) from error
