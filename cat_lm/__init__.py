@@ -1,0 +1,27 @@
+"""Convolution-augmented transformer language models.
+
+After `import cat_lm`, transformers' Auto classes know the model type `cat_neox`, whichever of the
+two packages is imported first. The import itself loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cat_lm import _auto
+
+if TYPE_CHECKING:
+    from cat_lm.model import CatConfig, CatForCausalLM
+
+__version__ = "0.1.0"
+__all__ = ["CatConfig", "CatForCausalLM", "__version__"]
+
+_auto.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CatConfig", "CatForCausalLM"):
+        import cat_lm.model
+
+        return getattr(cat_lm.model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,128 @@
+"""Makes transformers' Auto classes know the model type `cat_neox`, at no cost for the import.
+
+Registering needs the model's classes, hence torch and transformers, and the modules of transformers
+import each other in circles, so it can be done neither on `import cat_lm` nor while one loads.
+Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_model`) are wrapped:
+their first call registers the model and puts the original methods back. Auto modules that are not
+loaded yet are awaited by a finder on `sys.meta_path`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def _register_config() -> None:
+    from transformers import AutoConfig
+
+    from cat_lm.model.configuration import CatConfig
+
+    AutoConfig.register(CatConfig.model_type, CatConfig, exist_ok=True)
+
+
+def _register_models() -> None:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from cat_lm.model.configuration import CatConfig
+    from cat_lm.model.modeling import CatForCausalLM, CatModel
+
+    _register_config()
+    AutoModel.register(CatConfig, CatModel, exist_ok=True)
+    AutoModelForCausalLM.register(CatConfig, CatForCausalLM, exist_ok=True)
+
+
+def _await_config_use(auto: ModuleType) -> None:
+    _register_on_first_call(auto.AutoConfig, ("from_pretrained", "for_model"), _register_config)
+
+
+def _await_model_use(auto: ModuleType) -> None:
+    entries = ("from_pretrained", "from_config")
+    base = next(
+        parent
+        for parent in reversed(auto.AutoModelForCausalLM.__mro__)
+        if all(name in vars(parent) for name in entries)
+    )
+    _register_on_first_call(base, entries, _register_models)
+
+
+# Tokenizers need no entry: the tokenizer_config.json of an exported folder names their class.
+_AWAITED: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.models.auto.configuration_auto": _await_config_use,
+    "transformers.models.auto.modeling_auto": _await_model_use,
+}
+
+
+def _register_on_first_call(
+    owner: type, names: tuple[str, ...], register: Callable[[], None]
+) -> None:
+    """Wraps methods of `owner` so that the first call of one registers and unwraps all."""
+    originals = {name: vars(owner)[name] for name in names}
+    if any(hasattr(method, "_cat_lm_waits") for method in originals.values()):
+        return
+
+    def wrap(name: str):
+        kind = type(originals[name])  # classmethod or staticmethod
+        function = originals[name].__func__
+
+        @functools.wraps(function)
+        def registering(*args, **kwargs):
+            for original_name, original in originals.items():
+                setattr(owner, original_name, original)
+            register()
+            return function(*args, **kwargs)
+
+        wrapped = kind(registering)
+        wrapped._cat_lm_waits = True
+        return wrapped
+
+    for name in names:
+        setattr(owner, name, wrap(name))
+
+
+class _AutoModuleFinder:
+    """Finds the Auto modules as the other finders would, and looks at them once they are loaded."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _AWAITED:
+            return None
+        for finder in sys.meta_path:
+            if _is_ours(finder):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                _call_after_execution(spec.loader, _AWAITED[name])
+                return spec
+        return None
+
+
+def _is_ours(finder: object) -> bool:
+    # By name, because a reload of this module makes another class of it.
+    return type(finder).__name__ == _AutoModuleFinder.__name__
+
+
+def _call_after_execution(loader, look: Callable[[ModuleType], None]) -> None:
+    execute = loader.exec_module
+
+    def execute_and_look(module: ModuleType) -> None:
+        execute(module)
+        look(module)
+
+    loader.exec_module = execute_and_look
+
+
+def install() -> None:
+    """Wraps the loaded Auto modules and waits for the others; safe to repeat."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
+    sys.meta_path.insert(0, _AutoModuleFinder())
+    for name, look in _AWAITED.items():
+        module = sys.modules.get(name)
+        # A module that is still being executed has no classes yet.
+        if hasattr(module, "AutoConfig" if "configuration" in name else "AutoModelForCausalLM"):
+            look(module)

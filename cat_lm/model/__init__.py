@@ -1,0 +1,28 @@
+"""The model: configuration, attention with convolutions, initialisation, loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cat_lm.model.cache import CatCache
+    from cat_lm.model.configuration import CatConfig
+    from cat_lm.model.modeling import CatForCausalLM, CatModel
+
+__all__ = ["CatCache", "CatConfig", "CatForCausalLM", "CatModel"]
+
+_HOMES = {
+    "CatCache": "cat_lm.model.cache",
+    "CatConfig": "cat_lm.model.configuration",
+    "CatForCausalLM": "cat_lm.model.modeling",
+    "CatModel": "cat_lm.model.modeling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Reading a configuration needs no torch, so the classes are imported when asked for.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

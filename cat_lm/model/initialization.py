@@ -1,0 +1,66 @@
+"""Initial weights: GPT-NeoX's small-init and wang-init, and the filters.
+
+C is the model width, L the number of layers, W the window:
+
+| parameter                                    | distribution                | name       |
+|----------------------------------------------|-----------------------------|------------|
+| embed_in, query_key_value, dense_h_to_4h,    | normal, std sqrt(2 / (5 C)) | small-init |
+| lm_head                                      |                             |            |
+| attention.dense, mlp.dense_4h_to_h           | normal, std 2 / (L sqrt(C)) | wang-init  |
+| biases                                       | 0                           |            |
+| layer norms                                  | weight 1, bias 0            |            |
+| filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
+| filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W)     |            |
+
+Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
+GPT-NeoX uses them for Pythia. `uniform` is what `torch.nn.Conv1d` would draw.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from transformers import initialization as init
+
+from cat_lm.model.configuration import CatConfig
+from cat_lm.model.convolution import ConvolvedProjection
+
+
+def small_init_std(config: CatConfig) -> float:
+    """The standard deviation of weights that do not write to the residual stream."""
+    return math.sqrt(2 / (5 * config.hidden_size))
+
+
+def wang_init_std(config: CatConfig) -> float:
+    """The standard deviation of the two matrices of a layer that write to the residual stream."""
+    return 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
+
+
+def initialize(module: nn.Module, config: CatConfig) -> bool:
+    """Initialises the parameters of `module` itself by the table above; False if it has none there.
+
+    Goes through transformers' `initialization`, which leaves tensors alone that were loaded.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        writes_residual = getattr(module, "writes_residual", False)
+        std = wang_init_std(config) if writes_residual else small_init_std(config)
+        init.normal_(module.weight, mean=0.0, std=std)
+        if getattr(module, "bias", None) is not None:
+            init.zeros_(module.bias)
+        if isinstance(module, ConvolvedProjection):
+            _initialize_filters(module, config)
+        return True
+    return False
+
+
+def _initialize_filters(projection: ConvolvedProjection, config: CatConfig) -> None:
+    for filters in projection.filters():
+        if config.conv_init == "identity":
+            init.zeros_(filters)
+            # The slice must know what its tensor knows, or loaded filters would be overwritten.
+            if not getattr(filters, "_is_hf_initialized", False):
+                filters[:, 0] = 1.0
+        else:
+            bound = 1 / math.sqrt(config.conv_window)
+            init.uniform_(filters, -bound, bound)

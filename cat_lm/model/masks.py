@@ -1,0 +1,159 @@
+"""What padding, packed documents and the cache mean for positions, attention and convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+
+from cat_lm.model.configuration import CatConfig
+from cat_lm.ops.documents import document_positions, document_runs
+
+
+@dataclass
+class SequenceLayout:
+    """How the rows of a batch are read.
+
+    position_ids: [B or 1, T].
+    attention_mask: what the attention function of transformers takes: None, [B, 1, T, S], a
+        BlockMask, or for flash attention [B, S].
+    padding_mask: [B, T] bool, False at padding; None where there is no padding.
+    documents: [B, T] document numbers; None where rows are not packed.
+    attention_kwargs: more arguments for the attention function.
+    """
+
+    position_ids: Tensor
+    attention_mask: Any
+    padding_mask: Tensor | None
+    documents: Tensor | None
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def sequence_layout(
+    config: CatConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    cache: Cache | None,
+) -> SequenceLayout:
+    """Derives the layout from what the caller said, so that attention and convolution agree.
+
+    Args:
+        inputs_embeds: [B, T, C].
+        attention_mask: [B, S] with 1 at real tokens, S the cached and the new ones; or a mask that
+            was prepared for the attention function.
+        position_ids: [B, T]; by default they count real tokens, from 0 in every document.
+        document_ids: [B, T]; a change of the id starts a document. Without it, position ids that
+            do not count up by one start a document too, as everywhere in transformers.
+        cache: holds the tokens before these.
+
+    Raises:
+        ValueError: combinations for which the convolution could not know what to read.
+    """
+    time = inputs_embeds.shape[1]
+    documents = _documents(document_ids, position_ids, attention_mask, cache)
+    padding_mask = _padding_mask(config, attention_mask, time)
+    if position_ids is None:
+        position_ids = _positions(inputs_embeds, attention_mask, documents, cache)
+
+    attention_kwargs: dict[str, Any] = {}
+    same_document = None
+    if documents is not None:
+        if "flash" in config._attn_implementation:
+            attention_kwargs = _flash_documents(documents, padding_mask)
+        else:
+            same_document = _same_document_function(documents)
+    prepared_mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        # transformers reads documents off the positions; here they are known.
+        position_ids=None,
+        and_mask_function=same_document,
+    )
+    return SequenceLayout(position_ids, prepared_mask, padding_mask, documents, attention_kwargs)
+
+
+def _documents(
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+) -> Tensor | None:
+    if document_ids is not None:
+        if cache is not None:
+            raise ValueError("document_ids cannot be used with a cache; pass use_cache=False")
+        return document_runs(document_ids)
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    if torch.compiler.is_compiling():
+        # Whether positions restart is not known while compiling; one document is never wrong to
+        # number, only slower.
+        return _runs_of_positions(position_ids)
+    runs = _runs_of_positions(position_ids)
+    return runs if runs[:, -1].any() else None
+
+
+def _runs_of_positions(position_ids: Tensor) -> Tensor:
+    return F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
+
+
+def _padding_mask(config: CatConfig, attention_mask: Any, time: int) -> Tensor | None:
+    if attention_mask is None or not config.convolved_streams:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError(
+            "the convolution cannot read padding or documents off a prepared attention mask; pass "
+            "attention_mask as [B, T], and document_ids for packed documents"
+        )
+    new = attention_mask[:, -time:].bool()
+    if not torch.compiler.is_compiling() and new.all():
+        return None
+    return new
+
+
+def _positions(
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    documents: Tensor | None,
+    cache: Cache | None,
+) -> Tensor:
+    time, device = inputs_embeds.shape[1], inputs_embeds.device
+    if documents is not None:
+        return document_positions(documents)
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        counted = attention_mask.long().cumsum(dim=1) - 1
+        return counted.clamp(min=0)[:, -time:]
+    past = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(time, device=device) + past)[None]
+
+
+def _same_document_function(documents: Tensor):
+    def same_document(batch, head, query, key):
+        return documents[batch, query] == documents[batch, key]
+
+    return same_document
+
+
+def _flash_documents(documents: Tensor, padding_mask: Tensor | None) -> dict[str, Any]:
+    """Cumulative lengths for flash attention's packed form, all rows joined end to end."""
+    if padding_mask is not None:
+        raise ValueError("flash attention takes document_ids or padding, not both")
+    time = documents.shape[1]
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+    first = starts.nonzero().flatten()
+    cumulative = F.pad(first, (0, 1), value=documents.shape[0] * time).to(torch.int32)
+    longest = int(cumulative.diff().max())
+    return {
+        "cu_seq_lens_q": cumulative,
+        "cu_seq_lens_k": cumulative,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
