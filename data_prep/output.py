@@ -1,0 +1,97 @@
+"""The output folder of a preparation: who may write to it, and what is in it after a kill.
+
+.prepare.lock     held while a preparation runs (by the kernel: a kill releases it)
+unfinished.json   written first, removed last: the files beside it may be deleted
+manifest.json     written when everything else is in place: the data are complete
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cat_lm.data.corpus import MANIFEST, SPLITS, read_manifest
+from cat_lm.errors import UserError
+from cat_lm.files import write_json
+
+LOCK = ".prepare.lock"
+MARKER = "unfinished.json"
+TOKENIZER = "tokenizer"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it; a second preparation into it is an error."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = open(folder / LOCK, "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written ({error.strerror})") from None
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(f"--out {folder}: cannot be locked ({error.strerror})") from None
+            raise UserError(f"--out {folder}: another preparation is writing to it") from None
+        try:
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
+
+
+def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
+    """Whether the folder already holds the data that `identity` (the arguments) asks for.
+
+    Raises `UserError` where it holds other data, or files of someone else.
+    """
+    if (folder / MANIFEST).is_file():
+        if overwrite:
+            return False
+        found = read_manifest(folder).get("arguments", {})
+        differing = [key for key in identity if found.get(key) != identity[key]]
+        if not differing:
+            return True
+        changes = "; ".join(
+            f"{key} was {json.dumps(found.get(key))}, now {json.dumps(identity[key])}"
+            for key in differing
+        )
+        raise UserError(
+            f"--out {folder}: holds data made otherwise ({changes}); "
+            "choose another folder or give --overwrite"
+        )
+    foreign = [file.name for file in folder.iterdir() if file.name != LOCK]
+    if foreign and not (folder / MARKER).is_file():
+        raise UserError(
+            f"--out {folder}: is not empty ({sorted(foreign)[0]!r} is in it) and was not made by "
+            "this command; choose another folder"
+        )
+    return False
+
+
+def begin(folder: Path, identity: dict) -> None:
+    """Marks the folder as unfinished and removes what an earlier preparation left in it.
+
+    The marker stands before the first file goes and until the last one has come, so that a kill at
+    any moment leaves either a complete folder or one that the next run may clean up.
+    """
+    write_json(folder / MARKER, identity)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for pattern in (
+        ".*.tmp",
+        *(f"{split}-*.{kind}" for split in SPLITS for kind in ("bin", "idx")),
+    ):
+        for file in folder.glob(pattern):
+            file.unlink()
+    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+
+
+def finish(folder: Path, manifest: dict) -> None:
+    """Writes the manifest, which makes the folder complete."""
+    write_json(folder / MANIFEST, manifest)
+    (folder / MARKER).unlink()

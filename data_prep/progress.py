@@ -1,0 +1,43 @@
+"""A progress bar on a terminal; now and then a plain line where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+PLAIN_INTERVAL = 15.0  # seconds
+
+
+class TextProgress:
+    """Counts bytes of text. `total` may be None where it is not known, and is an estimate."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        from tqdm import tqdm
+
+        self._label = label
+        self._total = total
+        self._done = 0
+        self._start = self._last = time.monotonic()
+        self._bar = tqdm(
+            total=total, desc=label, unit="B", unit_scale=True, disable=None, file=sys.stderr
+        )
+
+    def __enter__(self) -> TextProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, text_bytes: int) -> None:
+        self._done += text_bytes
+        self._bar.update(text_bytes)
+        now = time.monotonic()
+        if self._bar.disable and now - self._last >= PLAIN_INTERVAL:
+            self._last = now
+            share = f" of about {self._total / 1e6:.0f}" if self._total else ""
+            rate = self._done / (now - self._start) / 1e6
+            print(
+                f"{self._label}: {self._done / 1e6:.0f}{share} MB of text, {rate:.1f} MB/s",
+                file=sys.stderr,
+                flush=True,
+            )
