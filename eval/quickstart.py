@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from cat_lm.errors import UserError, command

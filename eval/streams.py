@@ -67,7 +67,8 @@ def text_stream(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> T
     start = tokenizer.eos_token_id
     if start is None:
         raise UserError("tokenizer: has no end-of-document (eos) token to start the text with")
-    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    # As in data preparation: what looks like a special token in a text is ordinary text.
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     tokens = np.array([start, *ids], dtype=np.int64)
     return TokenStream(tokens, len(text.encode()), None, source)
 
