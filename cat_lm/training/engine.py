@@ -61,7 +61,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Decay for matrices and embeddings; none for biases, norms and convolution filters."""
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() >= 2 and "conv" not in name
+        is_matrix = parameter.dim() >= 2 and not name.endswith("_filter")
         (decayed if is_matrix else exempt).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},

@@ -1,0 +1,186 @@
+"""The engine against a plain PyTorch loop (R17), on one and two ranks, for every ZeRO stage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.training.engine import Engine, build_model, parameter_groups
+from tests.distributed.ranks import run_on_ranks
+
+VOCAB, LENGTH, ROWS, STEPS = 61, 24, 8, 5
+RATES = (1e-3, 3e-3, 5e-3, 2e-3, 1e-3)
+
+
+def make_config(stage: int, micro_batch_size: int, precision: str = "fp32") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "conv_type": "head",
+                "conv_window": 5,
+            },
+            "data": {"path": "unused", "context_length": LENGTH},
+            # The gradient of the keys' bias is zero but for rounding; a common eps would let Adam
+            # turn that rounding into steps of full size.
+            "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "grad_clip": 0.5, "eps": 1e-4},
+            "train": {
+                "output_dir": "unused",
+                "global_batch_size": ROWS,
+                "micro_batch_size": micro_batch_size,
+                "max_steps": STEPS,
+                "precision": precision,
+                "zero_stage": stage,
+            },
+        }
+    )
+
+
+def global_batch(step: int) -> dict[str, np.ndarray]:
+    """Rows with very different numbers of scored tokens: means of means would be wrong."""
+    random = np.random.default_rng(step)
+    batch = {name: random.integers(0, VOCAB, (ROWS, LENGTH)) for name in ("input_ids", "labels")}
+    for row in range(ROWS):
+        batch["labels"][row, : 3 * row] = -100
+    return batch
+
+
+def rows_of(batch: dict[str, np.ndarray], ranks) -> dict[str, np.ndarray]:
+    share = ROWS // ranks.world_size
+    return {k: v[ranks.rank * share : (ranks.rank + 1) * share] for k, v in batch.items()}
+
+
+def plain_loop() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Mean loss over all scored tokens, clipping, AdamW: nothing of DeepSpeed, no accumulation."""
+    config = make_config(0, ROWS)
+    model = build_model(config, VOCAB).train()
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, 0.1), betas=config.optimizer.betas, eps=config.optimizer.eps
+    )
+    history = []
+    for step, lr in enumerate(RATES):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        batch = {k: torch.from_numpy(v) for k, v in global_batch(step).items()}
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def engine_loops(ranks, cases):
+    """(history, fp32 weights) of the engine for each (stage, micro-batch size)."""
+    results = []
+    for stage, micro_batch_size in cases:
+        config = make_config(stage, micro_batch_size)
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        history = []
+        for step, lr in enumerate(RATES):
+            result = engine.train_step(rows_of(global_batch(step), ranks), lr)
+            history.append((result.loss, result.grad_norm))
+            assert not result.skipped
+        results.append((history, engine.full_precision_weights()))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_engine_equals_plain_pytorch(world_size):
+    """1 x 8, 8 x 1 and ranks between: the same losses, gradient norms and weights."""
+    per_rank = ROWS // world_size
+    cases = [(stage, size) for stage in (0, 1, 2, 3) for size in (1, per_rank)]
+    expected_history, expected_weights = plain_loop()
+    results = run_on_ranks(engine_loops, world_size, cases)[0]
+    for case, (history, weights) in zip(cases, results, strict=True):
+        np.testing.assert_allclose(history, expected_history, rtol=2e-5, err_msg=str(case))
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in weights.items():
+            difference = (weight - expected_weights[name]).abs().max().item()
+            assert difference < 2e-5, (case, name, difference)
+
+
+def bf16_loops(ranks):
+    history = []
+    for stage in (0, 1, 2, 3):
+        config = make_config(stage, 2, "bf16")
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        weights = engine.full_precision_weights()
+        assert all(weight.dtype == torch.float32 for weight in weights.values())
+        steps = [
+            engine.train_step(rows_of(global_batch(s), ranks), lr) for s, lr in enumerate(RATES)
+        ]
+        history.append([step.loss for step in steps])
+    return history
+
+
+def test_bf16_follows_fp32():
+    expected = [loss for loss, _ in plain_loop()[0]]
+    for losses in run_on_ranks(bf16_loops, 2)[0]:
+        np.testing.assert_allclose(losses, expected, rtol=1e-2)
+
+
+class InfiniteOnLastRank:
+    """The engine's loss, but infinite on the last rank while `bad`."""
+
+    def __init__(self, engine, ranks):
+        self.loss, self.bad = engine._loss, False
+        self.is_last = ranks.rank == ranks.world_size - 1
+
+    def __call__(self, micro_batch, num_items_in_batch):
+        value = self.loss(micro_batch, num_items_in_batch)
+        return value * math.inf if self.bad and self.is_last else value
+
+
+def bad_steps(ranks):
+    """A loss that is not finite on one rank only, in one micro-batch of the second step."""
+    outcome = []
+    for stage in (0, 1, 2, 3):
+        config = make_config(stage, 2)
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        engine._loss = last = InfiniteOnLastRank(engine, ranks)
+        engine.train_step(rows_of(global_batch(0), ranks), 1e-2)
+        before = engine.full_precision_weights()
+        last.bad = True
+        result = engine.train_step(rows_of(global_batch(1), ranks), 1e-2)
+        after = engine.full_precision_weights()
+        last.bad = False
+        good = engine.train_step(rows_of(global_batch(1), ranks), 1e-2)
+        moved = engine.full_precision_weights()
+        outcome.append(
+            {
+                "skipped": result.skipped,
+                "unchanged": all(before[k].equal(after[k]) for k in before),
+                "goes on": not good.skipped and math.isfinite(good.loss),
+                "learns": not all(moved[k].equal(after[k]) for k in moved) or not moved,
+            }
+        )
+    return outcome
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size):
+    for outcomes in run_on_ranks(bad_steps, world_size):
+        for stage, outcome in enumerate(outcomes):
+            assert all(outcome.values()), (stage, outcome)
+
+
+def test_decay_groups_exempt_biases_norms_and_filters():
+    model = build_model(make_config(0, 1), VOCAB)
+    decayed, exempt = parameter_groups(model, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and exempt["weight_decay"] == 0.0
+    for parameter in exempt["params"]:
+        name = names[id(parameter)]
+        assert name.endswith("bias") or "norm" in name or "filter" in name
+    assert all(names[id(p)].endswith("weight") for p in decayed["params"])
+    assert len(decayed["params"]) + len(exempt["params"]) == len(names)
+    assert sum("filter" in names[id(p)] for p in exempt["params"]) == 2 * 3

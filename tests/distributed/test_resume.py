@@ -1,0 +1,152 @@
+"""Interrupted twice and continued: the straight run's losses, bit for bit (R16, R35)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint, is_complete
+from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from tests.distributed.ranks import run_on_ranks
+from tests.runs import losses, run_values
+
+SETTINGS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16")]
+SETTINGS += [(2, "bf16"), (3, "bf16")]
+
+
+def train(ranks, values: dict, signals: dict[int, signal.Signals] | None = None) -> int:
+    """Runs train.py's Trainer; after step s, only the last rank gets the signal `signals[s]`."""
+    from train import Trainer
+
+    class Signalled(Trainer):
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            number = (signals or {}).get(self.step)
+            if number and ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), number)
+
+    return Signalled(RunConfig.model_validate(values), ranks).run()
+
+
+def straight_and_interrupted(ranks, data: str, folder: str):
+    results = []
+    for stage, precision in SETTINGS:
+        name = f"{stage}-{precision}"
+        values = {
+            kind: run_values(
+                data, Path(folder) / kind / name, zero_stage=stage, precision=precision
+            )
+            for kind in ("straight", "interrupted")
+        }
+        codes = [train(ranks, values["straight"])]
+        values["interrupted"]["train"]["resume"] = "auto"
+        for signals in ({4: signal.SIGTERM}, {9: signal.SIGUSR1}, {}):
+            codes.append(train(ranks, values["interrupted"], signals))
+        results.append(codes)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_interrupted_twice_equals_straight(world_size, tiny_corpus, tmp_path):
+    results = run_on_ranks(straight_and_interrupted, world_size, str(tiny_corpus), str(tmp_path))
+    for codes_of_rank in results:
+        for codes in codes_of_rank:
+            assert codes == [0, REQUEUE_EXIT_CODE, REQUEUE_EXIT_CODE, 0]
+    for stage, precision in SETTINGS:
+        name = f"{stage}-{precision}"
+        straight = losses(tmp_path / "straight" / name)
+        assert [row[0] for row in straight if len(row) == 3] == list(range(1, 13))
+        assert losses(tmp_path / "interrupted" / name) == straight, name
+
+
+def refused(ranks, data: str, folder: str):
+    """Messages of runs that must not go on from the checkpoints of `folder`."""
+    run = Path(folder) / "run"
+    train(ranks, run_values(data, run))
+    values = run_values(data, run)
+    messages = []
+    for section, key, value in (
+        ("train", "resume", "never"),
+        ("train", "seed", 5),
+        ("model", "conv_window", 3),
+        ("data", "mask_documents", True),
+        ("train", "resume", str(run / "checkpoints/step-00000005-gone")),
+    ):
+        changed = {name: dict(content) for name, content in values.items()}
+        changed["train"]["resume"] = "auto"
+        changed[section][key] = value
+        try:
+            train(ranks, changed)
+            messages.append("")
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_run_that_would_be_another_one_is_refused(tiny_corpus, tmp_path):
+    never, seed, window, masked, gone = run_on_ranks(refused, 1, str(tiny_corpus), str(tmp_path))[0]
+    assert "already holds step-00000012" in never
+    assert "another train.seed" in seed and "another model.conv_window" in window
+    assert "another data.mask_documents" in masked
+    assert "no such checkpoint" in gone
+
+
+def test_other_data_and_other_world_sizes_are_refused(tiny_corpus, tmp_path):
+    run_on_ranks(train, 2, run_values(tiny_corpus, tmp_path / "run"))
+    checkpoint = find_checkpoint(tmp_path / "run")
+    message = run_on_ranks(error_of, 1, run_values(tiny_corpus, tmp_path / "run", resume="auto"))
+    assert "written by 2 ranks, this run has 1" in message[0]
+    state = checkpoint / "state.json"
+    changed = state.read_text().replace('"fingerprint": "', '"fingerprint": "0')
+    state.write_text(changed)
+    resize_in_marker(checkpoint, "state.json")
+    message = run_on_ranks(error_of, 2, run_values(tiny_corpus, tmp_path / "run", resume="auto"))
+    assert "trained on other data" in message[0]
+
+
+def error_of(ranks, values: dict) -> str:
+    try:
+        train(ranks, values)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def resize_in_marker(checkpoint: Path, name: str) -> None:
+    import json
+
+    marker = checkpoint / "complete.json"
+    content = json.loads(marker.read_text())
+    content["files"][name] = (checkpoint / name).stat().st_size
+    marker.write_text(json.dumps(content))
+
+
+def test_kept_and_incomplete_checkpoints(tiny_corpus, tmp_path):
+    """Old ones are pruned, damaged ones are passed over, the newest complete one is found."""
+    values = run_values(tiny_corpus, tmp_path / "run", max_steps=20)
+    values["checkpoint"] = {"every_steps": 3, "keep_last": 2, "keep_every_steps": 6}
+    run_on_ranks(train, 1, values)
+    folder = tmp_path / "run/checkpoints"
+    names = [path.name for path in complete_checkpoints(folder)]
+    assert names == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
+    assert sorted(p.name for p in folder.iterdir()) == [*sorted(["latest", *names])]
+    assert (folder / "latest").read_text().strip() == names[-1]
+
+    newest = folder / names[-1]
+    weights = newest / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert not is_complete(newest)
+    assert find_checkpoint(tmp_path / "run").name == names[-2]
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        find_checkpoint(newest)
+    (folder / names[-2] / "complete.json").unlink()
+    assert find_checkpoint(folder).name == names[-3]
+    with pytest.raises(UserError, match="no such"):
+        find_checkpoint(tmp_path / "nothing")
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find_checkpoint(tmp_path)
