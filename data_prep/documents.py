@@ -94,10 +94,11 @@ def _read_json_lines(path: Path, suffix: str, reading: Reading) -> Iterator[tupl
                 raise UserError(f"{where}: not a JSON line ({error})") from None
             if not isinstance(record, dict):
                 raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}")
-            yield _text_of(record, reading, where), record
+            yield text_of(record, reading, where), record
 
 
-def _text_of(record: dict, reading: Reading, where: str) -> str:
+def text_of(record: dict, reading: Reading, where: str) -> str:
+    """The text of a record. Raises `UserError` where there is none, or it is not valid Unicode."""
     text = record.get(reading.text_key)
     if not isinstance(text, str):
         keys = ", ".join(record) or "none"
@@ -105,6 +106,12 @@ def _text_of(record: dict, reading: Reading, where: str) -> str:
             f"{where}: no text under the key {reading.text_key!r}; "
             f"its keys are {keys} (choose with --text-key)"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: half a surrogate pair at {error.start}, not valid Unicode text"
+        ) from None
     return text
 
 
@@ -174,7 +181,7 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[str, dict]]:
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
-                    yield _text_of(record, reading, f"{path}: row {row}"), record
-    except pyarrow.ArrowException as error:
+                    yield text_of(record, reading, f"{path}: row {row}"), record
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{path}: broken parquet file ({reason})") from None

@@ -21,7 +21,7 @@ from data_prep.documents import Document
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1000
-MAX_DOCUMENT_BYTES = 1 << 28  # encoding takes some 200 bytes of memory for each
+MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     chunk: list[Document] = []
     size = 0
     for document in documents:
-        if len(document.text) > MAX_DOCUMENT_BYTES:
+        if len(document.text) > MAX_DOCUMENT:
             raise UserError(
-                f"a document of {len(document.text) / 2**20:.0f} MiB (it begins "
-                f"{document.text[:40]!r}) exceeds {MAX_DOCUMENT_BYTES >> 20} MiB; cut a text file "
-                "into documents with --document-separator"
+                f"a document of {len(document.text) / 1e6:.0f} million characters (it begins "
+                f"{document.text[:40]!r}) is too large to encode, {MAX_DOCUMENT / 1e6:.0f} million "
+                "is the most; cut a text file into documents with --document-separator"
             )
         chunk.append(document)
         size += len(document.text)
@@ -101,7 +101,7 @@ class ChunkEncoder:
         by_split: dict[str, list[Document]] = {}
         for document in chunk:
             if document.text:
-                by_split.setdefault(self._split(document), []).append(document)
+                by_split.setdefault(self.plan.split_of(document), []).append(document)
         splits = {split: self._encode(documents) for split, documents in by_split.items()}
         return EncodedChunk(
             splits=splits,
@@ -109,33 +109,15 @@ class ChunkEncoder:
             text_bytes=sum(int(encoded.text_bytes.sum()) for encoded in splits.values()),
         )
 
-    def _split(self, document: Document) -> str:
-        try:
-            return self.plan.split_of(document)
-        except UnicodeEncodeError as error:
-            raise _half_character(document, error) from None
-
     def _encode(self, documents: list[Document]) -> Encoded:
         texts = [document.text for document in documents]
-        sizes = []
-        for document in documents:
-            try:
-                sizes.append(len(document.text.encode()))
-            except UnicodeEncodeError as error:
-                raise _half_character(document, error) from None
+        sizes = [len(text.encode()) for text in texts]
         tokens, lengths = self.encoder.encode_documents(texts, self.plan.dtype)
         sets: dict[str, Counter] = {}
         for document, length, size in zip(documents, lengths.tolist(), sizes, strict=True):
             counts = sets.setdefault(document.set, Counter())
             counts.update(documents=1, tokens=length, bytes=size)
         return Encoded(tokens, lengths, np.array(sizes, dtype=np.int64), sets)
-
-
-def _half_character(document: Document, error: UnicodeEncodeError) -> UserError:
-    return UserError(
-        f"the document that begins {document.text[:40]!r} holds half a surrogate pair "
-        f"(at {error.start}) and is not valid Unicode text"
-    )
 
 
 def encode_documents(

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, SPLITS, read_manifest
+from cat_lm.data.corpus import MANIFEST, SPLITS, TokenCorpus, read_manifest
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
 
@@ -35,10 +38,20 @@ def locked(folder: Path) -> Iterator[None]:
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one that finished just now may have removed the file that was opened above.
+            ours = os.path.samestat(os.fstat(stream.fileno()), os.stat(folder / LOCK))
+        except FileNotFoundError:
+            ours = False
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(f"--out {folder}: cannot be locked ({error.strerror})") from None
-            raise UserError(f"--out {folder}: another preparation is writing to it") from None
+            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+            if ours:
+                print(
+                    f"note: {folder}: no file locks here ({error.strerror}); "
+                    "make sure that nothing else prepares data in it",
+                    file=sys.stderr,
+                )
+        if not ours:
+            raise UserError(f"--out {folder}: another preparation is writing to it")
         try:
             yield
         finally:
@@ -56,6 +69,8 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
         found = read_manifest(folder).get("arguments", {})
         differing = [key for key in identity if found.get(key) != identity[key]]
         if not differing:
+            for split in SPLITS:
+                TokenCorpus.open(folder, split)  # an error where a shard is gone or cut short
             return True
         changes = "; ".join(
             f"{key} was {json.dumps(found.get(key))}, now {json.dumps(identity[key])}"
@@ -89,6 +104,28 @@ def begin(folder: Path, identity: dict) -> None:
         for file in folder.glob(pattern):
             file.unlink()
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(folder: Path, scratch: Path | None) -> Iterator[Path]:
+    """Where shards grow: `folder` itself, or a folder of its own inside `scratch`.
+
+    Its name depends on `folder` alone, so that the next run finds what a kill has left in it.
+    """
+    if scratch is None:
+        yield folder
+        return
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    own = scratch / f"cat-lm-prepare-{name}"
+    shutil.rmtree(own, ignore_errors=True)
+    try:
+        own.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--scratch {scratch}: cannot be written ({error.strerror})") from None
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def finish(folder: Path, manifest: dict) -> None:

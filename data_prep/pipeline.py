@@ -71,9 +71,9 @@ def prepare(arguments: argparse.Namespace) -> None:
         try:
             _prepare(arguments, source, identity)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"--out {arguments.out}: the disk is full") from error
-            raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = "the disk is full" if full else error.strerror or str(error)
+            raise UserError(f"--out {arguments.out}: {reason}") from error
 
 
 def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> None:
@@ -94,8 +94,7 @@ def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> N
 
     plan = Plan(folder, info, dtype, arguments.seed, arguments.validation_fraction)
     totals = Totals(info.vocab_size)
-    documents = _limited(source.documents(), arguments, source.has_validation)
-    results = encode_documents(documents, plan, arguments.workers)
+    results = encode_documents(_limited(source, arguments), plan, arguments.workers)
     shards = _write(arguments, results, dtype, totals, total)
     _check_counts(totals, source, arguments)
     manifest = _manifest(identity, source, info, dtype, shards, totals)
@@ -154,34 +153,36 @@ def _check_disk(
     if total is None:
         return
     needed = int(total * tokens_per_byte * dtype.itemsize * DISK_MARGIN)
-    free = shutil.disk_usage(arguments.out).free
-    if needed > free:
-        raise UserError(
-            f"--out {arguments.out}: about {needed / 1e9:.2f} GB are needed and "
-            f"{free / 1e9:.2f} GB are free; choose another folder or limit it with --max-bytes"
-        )
+    in_scratch = min(needed, 2 * arguments.shard_tokens * dtype.itemsize)  # a shard of each split
+    places = [("--out", arguments.out, needed), ("--scratch", arguments.scratch, in_scratch)]
+    for flag, folder, size in places:
+        if folder is None or not folder.exists():
+            continue
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise UserError(
+                f"{flag} {folder}: about {size / 1e9:.3f} GB are needed and {free / 1e9:.3f} GB "
+                "are free; choose another folder or limit the text with --max-bytes"
+            )
 
 
-def _limited(
-    documents: Iterable[Document], arguments: argparse.Namespace, has_validation: bool
-) -> Iterator[Document]:
+def _limited(source: Source, arguments: argparse.Namespace) -> Iterator[Document]:
     """The first documents, up to --max-documents and --max-bytes.
 
     A validation split of the source's own is limited to the validation fraction of the same.
     """
     seen: dict[str | None, Counter] = {}
-    for document in documents:
+    for part in source.parts:
         share = 1.0
-        if has_validation and document.split == "validation":
+        if part.split == "validation":
             share = arguments.validation_fraction
-        counts = seen.setdefault(document.split, Counter())
         limits = (("documents", arguments.max_documents), ("bytes", arguments.max_bytes))
-        if any(limit is not None and counts[key] >= limit * share for key, limit in limits):
-            if not has_validation:
-                return
-            continue
-        counts.update(documents=1, bytes=len(document.text.encode(errors="replace")))
-        yield document
+        counts = seen.setdefault(part.split, Counter())
+        for document in source.read(part):
+            if any(limit and counts[key] >= limit * share for key, limit in limits):
+                break
+            counts.update(documents=1, bytes=len(document.text.encode()))
+            yield document
 
 
 def _write(
@@ -192,11 +193,13 @@ def _write(
     total_bytes: int | None,
 ) -> dict[str, list[dict]]:
     """Writes the shards of both splits; returns the manifest's list of each."""
-    writers = {
-        split: ShardWriter(arguments.out, split, dtype, arguments.shard_tokens, arguments.scratch)
-        for split in SPLITS
-    }
-    with writers["train"], writers["validation"], TextProgress("encoding", total_bytes) as progress:
+    with (
+        output.scratch_folder(arguments.out, arguments.scratch) as scratch,
+        ShardWriter(arguments.out, "train", dtype, arguments.shard_tokens, scratch) as train,
+        ShardWriter(arguments.out, "validation", dtype, arguments.shard_tokens, scratch) as held,
+        TextProgress("encoding", total_bytes) as progress,
+    ):
+        writers = {"train": train, "validation": held}
         for chunk in results:
             totals.empty += chunk.empty
             for split, encoded in chunk.splits.items():

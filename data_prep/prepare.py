@@ -71,12 +71,20 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if arguments.document_separator is not None:
-        separator = arguments.document_separator.encode("latin-1", "backslashreplace")
-        arguments.document_separator = separator.decode("unicode_escape")
-        if not arguments.document_separator:
-            raise UserError("--document-separator: must not be empty")
+        arguments.document_separator = _unescaped(arguments.document_separator)
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"--out {arguments.out}: is a file, a folder is needed")
+
+
+def _unescaped(separator: str) -> str:
+    """A separator as typed in a shell, with its escapes (a backslash and n) resolved."""
+    try:
+        text = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        text = ""
+    if not text:
+        raise UserError(rf"--document-separator {separator!r}: give some text, such as '\n\n'")
+    return text
 
 
 @command

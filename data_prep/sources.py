@@ -23,18 +23,23 @@ from data_prep.documents import (
     Reading,
     read_records,
     suffix_of,
+    text_of,
 )
 
 HUB_PREFIX = "hub:"
 UNKNOWN_SET = "unknown"
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
-# out; without them every build of one Python version gives the same files.
-SEPARATELY_PACKAGED = {
+# out; without them and the tests every build of one Python version has the same files.
+NOT_EVERYWHERE = {
+    "__pycache__",
     "distutils",
     "ensurepip",
     "idlelib",
     "lib2to3",
+    "macholib",
+    "site-packages",
     "test",
+    "tests",
     "tkinter",
     "turtle",
     "turtledemo",
@@ -59,11 +64,6 @@ class Source:
     def read(self, part: Part) -> Iterator[Document]:
         """The documents of one part, in order."""
         raise NotImplementedError
-
-    def documents(self) -> Iterator[Document]:
-        """All documents, in order."""
-        for part in self.parts:
-            yield from self.read(part)
 
     @property
     def has_validation(self) -> bool:
@@ -93,13 +93,12 @@ class PythonStdlib(Source):
 
     def __init__(self) -> None:
         root = Path(sysconfig.get_path("stdlib"))
-        modules = sys.stdlib_module_names - SEPARATELY_PACKAGED
         files = (path.relative_to(root) for path in root.rglob("*.py"))
         chosen = sorted(
             path.as_posix()
             for path in files
-            if path.parts[0].removesuffix(".py") in modules
-            and not {"test", "tests", "site-packages", "__pycache__"} & set(path.parts)
+            if path.parts[0].removesuffix(".py") in sys.stdlib_module_names
+            and not NOT_EVERYWHERE.intersection(path.with_suffix("").parts)
         )
         if not chosen:
             raise UserError(f"{root}: no source files of the standard library; use --source files")
@@ -201,13 +200,8 @@ class Hub(Source):
                 self.name, split=part.name, streaming=True, revision=self.revision
             )
             for number, record in enumerate(rows, 1):
-                text = record.get(self.reading.text_key)
-                if not isinstance(text, str):
-                    raise UserError(
-                        f"{self.path}: {part.name} row {number} has no text under the key "
-                        f"{self.reading.text_key!r}; its keys are {', '.join(record)}"
-                    )
-                yield Document(text, set_name(record), part.split)
+                where = f"{self.path}: {part.name} row {number}"
+                yield Document(text_of(record, self.reading, where), set_name(record), part.split)
         except UserError:
             raise
         except Exception as error:  # as above; datasets has already retried by itself

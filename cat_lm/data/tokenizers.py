@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TRAIN_PREFIX = "train:sentencepiece:"
 # What the end of a document is called where a tokenizer's own settings do not say.
 COMMON_EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
+TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 MODEL_FILE = "sentencepiece.model"
 
 
@@ -63,7 +64,9 @@ def spec_sha256(spec: str) -> str | None:
     path = Path(spec)
     if spec == "bytes" or spec.startswith("train:"):
         return None
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    files = [path]
+    if path.is_dir():  # of a model's folder only what a tokenizer may consist of
+        files = [file for file in sorted(path.iterdir()) if file.suffix in TOKENIZER_SUFFIXES]
     digests = "".join(f"{file.name} {sha256(file)}\n" for file in files)
     return hashlib.sha256(digests.encode()).hexdigest()
 
