@@ -9,13 +9,14 @@ PLAIN_INTERVAL = 15.0  # seconds
 
 
 class TextProgress:
-    """Counts bytes of text. `total` may be None where it is not known, and is an estimate."""
+    """Counts bytes, of text by default. `total` is an estimate, None where there is none."""
 
-    def __init__(self, label: str, total: int | None) -> None:
+    def __init__(self, label: str, total: int | None, what: str = "of text") -> None:
         from tqdm import tqdm
 
         self._label = label
         self._total = total
+        self._what = what
         self._done = 0
         self._start = self._last = time.monotonic()
         self._bar = tqdm(
@@ -37,7 +38,7 @@ class TextProgress:
             share = f" of about {self._total / 1e6:.0f}" if self._total else ""
             rate = self._done / (now - self._start) / 1e6
             print(
-                f"{self._label}: {self._done / 1e6:.0f}{share} MB of text, {rate:.1f} MB/s",
+                f"{self._label}: {self._done / 1e6:.0f}{share} MB {self._what}, {rate:.1f} MB/s",
                 file=sys.stderr,
                 flush=True,
             )

@@ -16,6 +16,7 @@ from cat_lm.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+REQUIRED = ("dtype", "fingerprint", "source", "sources", "splits", "tokenizer", "unigram_loss")
 
 
 def read_manifest(folder: Path | str) -> dict:
@@ -31,10 +32,14 @@ def read_manifest(folder: Path | str) -> dict:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format_version"]
+        missing = [key for key in REQUIRED if key not in manifest]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a manifest of prepared data ({error})") from None
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path}: not a manifest of prepared data ({reason})") from None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {version}, this version reads {FORMAT_VERSION}")
+    if missing:
+        raise UserError(f"{path}: not a manifest of prepared data (no {', '.join(missing)})")
     return manifest
 
 

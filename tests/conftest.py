@@ -1,0 +1,64 @@
+"""Data that tests share: real data where a machine has them, and a tiny prepared corpus."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORDS = "the a cat sat saw heard on under near mat dog bird tree house and then slept ran 7 12"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data (`slimpajama_sample`, `tokenizers`, `text`, `benchmarks`)."""
+    root = os.environ.get("CAT_LM_SHARED")
+    folder = (Path(root) if root else REPOSITORY.parent / "shared") / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs real data in {folder} (CAT_LM_SHARED names the folder that has data/)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepare() -> Callable[..., Path]:
+    """Runs the data preparation in this process: prepare(out, flag, value, …) -> out."""
+
+    def run(out: Path, *flags: object) -> Path:
+        from data_prep.pipeline import prepare as steps
+        from data_prep.prepare import parse_arguments
+
+        steps(parse_arguments(["--out", str(out), *map(str, flags)]))
+        return out
+
+    return run
+
+
+def generated_text(documents: int, seed: int = 0) -> list[str]:
+    """Short texts of a few lines over a small vocabulary, the same in every run."""
+    rng = random.Random(seed)
+    words = WORDS.split()
+
+    def line() -> str:
+        return " ".join(rng.choices(words, k=rng.randint(3, 12))).capitalize() + "."
+
+    return ["\n".join(line() for _ in range(rng.randint(1, 12))) for _ in range(documents)]
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., Path]) -> Path:
+    """A prepared folder: some 200 generated documents, `bytes` tokenizer (257 ids), two splits.
+
+    Shared by all tests of a session: read it, do not change it.
+    """
+    folder = tmp_path_factory.mktemp("tiny_corpus")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(generated_text(200)), encoding="utf-8")
+    return prepare(
+        folder / "prepared",
+        *("--source", "files", "--path", text, "--document-separator", r"\n\n"),
+        *("--tokenizer", "bytes", "--validation-fraction", 0.1, "--workers", 1),
+    )
