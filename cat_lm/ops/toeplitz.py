@@ -100,7 +100,7 @@ def head_conv_toeplitz_dx(dy: Tensor, filters: Tensor, runs: Tensor | None = Non
     block = block_length(time, window)
     parts = torch.matmul(_matrices(filters, runs, block).mT, blocks_of(dy, block))
     dx = parts[..., window - 1 :, :].contiguous()  # [B, H, N, C, D]
-    if window > 1:
+    if window > 1 and parts.shape[2] > 1:
         # What a block's first W−1 inputs received belongs to the end of the block before it.
         dx[:, :, :-1, block - window + 1 :] += parts[:, :, 1:, : window - 1]
     return _time_second(dx, time)
