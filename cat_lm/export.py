@@ -87,7 +87,7 @@ def export_model(
             "parameters": model.num_parameters(),
             "sha256": sha256(folder / "model.safetensors"),
         }
-        write_text(folder / "README.md", model_card(model.config.to_dict(), record, out.name))
+        write_text(folder / "README.md", model_card(model.config.to_dict(), record, _title(out)))
         write_json(folder / RECORD, record)
     return out
 
@@ -99,7 +99,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
         "step": state["step"],
         "tokens": state["tokens"],
         "data_fingerprint": state.get("data", {}).get("fingerprint"),
-        "code_version": state.get("code_version"),
+        "code": state.get("code"),
     }
     run_config = step_folder / "run_config.yaml"
     if run_config.is_file():
@@ -172,6 +172,12 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 """
 
 
+def _title(out: Path) -> str:
+    """The folder's name, or the run's for RUN/model."""
+    out = out.resolve()
+    return out.parent.name if out.name == "model" else out.name
+
+
 def describe_model(config: Mapping[str, Any]) -> str:
     """A configuration in a few words, as in "CAT language model (head convolution, W=21, …)"."""
     positions = {"none": "no position embedding", "rope": "rotary positions"}[
@@ -203,7 +209,6 @@ def _generation_config(
     )
     model.config.bos_token_id = config.bos_token_id
     model.config.eos_token_id = config.eos_token_id
-    model.config.pad_token_id = config.pad_token_id
     return config
 
 
@@ -250,8 +255,7 @@ def _replaced_folder(out: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp"))
     try:
         yield folder
-        _flush(folder)
-        folder.chmod(0o777 & ~_umask())
+        _publish(folder)
         old = folder.with_suffix(".old")
         if out.exists():
             os.replace(out, old)
@@ -264,19 +268,19 @@ def _replaced_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
+def _publish(folder: Path) -> None:
+    """Flushes everything to disk, with the permissions that newly made files would have."""
+    mask = os.umask(0)
+    os.umask(mask)
     for path in folder.rglob("*"):
+        # Weights and temporary folders are made for their owner only.
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
+    folder.chmod(0o777 & ~mask)
     sync_directory(folder)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @command

@@ -1,0 +1,202 @@
+"""Checkpoint to transformers folder and back: nothing lost, nothing made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cat_lm.errors import UserError
+from cat_lm.export import export_checkpoint, export_model
+from cat_lm.pretrained import load_model, load_tokenizer
+from tests.finished_runs import checkpoint, prepared_data, tiny_model
+
+VARIANTS = {
+    "cat": {},
+    "pythia": {"conv_type": "none"},
+    "no-positions": {"position_embedding": "none"},
+    "values-only": {"conv_streams": "v"},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    return prepared_data(tmp_path_factory.mktemp("export-data")) / "tokenizer"
+
+
+@pytest.fixture(params=VARIANTS, ids=list(VARIANTS))
+def model(request):
+    return tiny_model(257, **VARIANTS[request.param])
+
+
+def export(model, tokenizer_folder: Path, out: Path, **options) -> Path:
+    return export_model(model, load_tokenizer(tokenizer_folder), out, **options)
+
+
+def run_command(module: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        **options,
+    )
+
+
+def test_export_of_a_checkpoint_keeps_every_bit(tmp_path, tokenizer_folder, model):
+    folder = checkpoint(tmp_path / "run", model, tokenizer_folder)
+    out = export_checkpoint(tmp_path / "run", tmp_path / "model")
+    stored = load_file(folder / "model/model.safetensors")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.state_dict().keys() == stored.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    inputs = torch.randint(257, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        difference = (loaded(inputs).logits - model(inputs).logits).abs().max()
+    assert difference <= 1e-5
+
+
+def test_export_reload_export_is_bit_equal(tmp_path, tokenizer_folder, model):
+    first = export(model, tokenizer_folder, tmp_path / "first")
+    second = export(load_model(first), tokenizer_folder, tmp_path / "second")
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_narrow_export_rounds_the_weights_and_says_so(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257), tokenizer_folder, tmp_path / "out", dtype="bfloat16")
+    stored = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    expected = tiny_model(257).state_dict()
+    assert all(torch.equal(stored[name], expected[name].bfloat16()) for name in stored)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_file_has_the_format_that_transformers_asks_for(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257), tokenizer_folder, tmp_path / "out")
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    modes = {path.stat().st_mode & 0o777 for path in out.iterdir()}
+    assert len(modes) == 1, "every file has the permissions of a newly made one"
+
+
+def test_tokenizer_and_generation_settings_come_along(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257), tokenizer_folder, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = "caf\u00e9 \U0001f600\n\tx"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    settings = json.loads((out / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == tokenizer.eos_token_id == 256
+
+
+def test_card_tells_training_tokens_and_validation_loss(tmp_path, tokenizer_folder):
+    run = tmp_path / "a-run"
+    checkpoint(run, tiny_model(257), tokenizer_folder, step=12)
+    lines = [{"step": step, "val_loss": loss} for step, loss in ((6, 4.5), (12, 3.25), (18, 1.0))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (export_checkpoint(run, run / "model") / "README.md").read_text()
+    assert "# a-run" in card
+    assert "| training tokens | 3,072 |" in card
+    assert "| training context length | 32 |" in card
+    assert "| held-out loss | 3.2500 |" in card, "the last one that the checkpoint had seen"
+
+
+def test_newest_complete_checkpoint_is_taken(tmp_path, tokenizer_folder):
+    run = tmp_path / "run"
+    checkpoint(run, tiny_model(257, seed=1), tokenizer_folder, step=10)
+    kept = checkpoint(run, tiny_model(257, seed=2), tokenizer_folder, step=20)
+    (checkpoint(run, tiny_model(257, seed=3), tokenizer_folder, step=30) / "complete.json").unlink()
+    for number, path in enumerate((run, run / "checkpoints", kept)):
+        out = export_checkpoint(path, tmp_path / f"out-{number}")
+        assert json.loads((out / "export.json").read_text())["step"] == 20
+
+
+def test_earlier_export_is_replaced_anything_else_is_not(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    export(tiny_model(257, seed=2), tokenizer_folder, out)
+    assert (out / "model.safetensors").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and no earlier export"):
+        export(tiny_model(257), tokenizer_folder, foreign)
+    assert (foreign / "chapter.txt").read_text() == "mine"
+
+
+def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkeypatch):
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    other = tiny_model(257, seed=2)
+    monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
+    with pytest.raises(UserError, match="read back is not the one written"):
+        export(other, tokenizer_folder, out)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected"])
+def test_weights_that_do_not_fit_are_an_error(tmp_path, tokenizer_folder, damage):
+    out = export(tiny_model(257), tokenizer_folder, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    name = "gpt_neox.layers.1.attention.query_key_value.k_filter"
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name.replace("k_filter", "x_filter")] = tensors[name].clone()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=damage):
+        load_model(out)
+
+
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder):
+    with pytest.raises(UserError, match="257 entries"):
+        export(tiny_model(200), tokenizer_folder, tmp_path / "out")
+
+
+def test_command_refuses_what_is_no_checkpoint(tmp_path, tokenizer_folder):
+    untagged = checkpoint(tmp_path / "untagged", tiny_model(257), tokenizer_folder)
+    (untagged / "complete.json").unlink()
+    cut = checkpoint(tmp_path / "cut", tiny_model(257), tokenizer_folder)
+    weights = cut / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for path in (tmp_path / "absent", untagged, tmp_path / "cut"):
+        result = run_command("cat_lm.export", str(path), str(tmp_path / "out"))
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.count("\n") == 1
+        assert str(path) in result.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
+    checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
+    blocker = tmp_path / "without" / "deepspeed"
+    blocker.mkdir(parents=True)
+    (blocker / "__init__.py").write_text("raise ImportError('deepspeed is not installed')\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "sys.modules['deepspeed'] = None\n"
+        "from cat_lm.export import main; main()"
+    )
+    paths = [str(blocker.parent), str(tmp_path / "run"), str(tmp_path / "out")]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
