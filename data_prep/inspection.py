@@ -94,7 +94,7 @@ def _shard_problems(shard: Shard, expected: dict, corpus: TokenCorpus) -> Iterat
         yield f"{shard.idx_path}: its SHA-256 is not the manifest's; prepare the data again"
     eods = 0
     for start in range(0, shard.num_tokens, BLOCK_TOKENS):
-        tokens = shard.tokens[start : start + BLOCK_TOKENS]
+        tokens = shard.read(start, min(start + BLOCK_TOKENS, shard.num_tokens))
         eods += int((tokens == corpus.eod_id).sum())
         if int(tokens.max()) >= corpus.vocab_size or int(tokens.min()) < 0:
             yield f"{shard.bin_path}: ids outside the vocabulary of {corpus.vocab_size}"

@@ -108,7 +108,7 @@ class TokenCorpus:
             shard = self.shards[index]
             offset = position - (end - shard.num_tokens)
             count = min(stop, end) - position
-            out[position - start : position - start + count] = shard.tokens[offset : offset + count]
+            out[position - start : position - start + count] = shard.read(offset, offset + count)
             position += count
             index += 1
         return out

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 import struct
@@ -111,8 +112,29 @@ class Shard:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens of the shard, [num_tokens], a read-only memory map."""
-        return self._map(self.bin_path, self.dtype, 0, self.num_tokens)
+        """All tokens of the shard, [num_tokens], a read-only memory map; see also `read`."""
+        if self._mapping is None:
+            return np.empty(0, self.dtype)
+        return np.frombuffer(self._mapping, self.dtype)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), a view of the memory map, asked of the disk in one request."""
+        if self._mapping is not None:
+            first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            size = stop * self.dtype.itemsize - first
+            self._mapping.madvise(mmap.MADV_WILLNEED, first, size)
+        return self.tokens[start:stop]
+
+    @cached_property
+    def _mapping(self) -> mmap.mmap | None:
+        if self.num_tokens == 0:  # an empty file cannot be mapped
+            return None
+        with open(self.bin_path, "rb") as stream:
+            mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        # Windows lie anywhere in the file. The kernel would read far ahead at each of them, which
+        # made a batch of 256 from a cold 30 GB corpus take seconds instead of milliseconds.
+        mapping.madvise(mmap.MADV_RANDOM)
+        return mapping
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -141,7 +163,7 @@ class Shard:
 
     @staticmethod
     def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-        if count == 0:  # an empty file cannot be mapped
+        if count == 0:
             return np.empty(0, dtype)
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 

@@ -1,0 +1,252 @@
+"""The loader: pure in (data, seed, step, rank, world size), each window once an epoch, labels."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
+from cat_lm.data.loader import IGNORE, Permutation
+from cat_lm.errors import UserError
+
+
+class Stream:
+    """A corpus in memory."""
+
+    folder, split, eod_id = "memory", "train", 0
+
+    def __init__(self, tokens, fingerprint="f"):
+        self._tokens = np.asarray(tokens, dtype=np.int64)
+        self.num_tokens = len(self._tokens)
+        self.fingerprint = fingerprint
+
+    def tokens(self, start, stop):
+        assert 0 <= start <= stop <= self.num_tokens
+        return self._tokens[start:stop]
+
+
+def counting(length):
+    """Tokens that tell their own position (and hold no EOD)."""
+    return Stream(np.arange(1, length + 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
+def test_permutation_is_one_to_one(size):
+    values = Permutation(size, "key")(np.arange(size))
+    assert sorted(values.tolist()) == list(range(size))
+    one_by_one = [int(Permutation(size, "key")(np.array([i]))[0]) for i in range(min(size, 50))]
+    assert one_by_one == values[:50].tolist()
+
+
+def test_permutation_mixes_and_depends_on_its_key():
+    size = 10_000
+    first, second = (Permutation(size, key)(np.arange(size)) for key in ("a", "b"))
+    for values in (first, second):
+        # Ranks of a random order: no correlation, fixed points and neighbours are rare.
+        assert abs(np.corrcoef(np.arange(size), values)[0, 1]) < 0.05
+        assert (values == np.arange(size)).sum() < 10
+        assert (np.abs(np.diff(values)) == 1).sum() < 20
+        # Each tenth of the input is spread evenly over the tenths of the output.
+        spread = np.histogram2d(np.arange(size), values, bins=10)[0]
+        assert spread.min() > 50 and spread.max() < 150
+    assert (first == second).mean() < 0.01
+
+
+def test_permutation_of_a_huge_range_is_cheap():
+    size = 300_000_000_000
+    positions = np.arange(size - 1000, size)
+    values = Permutation(size, "key")(positions)
+    assert len(np.unique(values)) == 1000
+    assert values.min() >= 0 and values.max() < size
+
+
+def test_every_epoch_has_each_window_once_in_a_new_order():
+    loader = TrainLoader(counting(101), context_length=4, global_batch_size=10, seed=1)
+    assert loader.samples_per_epoch == 25
+    ids = np.concatenate([loader.sample_ids(step) for step in range(10)])
+    epochs = ids.reshape(4, 25)  # an epoch ends in the middle of every third batch
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(25))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_batch_larger_than_an_epoch_spans_several():
+    loader = TrainLoader(counting(13), context_length=4, global_batch_size=8, seed=1)
+    assert loader.samples_per_epoch == 3
+    ids = loader.sample_ids(0)
+    assert sorted(ids[:3].tolist()) == sorted(ids[3:6].tolist()) == [0, 1, 2]
+
+
+def test_labels_are_the_next_tokens():
+    corpus = counting(101)
+    loader = TrainLoader(corpus, context_length=7, global_batch_size=6, seed=3)
+    batch = loader.batch(2)
+    assert {key: (value.shape, value.dtype) for key, value in batch.items()} == {
+        "input_ids": ((6, 7), np.int64),
+        "labels": ((6, 7), np.int64),
+    }
+    assert (batch["labels"] == batch["input_ids"] + 1).all()
+    assert (batch["input_ids"][:, 0] == 7 * loader.sample_ids(2) + 1).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_ranks_share_a_batch_that_does_not_depend_on_them(world_size):
+    loader = TrainLoader(counting(500), context_length=8, global_batch_size=12, seed=0)
+    for step in (0, 3, 7, 1000):
+        whole = loader.batch(step)
+        parts = [loader.batch(step, rank, world_size) for rank in range(world_size)]
+        for key in whole:
+            assert (np.concatenate([part[key] for part in parts]) == whole[key]).all()
+
+
+def test_batches_are_pure_and_depend_on_seed_and_data():
+    def ids(step, seed=0, fingerprint="f"):
+        corpus = Stream(np.arange(1, 1001), fingerprint)
+        return TrainLoader(corpus, 4, 8, seed).sample_ids(step).tolist()
+
+    loader = TrainLoader(counting(1000), 4, 8, seed=0)
+    loader.batch(5)
+    assert loader.sample_ids(31).tolist() == ids(31)  # nothing that was read before matters
+    assert ids(31) != ids(32)
+    assert ids(31) != ids(31, seed=1)
+    assert ids(31) != ids(31, fingerprint="g")
+
+
+def test_the_order_is_frozen():
+    """A change here changes what every resumed run trains on."""
+    loader = TrainLoader(counting(401), context_length=4, global_batch_size=6, seed=7)
+    assert loader.sample_ids(0).tolist() == FROZEN[0]
+    assert loader.sample_ids(20_000).tolist() == FROZEN[1]
+
+
+FROZEN = ([59, 10, 47, 55, 53, 45], [48, 53, 20, 59, 7, 42])
+
+
+def test_masked_documents():
+    corpus = Stream([5, 0, 6, 7, 0, 0, 8, 9, 1])
+    loader = TrainLoader(corpus, context_length=8, global_batch_size=1, seed=0, mask_documents=True)
+    batch = loader.batch(0)
+    assert batch["input_ids"].tolist() == [[5, 0, 6, 7, 0, 0, 8, 9]]
+    assert batch["document_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 3, 3]]
+    assert batch["labels"].tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE, 9, 1]]
+    assert batch["document_ids"].dtype == np.int64
+    plain = TrainLoader(corpus, context_length=8, global_batch_size=1, seed=0).batch(0)
+    assert plain["labels"].tolist() == [[0, 6, 7, 0, 0, 8, 9, 1]]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(UserError, match="has 8 tokens, one window of context length 8 needs 9"):
+        TrainLoader(counting(8), 8, 1, 0)
+    TrainLoader(counting(9), 8, 1, 0)
+    loader = TrainLoader(counting(100), 8, 6, 0)
+    with pytest.raises(UserError, match="batch of 6 windows cannot be shared by 4 ranks"):
+        loader.batch(0, 0, 4)
+    for wrong in ((-1, 0, 1), (0, 2, 2), (0, -1, 2)):
+        with pytest.raises(ValueError):
+            loader.batch(*wrong)
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 10, 16, 17, 18, 100])
+def test_validation_scores_every_token_after_the_first_once(length):
+    windows = validation_windows(counting(length), 8)
+    assert len(windows) == -(-(length - 1) // 8)
+    whole = windows.batch(range(len(windows)))
+    scored = whole["labels"][whole["labels"] != IGNORE]
+    assert scored.tolist() == list(range(2, length + 1))
+    assert (whole["input_ids"][whole["labels"] != IGNORE] == scored - 1).all()
+    assert (windows[-1]["labels"] == whole["labels"][-1:]).all()
+    for world_size in (1, 2, 3):
+        seen = [
+            windows.batch(range(rank, len(windows), world_size))["labels"]
+            for rank in range(world_size)
+        ]
+        labels = np.concatenate([part.ravel() for part in seen])
+        assert sorted(labels[labels != IGNORE].tolist()) == list(range(2, length + 1))
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+def test_validation_without_a_token_to_predict_is_refused():
+    with pytest.raises(UserError, match="no token to predict"):
+        validation_windows(counting(1), 8)
+
+
+def test_validation_of_masked_documents_does_not_score_first_tokens():
+    windows = validation_windows(Stream([5, 0, 6, 7, 0, 8]), 4, mask_documents=True)
+    batch = windows.batch(range(2))
+    assert batch["labels"].tolist() == [[0, IGNORE, 7, 0], [IGNORE] * 4]
+    assert batch["document_ids"][0].tolist() == [0, 0, 1, 1]
+
+
+def test_prefetch_gives_the_same_batches_in_order():
+    loader = TrainLoader(counting(500), 8, 12, seed=0)
+    with loader.prefetch(5, 25, rank=1, world_size=2) as batches:
+        found = list(batches)
+    assert len(found) == 20
+    for step, batch in enumerate(found, 5):
+        assert (batch["input_ids"] == loader.batch(step, 1, 2)["input_ids"]).all()
+    assert list(loader.prefetch(7, 7)) == []
+
+
+def test_prefetch_reads_ahead_but_not_without_bound():
+    loader = TrainLoader(counting(500), 8, 2, seed=0)
+    read = []
+    batch = loader.batch
+    loader.batch = lambda step, *rest: (read.append(step), batch(step, *rest))[1]
+    with loader.prefetch(0, 1000, depth=3) as batches:
+        next(batches)
+        deadline = time.monotonic() + 5
+        while len(read) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(read) == 5  # one taken, three in the queue, one in hand
+
+
+def test_errors_of_the_reader_come_where_their_batch_would():
+    loader = TrainLoader(counting(500), 8, 2, seed=0)
+    batch = loader.batch
+
+    def failing(step, *rest):
+        if step == 3:
+            raise OSError("the disk has gone")
+        return batch(step, *rest)
+
+    loader.batch = failing
+    batches = loader.prefetch(0, 10)
+    assert len([next(batches) for _ in range(3)]) == 3
+    with pytest.raises(OSError, match="the disk has gone"):
+        next(batches)
+    assert list(batches) == []
+
+
+def test_prefetch_threads_end_when_closed_or_dropped():
+    def alive():
+        return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+    before = alive()
+    loader = TrainLoader(counting(500), 8, 2, seed=0)
+    batches = loader.prefetch(0, 10**9)
+    next(batches)
+    batches.close()
+    batches.close()
+    assert list(batches) == []
+    assert alive() == before
+    dropped = loader.prefetch(0, 10**9)
+    next(dropped)
+    del dropped
+    deadline = time.monotonic() + 5
+    while alive() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert alive() == before
+
+
+def test_a_prepared_corpus_trains_on_its_own_tokens(tiny_corpus):
+    corpus = TokenCorpus.open(tiny_corpus, "train")
+    loader = TrainLoader(corpus, 32, 4, seed=0)
+    stream = corpus.tokens(0, corpus.num_tokens)
+    windows = loader.sample_ids(3)
+    batch = loader.batch(3)
+    for row, window in enumerate(windows):
+        assert (batch["input_ids"][row] == stream[window * 32 : window * 32 + 32]).all()
+        assert (batch["labels"][row] == stream[window * 32 + 1 : window * 32 + 33]).all()
