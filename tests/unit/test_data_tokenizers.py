@@ -1,0 +1,323 @@
+"""Tokenizers: the ids of the reference, every text given back, and EOD only where it was put."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from cat_lm.data.sentencepiece_models import SentencePieceModel, train_model
+from cat_lm.data.tokenizers import (
+    DocumentEncoder,
+    build_tokenizer,
+    check_spec,
+    spec_sha256,
+    verify_tokenizer,
+)
+from cat_lm.errors import UserError
+from tests.conftest import REPOSITORY, generated_text
+
+HARD_TEXTS = [
+    "x",
+    " ",
+    "\n",
+    "  two  spaces \n\n\t\ttabs\r\nand   a   tail   ",
+    "</s><s><unk><|endoftext|> are text in a program",
+    "1234567890 3.14 0x1F",
+    "naïve Straße 漢字かな한글 \U0001f600\U0001f469‍\U0001f680 e\u0301",
+    "\0 and \x7f and \ufeff",
+    "a" * 1000 + " " * 333 + "b",
+    "_" * 77 + "\u2581 is a block \u2581\u2581",
+]
+
+
+def project_text():
+    """Real text that is in every checkout: the project's own source."""
+    files = sorted((REPOSITORY / "cat_lm").rglob("*.py"))
+    return [file.read_text(encoding="utf-8") for file in files]
+
+
+def build(tmp_path, spec, texts=(), **options):
+    info = build_tokenizer(str(spec), tmp_path / "tokenizer", lambda: texts, **options)
+    return info, DocumentEncoder(tmp_path / "tokenizer", info.eod_id, info.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("trained"), "train:sentencepiece:600", project_text())
+
+
+def test_a_trained_tokenizer_gives_sentencepieces_ids_and_the_text_back(trained, tmp_path):
+    info, encoder = trained
+    assert (info.kind, info.vocab_size, info.eod_token) == ("sentencepiece", 600, "<|endoftext|>")
+    reference = SentencePieceModel(train_model(project_text(), 600), "again").processor
+    rng = random.Random(0)
+    noise = ["".join(rng.choices(" \n\tab(_'1é漢", k=200)) for _ in range(200)]
+    for text in project_text() + HARD_TEXTS + noise:
+        ids = encoder.encode_batch([text])[0]
+        assert encoder.decode(ids) == text
+        # A literal U+2581 is a space to sentencepiece; here it stays what it is.
+        if "\u2581" not in text:
+            assert ids == reference.encode(text)
+
+
+def test_a_trained_tokenizer_keeps_what_the_brief_of_a_language_model_needs(trained):
+    _, encoder = trained
+    tokens = {encoder.tokenizer.id_to_token(i) for i in range(600)}
+    assert "    " in tokens  # runs of spaces are pieces
+    assert not [
+        token for token in tokens if sum(c.isdigit() for c in token) > 1 and "<" not in token
+    ]
+    assert encoder.encode_batch([""]) == [[]]
+
+
+def test_training_is_deterministic(tmp_path):
+    texts = generated_text(300)
+    assert train_model(texts, 320) == train_model(iter(texts), 320)
+    assert train_model(texts, 320) != train_model(texts[:100], 320)
+
+
+def test_long_lines_and_nul_bytes_are_trained_on():
+    lines = ["\0" + "abcdefgh " * 5000]
+    model = SentencePieceModel(train_model(lines, 280), "long")
+    assert len(model.processor.encode("abcdefgh abcdefgh abcdefgh")) <= 9
+
+
+@pytest.mark.parametrize(
+    ("vocab", "texts", "message"),
+    [
+        (100_000, generated_text(50), "at most"),
+        (300, ["".join(map(chr, range(0x4E00, 0x5000))) * 3], "more than"),
+        (400, [""], "no text to train"),
+        (400, ["\0"], "no text to train"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path, vocab, texts, message):
+    with pytest.raises(UserError, match=rf"train:sentencepiece.*{message}"):
+        build(tmp_path, f"train:sentencepiece:{vocab}", texts)
+
+
+def test_bytes(tmp_path):
+    info, encoder = build(tmp_path, "bytes")
+    assert (info.vocab_size, info.eod_id) == (257, 256)
+    for text in HARD_TEXTS:
+        ids = encoder.encode_batch([text])[0]
+        assert ids == list(text.encode())
+        assert encoder.decode(ids) == text
+
+
+@pytest.mark.parametrize("spec", ["bytes", "train:sentencepiece:600"])
+def test_what_looks_like_a_special_token_is_text(tmp_path, spec):
+    info, encoder = build(tmp_path, spec, project_text())
+    text = f"print('{info.eod_token}</s>')"
+    tokens, lengths = encoder.encode_documents([text, "", text], np.dtype("<u2"))
+    assert (tokens == info.eod_id).nonzero()[0].tolist() == (np.cumsum(lengths) - 1).tolist()
+    assert lengths[1] == 1
+    assert encoder.decode(tokens[: lengths[0] - 1]) == text
+
+
+@pytest.mark.parametrize("spec", ["bytes", "train:sentencepiece:600"])
+def test_transformers_loads_the_folder_and_agrees(tmp_path, spec):
+    from transformers import AutoTokenizer
+
+    info, encoder = build(tmp_path, spec, project_text())
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer", local_files_only=True)
+    assert len(loaded) == info.vocab_size
+    assert loaded.eos_token_id == info.eod_id
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)
+    for text in [*HARD_TEXTS, project_text()[0]]:
+        if "<" in text:  # transformers takes special tokens in a text for what they look like
+            continue
+        ids = encoder.encode_batch([text])[0]
+        assert loaded(text)["input_ids"] == ids  # nothing is added
+        assert again(text)["input_ids"] == ids
+        assert loaded.decode(ids) == text
+
+
+def unigram_model(path, **options):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(generated_text(200)).split("\n")),
+        model_writer=model,
+        vocab_size=380,
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **options,
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+@pytest.mark.parametrize("normalization", ["nmt_nfkc", "identity"])
+@pytest.mark.parametrize("dummy_prefix", [True, False])
+def test_other_sentencepiece_models(tmp_path, model_type, normalization, dummy_prefix):
+    path = unigram_model(
+        tmp_path / "x.model",
+        model_type=model_type,
+        normalization_rule_name=normalization,
+        add_dummy_prefix=dummy_prefix,
+    )
+    info, encoder = build(tmp_path, path)
+    assert info.eod_token == "</s>"
+    texts = [*generated_text(50, seed=1), " padded  text ", "new wörds, 12345", "\u2460 x"]
+    verify_tokenizer(info, tmp_path / "tokenizer", texts)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert encoder.encode_batch(texts) == reference.encode(texts)
+
+
+def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path):
+    path = unigram_model(tmp_path / "x.model", user_defined_symbols=["<mask>"])
+    with pytest.raises(UserError, match="it has user-defined pieces"):
+        build(tmp_path, path)
+    path = unigram_model(tmp_path / "y.model", treat_whitespace_as_suffix=True)
+    with pytest.raises(UserError, match="it marks spaces at the end"):
+        build(tmp_path, path)
+
+
+def test_verification_notices_other_ids(tmp_path):
+    info, _ = build(tmp_path, "train:sentencepiece:600", project_text())
+    folder = tmp_path / "tokenizer"
+    texts = project_text()
+    verify_tokenizer(info, folder, texts)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    whole = (folder / "tokenizer.json").read_text()
+    tokenizer["model"]["merges"] = merges[5:] + merges[:5]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="give different ids at token"):
+        verify_tokenizer(info, folder, texts)
+    (folder / "tokenizer.json").write_text(whole)
+    tokenizer["model"]["merges"] = merges
+    tokenizer["decoder"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="does not give back the text"):
+        verify_tokenizer(info, folder, texts)
+
+
+def template_tokenizer(folder, eos_token="<|endoftext|>", add_bos=True):
+    """A folder as transformers saves one, whose template adds BOS to every text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocab = {"<unk>": 0, "<s>": 1, eos_token: 2, "the": 3, "cat": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<unk>", "<s>", eos_token])
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    tokenizer.enable_truncation(2)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_transformers_folder_loses_its_template_and_truncation(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = template_tokenizer(tmp_path / "given", "<end>")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<end>"}, "bos_token": "<s>", "add_bos_token": True})
+    )
+    info, encoder = build(tmp_path, folder)
+    assert (info.eod_token, info.eod_id, info.vocab_size) == ("<end>", 2, 5)
+    assert encoder.encode_batch(["the cat the cat"]) == [[3, 4, 3, 4]]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer", local_files_only=True)
+    assert loaded("the cat the")["input_ids"] == [3, 4, 3]
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (1, 2)
+
+
+def test_the_end_of_document_is_found_named_or_asked_for(tmp_path):
+    folder = template_tokenizer(tmp_path / "a")
+    file = folder / "tokenizer.json"
+    assert build(tmp_path, file)[0].eod_id == 2
+    assert build(tmp_path, file, eod_token="<s>")[0].eod_id == 1
+    with pytest.raises(UserError, match=r"<no> not in its vocabulary.*--eod-token"):
+        build(tmp_path, file, eod_token="<no>")
+    other = template_tokenizer(tmp_path / "b", "<fin>") / "tokenizer.json"
+    with pytest.raises(UserError, match="no end-of-document token"):
+        build(tmp_path, other)
+
+
+def test_an_end_of_document_that_is_also_text_is_refused(tmp_path):
+    file = template_tokenizer(tmp_path / "a") / "tokenizer.json"
+    _, encoder = build(tmp_path, file, eod_token="cat")
+    with pytest.raises(UserError, match="end-of-document id 4 for ordinary text"):
+        encoder.encode_documents(["the cat"], np.dtype("<u2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "not a tokenizer.json"),
+        ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
+        ("config.json", b"{}", "not a tokenizer.json"),
+        ("x.model", b"", "not a sentencepiece model"),
+        ("x.model", b"garbage", "not a sentencepiece model"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}.*{message}|{message}"):
+        build(tmp_path, tmp_path / name)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: not a tokenizer folder"):
+        build(tmp_path, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("spec", ["nowhere.json", "train:bpe:5", "train:sentencepiece:x", "byte"])
+def test_wrong_specs_are_refused(spec):
+    with pytest.raises(UserError, match=f"--tokenizer {spec}"):
+        check_spec(spec)
+    with pytest.raises(UserError, match="at least 300"):
+        check_spec("train:sentencepiece:256")
+
+
+def test_the_hash_of_a_spec_follows_its_files(tmp_path):
+    folder = template_tokenizer(tmp_path / "a")
+    before = spec_sha256(str(folder))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert spec_sha256(str(folder)) == before
+    (folder / "vocab.json").write_text("{}")
+    assert spec_sha256(str(folder)) != before
+    assert spec_sha256("bytes") is None
+
+
+def test_mistrals_model_gives_sentencepieces_ids_on_real_text(tmp_path, shared_data):
+    path = shared_data / "tokenizers" / "mistral_7b_v1.model"
+    info, encoder = build(tmp_path, path)
+    assert (info.vocab_size, info.eod_token, info.eod_id) == (32_000, "</s>", 2)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    texts = [*real_texts(shared_data, 300), *project_text(), *HARD_TEXTS, ""]
+    assert encoder.encode_batch(texts) == reference.encode(texts)
+    assert [encoder.decode(ids) for ids in encoder.encode_batch(texts)] == [
+        reference.decode(ids) for ids in reference.encode(texts)
+    ]
+
+
+def test_gpt_neox_gives_its_own_ids_on_real_text(tmp_path, shared_data):
+    from tokenizers import Tokenizer
+
+    path = shared_data / "tokenizers" / "gpt_neox_20b.json"
+    info, encoder = build(tmp_path, path)
+    assert (info.vocab_size, info.eod_id) == (50_277, 0)
+    texts = [text for text in real_texts(shared_data, 300) if "<|" not in text]
+    reference = Tokenizer.from_file(str(path)).encode_batch(texts, add_special_tokens=False)
+    assert encoder.encode_batch(texts) == [encoding.ids for encoding in reference]
+
+
+def real_texts(shared_data, count):
+    from data_prep.documents import Reading
+    from data_prep.sources import SlimPajama
+
+    source = SlimPajama(str(shared_data / "slimpajama_sample"), Reading())
+    texts = [document.text for part in source.parts for document in source.read(part)]
+    return texts[:: len(texts) // count]
