@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
@@ -12,20 +15,15 @@ from cat_lm.model.configuration import CatConfig
 class ConvStateMixin:
     """Adds the inputs of a layer's convolutions to a cache layer of transformers.
 
-    `conv_inputs` is [B, n, H, S, D]: the newest n inputs (the projection without its bias) of the S
-    convolved streams, n <= W−1; None before the first token. Beams, batch selection, reset and
-    offloading move it together with keys and values.
-
-    Cropping needs inputs older than the last W−1. They are kept after `activate_past_recording()`,
-    as for transformers' own convolution caches (assisted decoding calls it); a crop that would need
-    inputs that are gone raises `RuntimeError`.
+    `conv_inputs` is [B, n, H, S, D]: the newest inputs (the projection without its bias) of the S
+    convolved streams; None before the first token. Whatever moves, reorders or clears keys and
+    values does it to them.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.conv_inputs: Tensor | None = None
         self.conv_window: int | None = None
-        self.record_past = False
 
     def exchange_conv_inputs(
         self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
@@ -36,31 +34,69 @@ class ConvStateMixin:
         ends in padding (`padding_mask` [B, T] bool), its newest inputs are those of its last real
         tokens, so that a right-padded prompt continues like one without padding.
         """
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        super().reset()
+        self.conv_inputs = None
+
+    def offload(self) -> None:
+        super().offload()
+        self._change_conv_inputs(lambda inputs: inputs.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        self._change_conv_inputs(lambda inputs: inputs.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._change_conv_inputs(lambda inputs: inputs.index_select(0, beam_idx.to(inputs.device)))
+
+    def _change_conv_inputs(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.conv_inputs is not None:
+            self.conv_inputs = change(self.conv_inputs)
+
+
+def _skip_trailing_padding(history: Tensor, padding_mask: Tensor) -> Tensor:
+    """Shifts rows of `history` that end in padding, so that they end in a real token's inputs."""
+    trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)  # [B]
+    source = torch.arange(history.shape[1], device=history.device) - trailing[:, None]
+    rows = torch.arange(history.shape[0], device=history.device)[:, None]
+    shifted = history[rows, source.clamp(min=0)]
+    return shifted.masked_fill((source < 0)[:, :, None, None, None], 0.0)
+
+
+class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
+    """A cache layer that grows with the sequence, with convolution state.
+
+    Cropping needs inputs older than the last W−1. They are kept after `activate_past_recording()`,
+    as in transformers' own convolution caches (assisted decoding calls it); a crop that would need
+    inputs that are gone raises `RuntimeError`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.record_past = False
+
+    def exchange_conv_inputs(
+        self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
+    ) -> Tensor:
         past = inputs[:, :0] if self.conv_inputs is None else self.conv_inputs
-        missing = window - 1 - past.shape[1]
-        before = past[:, max(0, -missing) :]
+        before = past[:, max(0, past.shape[1] - window + 1) :]
+        missing = window - 1 - before.shape[1]
         if missing > 0:
             zeros = inputs.new_zeros(inputs.shape[0], missing, *inputs.shape[2:])
             before = torch.cat([zeros, before], dim=1)
 
         history = torch.cat([past, inputs.detach()], dim=1)
-        if padding_mask is not None:
-            history = self._skip_trailing_padding(history, padding_mask)
+        if padding_mask is not None and not padding_mask[:, -1].all():
+            if self.record_past:
+                raise RuntimeError("a cache that records its past cannot take right-padded input")
+            history = _skip_trailing_padding(history, padding_mask)
         if not self.record_past:
             history = history[:, -(window - 1) :].clone()  # a slice would keep the prompt's memory
         self.conv_inputs, self.conv_window = history, window
         return before
-
-    def _skip_trailing_padding(self, history: Tensor, padding_mask: Tensor) -> Tensor:
-        trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)  # [B]
-        if not trailing.any():
-            return history
-        if self.record_past:
-            raise RuntimeError("a cache that records its past cannot take right-padded input")
-        source = torch.arange(history.shape[1], device=history.device) - trailing[:, None]
-        rows = torch.arange(history.shape[0], device=history.device)[:, None]
-        moved = history[rows, source.clamp(min=0)]
-        return moved.masked_fill((source < 0)[:, :, None, None, None], 0.0)
 
     def activate_past_recording(self) -> None:
         """Keeps all inputs from now on until the next crop."""
@@ -83,47 +119,39 @@ class ConvStateMixin:
             self.conv_inputs = kept[:, max(0, kept.shape[1] - self.conv_window + 1) :].clone()
         super().crop(tokens_to_remove)
 
-    def reset(self) -> None:
-        super().reset()
-        self.conv_inputs = None
-
-    def offload(self) -> None:
-        super().offload()
-        self._map_conv_inputs(lambda inputs: inputs.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        self._map_conv_inputs(lambda inputs: inputs.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map_conv_inputs(lambda inputs: inputs.index_select(0, beam_idx.to(inputs.device)))
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._map_conv_inputs(lambda inputs: inputs.repeat_interleave(repeats, dim=0))
+        self._change_conv_inputs(lambda inputs: inputs.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._map_conv_inputs(lambda inputs: inputs[indices])
-
-    def _map_conv_inputs(self, change) -> None:
-        if self.conv_inputs is not None:
-            self.conv_inputs = change(self.conv_inputs)
-
-
-class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
-    """A cache layer that grows with the sequence, with convolution state."""
+        self._change_conv_inputs(lambda inputs: inputs[indices])
 
 
 class ConvStaticLayer(ConvStateMixin, StaticLayer):
-    """A cache layer of fixed length, with convolution state.
+    """A cache layer of fixed length, with W−1 convolution inputs that are overwritten in place."""
 
-    The convolution state is replaced, not written in place, so the layer does not claim to be
-    compilable; transformers then runs `generate` on it without compiling.
-    """
+    def exchange_conv_inputs(
+        self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        if self.conv_inputs is None:
+            shape = (inputs.shape[0], window - 1, *inputs.shape[2:])
+            self.conv_inputs, self.conv_window = inputs.new_zeros(shape), window
+            if not torch.compiler.is_compiling():
+                # As transformers marks keys and values: CUDA graphs rely on the address.
+                torch._dynamo.mark_static_address(self.conv_inputs)
+        history = torch.cat([self.conv_inputs, inputs.detach()], dim=1)
+        before = history[:, : window - 1]
+        if padding_mask is not None:
+            history = _skip_trailing_padding(history, padding_mask)
+        self.conv_inputs.copy_(history[:, -(window - 1) :])
+        return before
 
-    is_compileable = False
+    def reset(self) -> None:
+        address = self.conv_inputs
+        super().reset()
+        if address is not None:
+            self.conv_inputs = address.zero_()
 
 
 class CatCache(DynamicCache):
@@ -150,7 +178,8 @@ def attach_conv_state(cache: Cache, config: CatConfig) -> None:
         cache.layer_class_to_replicate = ConvDynamicLayer
         missing = config.num_hidden_layers - len(cache.layers)
         cache.layers.extend(ConvDynamicLayer() for _ in range(missing))
-    cache.layers[:] = [_with_conv_state(layer) for layer in cache.layers]
+    if not all(isinstance(layer, ConvStateMixin) for layer in cache.layers):
+        cache.layers[:] = [_with_conv_state(layer) for layer in cache.layers]
 
 
 def _with_conv_state(layer):

@@ -41,6 +41,7 @@ def sequence_layout(
     position_ids: Tensor | None,
     document_ids: Tensor | None,
     cache: Cache | None,
+    padding_mask: Tensor | None = None,
 ) -> SequenceLayout:
     """Derives the layout from what the caller said, so that attention and convolution agree.
 
@@ -52,13 +53,15 @@ def sequence_layout(
         document_ids: [B, T]; a change of the id starts a document. Without it, position ids that
             do not count up by one start a document too, as everywhere in transformers.
         cache: holds the tokens before these.
+        padding_mask: [B, T], 0 at padding; needed only beside a prepared attention mask, off which
+            the convolution cannot read it.
 
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
     """
     time = inputs_embeds.shape[1]
     documents = _documents(document_ids, position_ids, attention_mask, cache)
-    padding_mask = _padding_mask(config, attention_mask, time)
+    padding_mask = _padding_mask(config, attention_mask, padding_mask, time)
     if position_ids is None:
         position_ids = _positions(inputs_embeds, attention_mask, documents, cache)
 
@@ -105,15 +108,20 @@ def _runs_of_positions(position_ids: Tensor) -> Tensor:
     return F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
 
 
-def _padding_mask(config: CatConfig, attention_mask: Any, time: int) -> Tensor | None:
-    if attention_mask is None or not config.convolved_streams:
+def _padding_mask(
+    config: CatConfig, attention_mask: Any, padding_mask: Tensor | None, time: int
+) -> Tensor | None:
+    if not config.convolved_streams or (attention_mask is None and padding_mask is None):
         return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError(
-            "the convolution cannot read padding or documents off a prepared attention mask; pass "
-            "attention_mask as [B, T], and document_ids for packed documents"
-        )
-    new = attention_mask[:, -time:].bool()
+    if padding_mask is None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+            raise ValueError(
+                "the convolution cannot read padding or documents off a prepared attention mask; "
+                "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
+                "attention_mask as [B, T]"
+            )
+        padding_mask = attention_mask
+    new = padding_mask[:, -time:].bool()
     if not torch.compiler.is_compiling() and new.all():
         return None
     return new

@@ -81,6 +81,7 @@ class CatModel(CatPreTrainedModel, GPTNeoXModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, C] after the final norm. Arguments as in `CatForCausalLM`."""
@@ -100,7 +101,10 @@ class CatModel(CatPreTrainedModel, GPTNeoXModel):
             position_ids,
             document_ids,
             past_key_values,
+            padding_mask,
         )
+        if kwargs.get("cu_seq_lens_q") is not None and layout.documents is None:
+            raise ValueError("cu_seq_lens_q says nothing to the convolution; pass document_ids")
         hidden_states = self.emb_dropout(inputs_embeds)
         position_embeddings = None
         if self.rotary_emb is not None:
@@ -115,8 +119,7 @@ class CatModel(CatPreTrainedModel, GPTNeoXModel):
                 position_embeddings=position_embeddings,
                 padding_mask=layout.padding_mask,
                 document_ids=layout.documents,
-                **layout.attention_kwargs,
-                **kwargs,
+                **(kwargs | layout.attention_kwargs),
             )
         return BaseModelOutputWithPast(
             last_hidden_state=self.final_layer_norm(hidden_states),
@@ -140,10 +143,30 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         self.lm_head = new_embeddings
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers; the cache gets its convolution state before masks depend on it."""
-        if kwargs.get("past_key_values") is not None:
-            attach_conv_state(kwargs["past_key_values"], self.config)
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+        """As in transformers, which prepares the attention mask if the cache is static.
+
+        The convolution then gets the padding beside it.
+        """
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
+        if prepared is not None and prepared is not given and prepared.ndim == 4:
+            batch, _, time, _ = prepared.shape
+            is_known = given is not None and given.ndim == 2
+            inputs["padding_mask"] = (
+                given[:, -time:] if is_known else prepared.new_ones(batch, time)
+            )
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Gives the cache convolution state before `generate` asks it to record its past."""
+        result = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        if model_kwargs.get("past_key_values") is not None:
+            attach_conv_state(model_kwargs["past_key_values"], self.config)
+        return result
 
     @can_return_tuple
     def forward(
@@ -154,6 +177,7 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         inputs_embeds: Tensor | None = None,
         past_key_values: Cache | None = None,
         document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -172,12 +196,14 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
             past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
             document_ids: [B, T] integers; attention, convolution and positions start anew where
                 the id changes. Not with a cache.
+            padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
+                prepared for the attention function.
             labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
             shift_labels: [B, T]: scored against the logits at t. −100 is not scored in either.
             num_items_in_batch: the loss is the sum divided by this; by default by the number of
                 scored positions.
             skip_logits: return no logits; by default when a loss is asked for in training mode.
-            use_cache: by default the configuration's, but never with labels or in training.
+            use_cache: by default the configuration's; off with labels, documents and in training.
             logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
         """
         if labels is not None and shift_labels is not None:
@@ -185,8 +211,9 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         if labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         has_loss = shift_labels is not None
-        if use_cache is None and (has_loss or self.training) and past_key_values is None:
-            use_cache = False
+        if use_cache is None and past_key_values is None:
+            # A cache nobody asked for would cost memory, and packed rows cannot be continued.
+            use_cache = False if has_loss or self.training or document_ids is not None else None
 
         outputs = self.gpt_neox(
             input_ids,
@@ -196,6 +223,7 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
             past_key_values=past_key_values,
             use_cache=use_cache,
             document_ids=document_ids,
+            padding_mask=padding_mask,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state

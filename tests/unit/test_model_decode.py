@@ -1,0 +1,230 @@
+"""Decoding: whatever the steps, the logits are those of the whole sequence; caches behave."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from cat_lm.model import CatCache
+from tests.unit.tiny_models import cat_model, random_ids
+
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def decode(model, ids, lengths, cache=None, **kwargs):
+    """Logits of `ids` fed in chunks of `lengths`."""
+    outputs = []
+    for chunk in ids.split(lengths, dim=1):
+        output = model(chunk, past_key_values=cache, use_cache=True, **kwargs)
+        cache = output.past_key_values
+        outputs.append(output.logits)
+    return torch.cat(outputs, dim=1), cache
+
+
+def chunks_of(total, longest, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = []
+    while sum(lengths) < total:
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        lengths.append(min(length, total - sum(lengths)))
+    return lengths
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", ["qkv", "v", "qv"])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 21])
+def test_steps_and_chunks_equal_the_whole(window, streams):
+    model = cat_model(conv_window=window, conv_streams=streams)
+    ids = random_ids(2, 64)
+    whole = model(ids, use_cache=False).logits
+    plans = [[1] * 64, [10] + [1] * 54, chunks_of(64, max(1, window - 2), 0), chunks_of(64, 30, 1)]
+    for plan in plans:
+        logits, cache = decode(model, ids, plan)
+        torch.testing.assert_close(logits, whole, **CLOSE)
+        assert cache.get_seq_length() == 64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("conv_type", ["none", "head"])
+@pytest.mark.parametrize("position_embedding", ["rope", "none"])
+def test_every_kind_of_cache(position_embedding, conv_type):
+    model = cat_model(conv_type=conv_type, position_embedding=position_embedding)
+    ids = random_ids(2, 40)
+    whole = model(ids, use_cache=False).logits
+    caches = [
+        None,
+        CatCache(model.config),
+        DynamicCache(),
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=50),
+    ]
+    for cache in caches:
+        logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
+        torch.testing.assert_close(logits, whole, **CLOSE)
+
+
+@torch.no_grad()
+def test_bfloat16_decoding():
+    model = cat_model().bfloat16()
+    ids = random_ids(1, 40)
+    whole = model(ids, use_cache=False).logits.float()
+    logits, _ = decode(model, ids, [20] + [1] * 20)
+    assert (logits.float() - whole).abs().max() < 0.05 * whole.abs().max()
+
+
+def test_caches_that_cannot_serve_are_refused():
+    model = cat_model()
+    ids = random_ids(1, 8)
+    filled = DynamicCache()
+    for layer in range(2):
+        filled.update(torch.zeros(1, 4, 5, 8), torch.zeros(1, 4, 5, 8), layer)
+    with pytest.raises(ValueError, match="start from an empty cache"):
+        model(ids, past_key_values=filled)
+    sliding = DynamicCache(config=model.config)
+    sliding.layers[0] = DynamicSlidingWindowLayer(4)
+    with pytest.raises(ValueError, match="cannot hold convolution inputs"):
+        model(ids, past_key_values=sliding)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache_type", ["dynamic", "static"])
+def test_reorder(cache_type):
+    model, ids = cat_model(), random_ids(3, 30)
+    cache = CatCache(model.config)
+    if cache_type == "static":
+        cache = StaticCache(config=model.config, max_cache_len=40)
+    decode(model, ids[:, :20], [20], cache)
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    logits, _ = decode(model, ids[order, 20:], [1, 9], cache)
+    torch.testing.assert_close(logits, model(ids[order]).logits[:, 20:], **CLOSE)
+
+
+@torch.no_grad()
+def test_batch_selection_repetition_and_reset():
+    model, ids = cat_model(), random_ids(3, 30)
+    cache = CatCache(model.config)
+    decode(model, ids[:, :20], [20], cache)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    rows = ids[torch.tensor([2, 2, 0, 0])]
+    logits, _ = decode(model, rows[:, 20:], [4, 6], cache)
+    torch.testing.assert_close(logits, model(rows).logits[:, 20:], **CLOSE)
+    cache.reset()
+    logits, _ = decode(model, ids, [3, 27], cache)
+    torch.testing.assert_close(logits, model(ids).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_crop_with_and_without_recording():
+    model, ids = cat_model(conv_window=5), random_ids(1, 40)
+    whole = model(ids).logits
+    cache = CatCache(model.config)
+    decode(model, ids[:, :10], [10], cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
+
+    cache = CatCache(model.config)
+    decode(model, ids[:, :10], [10], cache)
+    cache.activate_past_recording()
+    for removed in (3, 0, 7):
+        decode(model, random_ids(1, removed + 2, seed=removed), [removed + 2], cache)
+        cache.crop(-(removed + 2))
+        assert cache.layers[0].conv_inputs.shape[1] == 4
+    logits, _ = decode(model, ids[:, 10:], [1, 29], cache)
+    torch.testing.assert_close(logits, whole[:, 10:], **CLOSE)
+
+
+@torch.no_grad()
+def test_crop_to_the_beginning():
+    model, ids = cat_model(conv_window=5), random_ids(1, 12)
+    cache = CatCache(model.config)
+    decode(model, ids[:, :3], [3], cache)
+    cache.crop(-2)
+    logits, _ = decode(model, ids[:, 1:], [11], cache)
+    torch.testing.assert_close(logits, model(ids).logits[:, 1:], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompts_continue_as_if_alone(side):
+    model = cat_model()
+    lengths, steps = [12, 5, 1], 9
+    rows = [random_ids(1, length + steps, seed=length) for length in lengths]
+    ids = torch.zeros(3, 12 + steps, dtype=torch.long)
+    mask = torch.ones(3, 12 + steps, dtype=torch.long)
+    for row, (length, tokens) in enumerate(zip(lengths, rows, strict=True)):
+        prompt = slice(12 - length, 12) if side == "left" else slice(0, length)
+        mask[row, :12] = 0
+        mask[row, prompt], ids[row, prompt] = 1, tokens[0, :length]
+        ids[row, 12:] = tokens[0, length:]
+    cache, outputs = None, []
+    for start, stop in ((0, 12), (12, 13), (13, 17), (17, 21)):
+        output = model(
+            ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        outputs.append(output.logits)
+    continued = torch.cat(outputs, dim=1)[:, 12:]
+    for row, (length, tokens) in enumerate(zip(lengths, rows, strict=True)):
+        torch.testing.assert_close(continued[row], model(tokens).logits[0, length:], **CLOSE)
+
+
+def generate(model, ids, **kwargs):
+    torch.manual_seed(0)
+    return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
+
+
+@pytest.mark.parametrize("conv_type", ["none", "head"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=["greedy", "beam", "beams", "lookup"],
+)
+def test_generate_with_and_without_cache(how, conv_type):
+    model = cat_model(conv_type=conv_type, conv_window=6)
+    ids = random_ids(1, 9)
+    cached = generate(model, ids, **how)
+    greedy = {name: value for name, value in how.items() if name != "prompt_lookup_num_tokens"}
+    assert torch.equal(cached, generate(model, ids, use_cache=False, **greedy))
+
+
+def test_generate_by_sampling():
+    model, ids = cat_model(), random_ids(2, 9)
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        samples.append(model.generate(ids, max_new_tokens=15, do_sample=True, use_cache=use_cache))
+    assert torch.equal(*samples)
+
+
+def test_generate_with_an_assistant():
+    """Assisted decoding drafts tokens and takes them back: the cache is cropped."""
+    model, assistant = cat_model(), cat_model(seed=1)
+    ids = random_ids(1, 9)
+    assert torch.equal(generate(model, ids, assistant_model=assistant), generate(model, ids))
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generate_a_left_padded_batch(num_beams, cache_implementation):
+    model = cat_model()
+    lengths = [12, 7, 1]
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    ids = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros(3, 12, dtype=torch.long)
+    for row, (length, tokens) in enumerate(zip(lengths, rows, strict=True)):
+        ids[row, 12 - length :], mask[row, 12 - length :] = tokens, 1
+    how = {"num_beams": num_beams, "cache_implementation": cache_implementation}
+    batch = generate(model, ids, attention_mask=mask, **how)
+    for row, tokens in enumerate(rows):
+        alone = generate(model, tokens, num_beams=num_beams, use_cache=False)
+        assert torch.equal(batch[row, 12:], alone[0, tokens.shape[1] :])

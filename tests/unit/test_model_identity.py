@@ -1,0 +1,95 @@
+"""With identity filters, or none, the model is transformers' GPT-NeoX."""
+
+import pytest
+import torch
+
+from tests.unit.tiny_models import cat_model, random_ids, stock_model, with_weights_of
+
+IDS = random_ids(2, 70)
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("conv_type", ["none", "head"])
+def test_logits_and_gradients_equal_stock(conv_type, rotary_pct, attn_implementation):
+    fields = {"rotary_pct": rotary_pct, "attn_implementation": attn_implementation}
+    stock = stock_model(**fields)
+    model = with_weights_of(stock, conv_type=conv_type, **fields)
+    logits, expected = model(IDS).logits, stock(IDS).logits
+    if conv_type == "none":
+        assert torch.equal(logits, expected)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+
+    ours, theirs = gradients(model, IDS), gradients(stock, IDS)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv", "vkq"])
+def test_every_choice_of_streams_is_identity(streams):
+    stock = stock_model()
+    model = with_weights_of(stock, conv_streams=streams)
+    torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
+    filters = {name for name, _ in model.named_parameters() if name.endswith("_filter")}
+    assert filters == {
+        f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
+        for layer in range(2)
+        for stream in streams
+    }
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=["linear", "yarn"],
+)
+@pytest.mark.parametrize("rotary_pct", [0.25, 1.0])
+def test_scaled_positions_equal_stock(rope, rotary_pct):
+    fields = {"rope_parameters": {**rope, "rope_theta": 10000.0}, "rotary_pct": rotary_pct}
+    stock = stock_model(**{**fields, "rope_parameters": dict(fields["rope_parameters"])})
+    model = with_weights_of(stock, **fields)
+    torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_the_definition_of_the_attention():
+    """softmax(QKᵀ/sqrt(D))V with Q = F_q * (X W_q) + b_q and so on, written out for one layer."""
+    model = cat_model(conv_window=5, position_embedding="none")
+    attention = model.gpt_neox.layers[0].attention
+    x = torch.randn(1, 20, 32)
+    projection = attention.query_key_value
+    weight = projection.weight.view(4, 3, 8, 32)
+    bias = projection.bias.view(4, 3, 8)
+    streams = {}
+    for index, stream in enumerate("qkv"):
+        filters = getattr(projection, f"{stream}_filter")
+        plain = torch.einsum("tc,hdc->htd", x[0], weight[:, index])
+        convolved = bias[:, index, None].expand(4, 20, 8).clone()
+        for lag in range(5):
+            convolved[:, lag:] += filters[:, lag, None, None] * plain[:, : 20 - lag]
+        streams[stream] = convolved
+    scores = streams["q"] @ streams["k"].mT / 8**0.5
+    scores = scores.masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
+    heads = scores.softmax(-1) @ streams["v"]
+    expected = attention.dense(heads.transpose(0, 1).reshape(1, 20, 32))
+    actual, _ = attention(x, attention_mask=None)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_positions_means_no_rotation():
+    """Without convolution and positions, a token sees a set: earlier tokens may trade places."""
+    ids = random_ids(1, 12)
+    swapped = ids[:, [3, 1, 2, 0, *range(4, 12)]]
+    nope = cat_model(conv_type="none", position_embedding="none", num_hidden_layers=1)
+    assert nope.gpt_neox.rotary_emb is None
+    torch.testing.assert_close(nope(ids).logits[:, 4:], nope(swapped).logits[:, 4:])
+    rope = cat_model(conv_type="none", num_hidden_layers=1)
+    assert not torch.allclose(rope(ids).logits[:, 4:], rope(swapped).logits[:, 4:], atol=1e-3)
