@@ -188,11 +188,12 @@ def locked() -> Iterator[None]:
 
 def explain(log: str) -> str:
     """The reason of a failed installation, in words, from pip's output."""
-    if "No space left on device" in log or "Disk quota exceeded" in log:
-        free = shutil.disk_usage(VENV).free / 2**30
+    free = shutil.disk_usage(VENV).free
+    # Not every tool that runs here says why it failed, hence the look at the disk.
+    if free < 2**24 or "No space left on device" in log or "Disk quota exceeded" in log:
         return (
-            f"the disk is full ({free:.1f} GiB free at {VENV}); TMPDIR and PIP_CACHE_DIR can point "
-            "elsewhere"
+            f"the disk is full ({free / 2**30:.1f} GiB free at {VENV}); TMPDIR and PIP_CACHE_DIR "
+            "can point elsewhere"
         )
     unreachable = (
         r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
@@ -233,13 +234,20 @@ def run_logged(arguments: list[str], what: str, **environment: str) -> None:
 
 def create(system_site_packages: bool) -> None:
     """A new virtual environment, its record begun before anything else is in it."""
-    VENV.mkdir()
+    VENV.mkdir(exist_ok=True)
     write_record(finished=False, created_here=True)
     arguments = [base_python(), "-m", "venv", str(VENV)]
     if system_site_packages:
         arguments.append("--system-site-packages")
     with phase(f"making .venv with Python {sys.version.split()[0]}"):
         run_logged(arguments, "the virtual environment could not be made")
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def remove_half_installed() -> None:
@@ -253,7 +261,7 @@ def remove_half_installed() -> None:
             if not (metadata / "RECORD").is_file():
                 shutil.rmtree(metadata)
         for leftover in site_packages.glob("~*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            remove(leftover)
 
 
 def torch_to_keep(record: dict) -> str | None:
@@ -334,7 +342,9 @@ def make_usable(wanted_python: str) -> None:
                 f"{VENV} holds {found}, Python {wanted_python} is wanted, and these scripts did "
                 "not make it: move it away or delete it"
             )
-        shutil.rmtree(VENV)
+        # The contents, not the folder: it may be a link to another disk.
+        for path in VENV.iterdir():
+            remove(path)
     create(system_site_packages=keepable_torch(base_python()) is not None)
 
 
@@ -362,7 +372,7 @@ def main() -> int:
         return 1
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        print(f"environment: {'the disk is full' if full else error}: {VENV}", file=sys.stderr)
+        print(f"environment: {f'the disk of {VENV} is full' if full else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("environment: interrupted; the next run continues", file=sys.stderr)
