@@ -13,36 +13,7 @@ from cat_lm.config import load_config
 from cat_lm.files import write_json
 from tests.runs import run_values, write_config
 
-WORDS = ("def", "return", "class", "import", "self", "for", "if", "else", "value", "name", "list")
 CONTEXT = 32
-
-
-def source_text(documents: int = 24, words: int = 160) -> list[str]:
-    """Documents of one fixed pseudo-random word sequence, a line per eight words."""
-    texts, state = [], 1
-    for _ in range(documents):
-        chosen = []
-        for _ in range(words):
-            state = state * 1103515245 + 12345 & 0x7FFFFFFF
-            chosen.append(WORDS[(state >> 16) % len(WORDS)])
-        lines = [" ".join(chosen[i : i + 8]) for i in range(0, words, 8)]
-        texts.append("\n".join(lines) + "\nd\u00e9j\u00e0 vu\n")
-    return texts
-
-
-def prepared_data(folder: Path, tokenizer: str = "bytes") -> Path:
-    """`source_text` as prepared data, a third of the documents held out."""
-    from data_prep.pipeline import prepare
-    from data_prep.prepare import parse_arguments
-
-    raw = folder / "raw.jsonl"
-    raw.parent.mkdir(parents=True, exist_ok=True)
-    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in source_text()))
-    out = folder / "data"
-    options = ["--source", "files", "--path", str(raw), "--tokenizer", tokenizer]
-    options += ["--validation-fraction", "0.3", "--workers", "1", "--out", str(out)]
-    prepare(parse_arguments(options))
-    return out
 
 
 def tiny_model(vocab_size: int, seed: int = 0, **changes: Any):

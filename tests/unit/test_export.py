@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.pretrained import load_model, load_tokenizer
-from tests.finished_runs import checkpoint, prepared_data, tiny_model
+from tests.finished_runs import checkpoint, tiny_model
 
 VARIANTS = {
     "cat": {},
@@ -29,8 +29,8 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    return prepared_data(tmp_path_factory.mktemp("export-data")) / "tokenizer"
+def tokenizer_folder(tiny_corpus) -> Path:
+    return tiny_corpus / "tokenizer"
 
 
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))
@@ -186,15 +186,8 @@ def test_command_refuses_what_is_no_checkpoint(tmp_path, tokenizer_folder):
 
 def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
     checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
-    blocker = tmp_path / "without" / "deepspeed"
-    blocker.mkdir(parents=True)
-    (blocker / "__init__.py").write_text("raise ImportError('deepspeed is not installed')\n")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
-        "sys.modules['deepspeed'] = None\n"
-        "from cat_lm.export import main; main()"
-    )
-    paths = [str(blocker.parent), str(tmp_path / "run"), str(tmp_path / "out")]
+    code = "import sys; sys.modules['deepspeed'] = None\nfrom cat_lm.export import main; main()"
+    paths = [str(tmp_path / "run"), str(tmp_path / "out")]
     result = subprocess.run(
         [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120
     )

@@ -1,0 +1,386 @@
+"""generate, length_sweep, report and quickstart on small models, through their own commands."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cat_lm.errors import UserError
+from cat_lm.export import export_model
+from cat_lm.pretrained import load_model, load_tokenizer
+from eval import length_sweep
+from eval.length_sweep import sweep
+from eval.streams import split_stream, text_stream
+from tests.finished_runs import CONTEXT, finished_run, tiny_model
+
+TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_corpus) -> list[Path]:
+    """A CAT and a Pythia model, exported."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = load_tokenizer(tiny_corpus / "tokenizer")
+    return [
+        export_model(tiny_model(257, seed=1), tokenizer, folder / "cat"),
+        export_model(tiny_model(257, seed=2, conv_type="none"), tokenizer, folder / "pythia"),
+    ]
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_corpus) -> list[Path]:
+    """Finished runs: CAT with RoPE, and Pythia."""
+    folder = tmp_path_factory.mktemp("runs")
+    cat = finished_run(folder / "cat", tiny_corpus, tiny_model(257, seed=1))
+    pythia = tiny_model(257, seed=2, conv_type="none")
+    return [cat, finished_run(folder / "pythia", tiny_corpus, pythia, conv_type="none")]
+
+
+def command(monkeypatch, capsys, module: str, *arguments: object) -> tuple[int, str, str]:
+    """Runs a command's main in this process; its exit code, stdout and stderr."""
+    import importlib
+
+    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+    code = 0
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+class TestGenerate:
+    def test_greedy_text_is_transformers_own(self, models, monkeypatch, capsys):
+        arguments = (models[0], "The dog", "--greedy", "--max-new-tokens", 12)
+        code, out, _ = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
+        assert code == 0
+        model, tokenizer = load_model(models[0]), load_tokenizer(models[0])
+        inputs = tokenizer("The dog", return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        assert out == tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+
+    def test_seed_decides_the_samples(self, models, monkeypatch, capsys):
+        def sampled(seed: int) -> str:
+            arguments = (models[0], "A cat", "--seed", seed, "--num-samples", 2)
+            code, out, _ = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
+            assert code == 0
+            return out
+
+        first = sampled(3)
+        assert first == sampled(3)
+        assert first != sampled(4)
+        one, two = first.split("--- sample 2\n")
+        assert one.removeprefix("--- sample 1\n") != two
+
+    def test_prompt_from_standard_input_and_run_folder(self, runs, monkeypatch, capsys):
+        import io
+
+        monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+        arguments = (runs[0], "-", "--greedy", "--max-new-tokens", 2)
+        code, out, _ = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
+        assert code == 0
+        assert out.startswith("from stdin")
+
+    def test_going_beyond_the_training_length_is_said(self, models, monkeypatch, capsys):
+        arguments = (models[0], "x", "--max-new-tokens", CONTEXT)
+        code, _, err = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
+        assert code == 0
+        assert f"note: up to {CONTEXT + 1} tokens, but the model was trained on {CONTEXT}" in err
+        arguments = (models[0], "x", "--max-new-tokens", CONTEXT - 1)
+        assert command(monkeypatch, capsys, "cat_lm.generate", *arguments)[2] == ""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda folder: folder / "absent", "no such folder"),
+            (lambda folder: folder.parent, "not a model folder"),
+            (lambda folder: without(folder, "model.safetensors"), "has config.json but no weights"),
+            (lambda folder: without(folder, "tokenizer"), "tokenizer .*: missing"),
+            (lambda folder: damaged(folder), "cannot be loaded"),
+        ],
+    )
+    def test_bad_model_is_one_line(self, models, tmp_path, monkeypatch, capsys, change, message):
+        folder = shutil.copytree(models[0], tmp_path / "copy")
+        path = change(folder)
+        code, out, err = command(monkeypatch, capsys, "cat_lm.generate", path, "x")
+        assert (code, out) == (2, "")
+        assert re.search(message, err)
+        assert err.count("\n") == 1
+
+    def test_bad_options_are_one_line(self, models, monkeypatch, capsys):
+        for arguments, message in (
+            ([" \n"], "prompt: is empty"),
+            (["x", "--top-p", "1.5"], "--top-p 1.5"),
+            (["x", "--greedy", "--num-samples", "2"], "--num-samples"),
+            (["x", "--device", "cuda:77"], "--device cuda:77"),
+        ):
+            code, _, err = command(monkeypatch, capsys, "cat_lm.generate", models[0], *arguments)
+            assert code == 2
+            assert message in err
+            assert err.count("\n") == 1
+
+
+def without(folder: Path, prefix: str) -> Path:
+    for path in folder.glob(f"{prefix}*"):
+        path.unlink()
+    return folder
+
+
+def damaged(folder: Path) -> Path:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return folder
+
+
+def merging_tokenizer():
+    """A byte-level BPE tokenizer that learned a few merges from `TEXT`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+class TestStreams:
+    def test_every_byte_of_a_text_is_scored(self, models):
+        stream = text_stream(TEXT, load_tokenizer(models[0]), "text")
+        assert stream.tokens[0] == 256
+        assert stream.tokens[1:].tolist() == list(TEXT.encode())
+        assert stream.num_bytes == len(TEXT.encode())
+
+    def test_special_tokens_in_a_text_are_text(self, models):
+        stream = text_stream("a<|endoftext|>b", load_tokenizer(models[0]), "text")
+        assert stream.tokens[1:].tolist() == list(b"a<|endoftext|>b")
+
+    def test_split_has_the_manifest_s_bytes_and_a_part_of_it_its_own(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models[0])
+        whole = split_stream(tiny_corpus, tokenizer)
+        assert whole.num_bytes == (whole.tokens != whole.eod_id).sum()
+        part = split_stream(tiny_corpus, tokenizer, max_tokens=500)
+        assert len(part.tokens) == 501
+        assert part.num_bytes == (part.tokens[1:] != part.eod_id).sum()
+        assert part.tokens.tolist() == whole.tokens[:501].tolist()
+        assert whole.cut(300, tokenizer).num_bytes == (whole.tokens[1:301] != 256).sum()
+
+
+class TestSweep:
+    def test_same_tokens_at_every_length_and_for_every_model(self, models, text, tmp_path):
+        rows = sweep(models, [16, 64, 100], tmp_path / "out", text=text)
+        scored = len(TEXT.encode()) // 100 * 100
+        assert len(rows) == 6
+        assert {(row["tokens"], row["tokens_sha256"]) for row in rows} == {
+            (scored, rows[0]["tokens_sha256"])
+        }
+        assert [row["label"] for row in rows] == ["cat"] * 3 + ["pythia"] * 3
+        assert {row["training_length"] for row in rows} == {CONTEXT}
+
+    def test_numbers_are_a_plain_loop_s(self, models, text, tmp_path):
+        (row,) = sweep(models[:1], [50], tmp_path / "out", text=text)
+        ids = torch.tensor([256, *TEXT.encode()[: row["tokens"]]])
+        model, total = load_model(models[0]), 0.0
+        for start in range(0, row["tokens"], 50):
+            window = ids[start : start + 51]
+            with torch.no_grad():
+                logits = model(window[None, :-1]).logits[0]
+            total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+        assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(total / row["tokens"]), rel=1e-4)
+        assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / row["bytes"], rel=1e-5)
+
+    def test_files_hold_the_rows(self, models, tiny_corpus, tmp_path):
+        out = tmp_path / "out"
+        rows = sweep(models, [32, 64], out, data=tiny_corpus, max_tokens=300)
+        stored = json.loads((out / "length_sweep.json").read_text())
+        assert [row["perplexity"] for row in stored["rows"]] == [r["perplexity"] for r in rows]
+        assert stored["rows"][0]["tokens"] == 256
+        assert stored["rows"][0]["group_kind"] == "documents"
+        assert {"text", "protocol", "command", "date", "versions", "machine"} <= stored.keys()
+        with open(out / "length_sweep.csv", encoding="utf-8") as file:
+            table = list(csv.DictReader(file))
+        assert [float(row["perplexity"]) for row in table] == [r["perplexity"] for r in rows]
+        assert (out / "length_sweep.png").stat().st_size > 5000
+        assert "training length" in (out / "length_sweep.svg").read_text()
+
+    def test_finished_cells_are_not_computed_again(self, models, text, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        before = sweep(models, [16, 32], out, text=text)
+        monkeypatch.setattr(length_sweep, "load_model", None)  # would fail when called
+        assert sweep(models, [16, 32], out, text=text) == before
+        with pytest.raises(TypeError):
+            # 48 leaves another multiple of the largest length, so other tokens.
+            sweep(models, [16, 48], out, text=text)
+
+    def test_interrupted_sweep_goes_on_where_it_stopped(self, models, text, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        compute, calls = length_sweep._Scorer._compute, []
+
+        def stops_after_two(self, length):
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            calls.append(length)
+            return compute(self, length)
+
+        monkeypatch.setattr(length_sweep._Scorer, "_compute", stops_after_two)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(models, [16, 32], out, text=text)
+        assert len(json.loads((out / "length_sweep.json").read_text())["rows"]) == 2
+        counted = []
+        monkeypatch.setattr(
+            length_sweep._Scorer,
+            "_compute",
+            lambda self, length: counted.append(length) or compute(self, length),
+        )
+        assert len(sweep(models, [16, 32], out, text=text)) == 4
+        assert len(counted) == 2
+
+    def test_other_weights_are_another_cell(self, models, text, tmp_path, tiny_corpus):
+        folder = shutil.copytree(models[0], tmp_path / "model")
+        (before,) = sweep([folder], [32], tmp_path / "out", text=text)
+        tokenizer = load_tokenizer(folder)
+        export_model(tiny_model(257, seed=9), tokenizer, folder)
+        (after,) = sweep([folder], [32], tmp_path / "out", text=text)
+        assert before["perplexity"] != after["perplexity"]
+
+    def test_model_with_another_tokenizer_gets_the_same_text(
+        self, models, tmp_path, text, tiny_corpus
+    ):
+        tokenizer = merging_tokenizer()
+        model = export_model(tiny_model(len(tokenizer)), tokenizer, tmp_path / "merging")
+        rows = sweep([models[0], model], [32], tmp_path / "out", text=text)
+        assert rows[0]["tokens"] > 1.5 * rows[1]["tokens"]
+        assert rows[0]["bytes"] == rows[1]["bytes"]
+        with pytest.raises(UserError, match="another tokenizer than the model's; use --text"):
+            sweep([model], [32], tmp_path / "out", data=tiny_corpus)
+
+    def test_bad_input_is_one_line(self, models, text, tmp_path, monkeypatch, capsys):
+        base = ("--out", tmp_path / "out", "--lengths")
+        bytes_ = len(TEXT.encode())
+        for arguments, message in (
+            ((models[0], "--text", text, *base, bytes_ + 1), f"it has {bytes_} tokens"),
+            ((models[0], "--text", text, *base, "64", "--max-tokens", "60"), "--max-tokens is 60"),
+            ((models[0], "--text", text, *base, "64", "--methods", "yarn"), "there is none"),
+            ((models[0], "--text", tmp_path / "no.txt", *base, "8"), "no.txt: no such file"),
+            ((models[0], "--data", tmp_path, *base, "8"), "no manifest.json"),
+            ((tmp_path, "--text", text, *base, "8"), "not a model folder"),
+        ):
+            code, _, err = command(monkeypatch, capsys, "eval.length_sweep", *arguments)
+            assert code == 2
+            assert message in err
+            assert err.count("\n") == 1, err
+        assert not (tmp_path / "out").exists()
+
+
+class TestReport:
+    def test_quickstart_evaluates_and_reports(self, runs, tmp_path, monkeypatch, capsys):
+        out = tmp_path / "report"
+        arguments = (*runs, "--out", out, "--title", "Two <models>", "--max-tokens", 256)
+        code, stdout, err = command(monkeypatch, capsys, "eval.quickstart", *arguments)
+        assert code == 0, err
+        assert stdout.rstrip().endswith("index.html")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert "<h1>Two &lt;models&gt;</h1>" in page
+        for heading in ("Results", "Learning", "context length", "Continuations", "filters"):
+            assert re.search(f"<h2>[^<]*{heading}", page), heading
+        assert "2.9000" in page, "the last validation loss"
+        assert "unigram model" in page
+        assert "training length" in page
+        assert not re.search(r"(src|href)=\"https?:|@import|url\(http", page), "needs no network"
+        for name in ("loss.png", "loss.svg", "perplexity_by_length.png", "filters_cat.png"):
+            assert (out / name).stat().st_size > 1000, name
+        assert not (out / "filters_pythia.png").exists()
+        summary = json.loads((out / "summary.json").read_text())
+        assert [run["val_loss"] for run in summary["runs"]] == pytest.approx([2.9, 2.9])
+        assert [run["skipped_steps"] for run in summary["runs"]] == [1, 1]
+        assert {row["length"] for row in summary["length_sweep"]} == {16, 32, 64, 128}
+        with open(out / "summary.csv", encoding="utf-8") as file:
+            assert [row["run"] for row in csv.DictReader(file)] == ["cat", "pythia"]
+        samples = json.loads((runs[0] / "eval/samples.json").read_text())
+        assert len(samples["samples"]) == 4
+        assert all(sample["continuation"] for sample in samples["samples"])
+
+    def test_samples_are_the_same_every_time(self, runs, tmp_path, monkeypatch, capsys):
+        texts = []
+        for _ in range(2):
+            arguments = (runs[1], "--count", 2, "--max-new-tokens", 8, "--seed", 5)
+            assert command(monkeypatch, capsys, "eval.samples", *arguments)[0] == 0
+            texts.append(json.loads((runs[1] / "eval/samples.json").read_text())["samples"])
+        assert texts[0] == texts[1]
+
+    def test_run_without_export_or_data_is_reported_as_far_as_it_goes(
+        self, runs, tmp_path, monkeypatch, capsys
+    ):
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        for name in ("config.yaml", "metrics.jsonl"):
+            shutil.copy(runs[0] / name, bare)
+        config = (bare / "config.yaml").read_text()
+        (bare / "config.yaml").write_text(re.sub(r"path: .*", "path: gone", config))
+        arguments = (bare, "--out", tmp_path / "out")
+        code, _, err = command(monkeypatch, capsys, "eval.report", *arguments)
+        assert code == 0, err
+        page = (tmp_path / "out" / "index.html").read_text()
+        assert "Not measured yet" in page
+        assert "unigram" not in page
+
+    def test_bad_input_is_one_line(self, runs, tmp_path, monkeypatch, capsys):
+        (tmp_path / "empty").mkdir()
+        for module, arguments, message in (
+            ("eval.report", (tmp_path / "empty",), "has no config.yaml"),
+            ("eval.report", (runs[0], runs[0]), "two runs have this name"),
+            ("eval.quickstart", (tmp_path / "absent",), "no such folder"),
+            ("eval.quickstart", (runs[0] / "model",), "has no config.yaml"),
+        ):
+            arguments = (*arguments, "--out", tmp_path / "out")
+            code, _, err = command(monkeypatch, capsys, module, *arguments)
+            assert code == 2
+            assert message in err
+            assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "cat_lm.export",
+        "cat_lm.generate",
+        "eval.length_sweep",
+        "eval.quickstart",
+        "eval.report",
+        "eval.samples",
+    ],
+)
+def test_help_imports_nothing_heavy(module):
+    code = (
+        f"import sys, runpy; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        "except SystemExit as e: code = e.code\n"
+        "heavy = {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\n"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
