@@ -138,7 +138,10 @@ class Checkpoints:
         import torch
         from safetensors.torch import save_file
 
-        engine.deepspeed.save_checkpoint(str(temporary), tag="engine", save_latest=False)
+        from cat_lm.training.distributed import quiet
+
+        with quiet():
+            engine.deepspeed.save_checkpoint(str(temporary), tag="engine", save_latest=False)
         random_states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_states["cuda"] = torch.cuda.get_rng_state()
@@ -215,11 +218,14 @@ class Checkpoints:
         """
         import torch
 
+        from cat_lm.training.distributed import quiet
+
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self._check_compatible(folder, state, fingerprint)
-        loaded, _ = engine.deepspeed.load_checkpoint(
-            str(folder), tag="engine", load_lr_scheduler_states=False
-        )
+        with quiet():
+            loaded, _ = engine.deepspeed.load_checkpoint(
+                str(folder), tag="engine", load_lr_scheduler_states=False
+            )
         if loaded is None:
             raise UserError(f"{folder}: DeepSpeed could not load it")
         random_states = torch.load(folder / _random_file(self.ranks.rank), weights_only=True)

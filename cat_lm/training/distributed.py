@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -110,6 +111,10 @@ def _place_from_environment() -> tuple[int, int, int]:
     elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:  # srun
         rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
         local_rank = int(env.get("SLURM_LOCALID", "0"))
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        # Jobs that share a node get ports of their own; all ranks compute the same one.
+        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 40_000))
     else:
         rank, local_rank, world_size = 0, 0, 1
     if world_size > 1:
@@ -126,6 +131,14 @@ def _place_from_environment() -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 
+def _first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: `n[003-004,9],m1` begins with `n003`."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^\[,]*))?", nodelist)
+    if not match:
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
+    return "".join(part or "" for part in match.groups())
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -136,16 +149,26 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     # On CPU ranks DeepSpeed reads the local world size to divide the cores.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        deepspeed = import_deepspeed()
-        deepspeed.init_distributed(
+    with quiet():
+        import_deepspeed().init_distributed(
             dist_backend="nccl" if on_gpu else "gloo",
             auto_mpi_discovery=False,
             timeout=_TIMEOUT,
             rank=rank,
             world_size=world_size,
         )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps DeepSpeed's prints and warnings off the run's log; its errors are exceptions."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def import_deepspeed():

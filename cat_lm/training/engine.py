@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.training.distributed import Ranks, import_deepspeed
+from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 Batch = dict[str, np.ndarray]
 
@@ -104,8 +103,7 @@ class Engine:
             eps=config.optimizer.eps,
             fused=True,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
                 model=model,
                 optimizer=optimizer,

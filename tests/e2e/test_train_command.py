@@ -113,8 +113,8 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
             SLURM_PROCID=str(rank),
             SLURM_LOCALID=str(rank),
             SLURM_NTASKS="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port + 2),
+            SLURM_JOB_ID=str(port + 2),
+            SLURM_STEP_NODELIST="127.0.0.1",
         )
         for rank in range(2)
     ]

@@ -1,0 +1,152 @@
+"""Parts of the training program that need no engine: schedule, ranks, records, estimates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+
+import pytest
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.training import distributed
+from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
+from cat_lm.training.metrics import Metrics, keep_records
+from cat_lm.training.schedule import learning_rate
+from tests.runs import run_values
+
+
+def config(**optimizer) -> RunConfig:
+    values = run_values("unused", "unused", max_steps=100)
+    values["optimizer"] = {"lr": 1.0, **optimizer}
+    return RunConfig.model_validate(values)
+
+
+def rates(c: RunConfig) -> list[float]:
+    return [learning_rate(c, step) for step in range(1, c.total_steps + 1)]
+
+
+def test_cosine_with_warmup():
+    found = rates(config(warmup_steps=10, initial_lr=0.1, min_lr=0.1))
+    assert found[0] == pytest.approx(0.19) and found[9] == 1.0  # linear from 0.1, then the peak
+    assert found[54] == pytest.approx(0.55)  # half way between peak and floor
+    assert found[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(found[9:]))
+
+
+def test_constant_and_wsd():
+    assert set(rates(config(schedule="constant"))) == {1.0}
+    found = rates(config(schedule="wsd", warmup_steps=4, decay_steps=20, min_lr=0.2))
+    assert found[3] == found[79] == 1.0
+    assert found[89] == pytest.approx(0.6) and found[-1] == pytest.approx(0.2)
+
+
+def test_lengths_in_tokens_are_rounded_up():
+    c = config(warmup_tokens=1000)  # 8 x 32 tokens a step
+    assert c.steps_of("warmup") == 4
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n[003-004,9],m1", "n003"),
+        ("gpu-12,gpu-14", "gpu-12"),
+        ("rack[1-2]-ib,z", "rack1-ib"),
+        ("single", "single"),
+    ],
+)
+def test_ranks_meet_at_the_first_slurm_host(nodelist, host, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in {
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "70001",
+        "SLURM_STEP_NODELIST": nodelist,
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert distributed._place_from_environment() == (3, 1, 4)
+    assert os.environ["MASTER_ADDR"] == host and os.environ["MASTER_PORT"] == "50001"
+
+
+def test_ranks_without_a_meeting_point_are_an_error(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
+        distributed._place_from_environment()
+
+
+def test_records_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}, "loss": 1.0}}\n' for s in range(1, 8)) + '{"step": 8,')
+    keep_records(path, up_to_step=5)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    keep_records(tmp_path / "absent.jsonl", up_to_step=5)
+
+
+def test_metrics_hold_no_number_that_json_has_not(tmp_path):
+    c = config()
+    metrics = Metrics(tmp_path, c, resumed_step=0)
+    metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    metrics.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+
+
+def test_tensorboard_and_missing_wandb(tmp_path):
+    values = run_values("unused", "unused")
+    values["logging"] = {"tensorboard": True}
+    metrics = Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+    metrics.write({"step": 1, "loss": 2.0})
+    metrics.close()
+    assert list((tmp_path / "tensorboard").iterdir())
+    values["logging"]["wandb_project"] = "p"
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match=r"cat_lm\[wandb\]"):
+            Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+
+
+def paper_model(**changes) -> tuple[CatConfig, int]:
+    model_config = CatConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        **changes,
+    )
+    with torch.device("meta"):
+        return model_config, count_parameters(CatForCausalLM(model_config))
+
+
+def test_flops_of_the_paper_model():
+    plain, parameters = paper_model(conv_type="none")
+    assert parameters == 367_847_424
+    # 6 x 335,079,424 multiplying parameters + 12 x 24 x 2048 x 1024
+    assert flops_per_token(plain, parameters, 2048) == 6 * 335_079_424 + 603_979_776
+    cat, with_filters = paper_model(conv_type="head", conv_window=21)
+    extra = flops_per_token(cat, with_filters, 2048) - flops_per_token(plain, parameters, 2048)
+    assert extra == 6 * 21 * 3 * 24 * 1024 + 6 * 24_192
+
+
+def test_memory_shrinks_with_stages_and_ranks():
+    values = run_values("unused", "unused", precision="bf16")
+
+    def states(stage: int, ranks: int) -> float:
+        values["train"]["zero_stage"] = stage
+        parameters = 10**9  # activations of the tiny model do not show beside it
+        return memory_per_rank(RunConfig.model_validate(values), parameters, ranks) / parameters
+
+    assert states(1, 1) == pytest.approx(18, abs=0.1)
+    assert states(1, 8) == pytest.approx(6 + 12 / 8, abs=0.1)
+    assert states(2, 8) == pytest.approx(2 + 16 / 8, abs=0.1)
+    assert states(3, 8) == pytest.approx(18 / 8, abs=0.1)
