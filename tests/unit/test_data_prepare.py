@@ -1,0 +1,415 @@
+"""The preparation as a whole: same result for any number of workers, kills, errors, arguments."""
+
+import collections
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cat_lm.data import TokenCorpus
+from cat_lm.data.tokenizers import DocumentEncoder
+from cat_lm.errors import UserError
+from data_prep import pipeline
+from data_prep.documents import Document
+from data_prep.encode import chunks, split_of_text
+from data_prep.prepare import main, parse_arguments
+from tests.conftest import REPOSITORY, generated_text
+
+TRICKY = ["", "</s><|endoftext|><|endoftext|>", " ", "\0", "x" * 5000, "\U0001f600", "", "last"]
+
+
+def digests(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """A few thousand documents, so that there are several chunks of work."""
+    path = tmp_path_factory.mktemp("documents") / "x.jsonl"
+    return write_jsonl(path, generated_text(3000) + TRICKY)
+
+
+def flags(path, *more, tokenizer="bytes"):
+    return ("--source", "files", "--path", path, "--tokenizer", tokenizer, *more)
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "data_prep.prepare", *map(str, arguments)]
+
+
+def run(*arguments):
+    return subprocess.run(command(*arguments), cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def texts_of(folder, split):
+    corpus = TokenCorpus.open(folder, split)
+    encoder = DocumentEncoder(folder / "tokenizer", corpus.eod_id, corpus.vocab_size)
+    for index in range(corpus.num_documents):
+        ids = corpus.tokens(*corpus.document(index))
+        assert ids[-1] == corpus.eod_id and (ids[:-1] != corpus.eod_id).all()
+        yield encoder.decode(ids[:-1])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:sentencepiece:400"])
+def test_every_document_is_in_one_split_whole_and_in_order(tmp_path, prepare, documents, tokenizer):
+    out = prepare(tmp_path / "out", *flags(documents, tokenizer=tokenizer), "--workers", 1)
+    expected = [text for text in generated_text(3000) + TRICKY if text]
+    held_out = list(texts_of(out, "validation"))
+    assert held_out == [text for text in expected if split_of_text(text, 0, 0.05) == "validation"]
+    assert list(texts_of(out, "train")) == [
+        text for text in expected if split_of_text(text, 0, 0.05) == "train"
+    ]
+    assert 90 < len(held_out) < 220
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["empty_documents"] == 2
+    for split in ("train", "validation"):
+        corpus = TokenCorpus.open(out, split)
+        texts = list(texts_of(out, split))
+        assert corpus.num_documents == len(texts)
+        assert corpus.num_bytes == sum(len(text.encode()) for text in texts)
+        assert manifest["sources"]["jsonl"][split] == {
+            "documents": corpus.num_documents,
+            "tokens": corpus.num_tokens,
+            "bytes": corpus.num_bytes,
+        }
+
+
+def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, documents):
+    arguments = flags(documents, "--shard-tokens", 40_000, tokenizer="train:sentencepiece:400")
+    scratch = tmp_path / "scratch"
+    for workers, more in ((1, ()), (2, ("--scratch", scratch))):
+        done = run(*arguments, "--out", tmp_path / str(workers), "--workers", workers, *more)
+        assert done.returncode == 0, done.stderr
+    assert len(digests(tmp_path / "1")) > 10
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
+    assert not list(scratch.iterdir())
+
+
+def test_killed_at_any_moment_and_started_again(tmp_path, documents):
+    arguments = flags(documents, "--shard-tokens", 20_000, tokenizer="train:sentencepiece:400")
+    start = time.monotonic()
+    assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
+    whole = time.monotonic() - start
+    expected = digests(tmp_path / "whole")
+    rng = random.Random()
+    survivors = []
+    for attempt in range(6):
+        out = tmp_path / "killed"
+        workers = 1 + attempt % 2
+        process = subprocess.Popen(
+            command(*arguments, "--out", out, "--workers", workers),
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(rng.uniform(0.2, 1.1) * whole)
+        process.send_signal(signal.SIGKILL)  # the parent alone: its workers must end by themselves
+        process.wait()
+        survivors.append(process.pid)
+        # Whatever it got to: finished data are whole, and others are not taken for finished.
+        if (out / "manifest.json").exists():
+            assert {k: v for k, v in digests(out).items() if k != "unfinished.json"}.keys() >= (
+                expected.keys()
+            )
+            shutil.rmtree(out)
+        elif out.exists():
+            with pytest.raises(UserError, match="no finished data"):
+                TokenCorpus.open(out, "train")
+    done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "killed") == expected
+    deadline = time.monotonic() + 10
+    while any(map(group_alive, survivors)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(group_alive, survivors))
+
+
+def group_alive(group):
+    """Whether a process of the group still runs (one that only waits to be reaped does not)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
+    return False
+
+
+def test_again_with_the_same_arguments_does_nothing(tmp_path, prepare, documents, capsys):
+    out = prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    prepare(out, *flags(documents, "--workers", 2))
+    assert capsys.readouterr().out.endswith(
+        "already complete with these arguments, nothing to do\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
+        prepare(out, *flags(documents, "--seed", 1))
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    old = digests(out)
+    prepare(out, *flags(documents, "--seed", 1, "--overwrite", "--workers", 1))
+    assert digests(out) != old
+    prepare(out, *flags(documents, "--overwrite", "--workers", 1))
+    assert digests(out) == old
+
+
+def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, prepare):
+    path = write_jsonl(tmp_path / "x.jsonl", generated_text(100))
+    out = prepare(tmp_path / "out", *flags(path, "--workers", 1))
+    whole = (out / "train-00000.bin").read_bytes()
+    (out / "train-00000.bin").write_bytes(whole[:-2])
+    with pytest.raises(UserError, match="the manifest says"):
+        prepare(out, *flags(path))
+    (out / "train-00000.bin").write_bytes(whole)
+    write_jsonl(path, generated_text(101))
+    with pytest.raises(UserError, match="made otherwise"):
+        prepare(out, *flags(path))
+
+
+def test_folders_of_others_are_left_alone(tmp_path, prepare, documents):
+    (tmp_path / "train-00000.bin").write_text("precious")
+    for more in ((), ("--overwrite",)):
+        with pytest.raises(UserError, match="is not empty"):
+            prepare(tmp_path, *flags(documents, *more))
+    assert [path.name for path in tmp_path.iterdir()] == ["train-00000.bin"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        prepare(tmp_path / "file", *flags(documents))
+
+
+def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, documents):
+    from data_prep.output import locked
+
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="another preparation is writing"):
+        prepare(tmp_path / "out", *flags(documents))
+    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+
+
+def test_unigram_loss_is_that_of_add_one_smoothing(tiny_corpus):
+    counts = [
+        collections.Counter(
+            TokenCorpus.open(tiny_corpus, split)
+            .tokens(0, TokenCorpus.open(tiny_corpus, split).num_tokens)
+            .tolist()
+        )
+        for split in ("train", "validation")
+    ]
+    total = counts[0].total() + 257
+    loss = sum(n * -math.log((counts[0][token] + 1) / total) for token, n in counts[1].items())
+    manifest = json.loads((tiny_corpus / "manifest.json").read_text())
+    assert manifest["unigram_loss"] == pytest.approx(loss / counts[1].total(), rel=1e-12)
+
+
+def test_manifest_has_the_keys_of_the_contract(tiny_corpus):
+    manifest = json.loads((tiny_corpus / "manifest.json").read_text())
+    assert set(manifest) >= {
+        *("format_version", "tool_version", "source", "tokenizer", "dtype", "splits", "sources"),
+        *("unigram_loss", "fingerprint"),
+    }
+    assert set(manifest["tokenizer"]) >= {"spec", "kind", "vocab_size", "eod_id", "sha256"}
+    shard = manifest["splits"]["train"]["shards"][0]
+    assert set(shard) == {"name", "documents", "tokens", "bytes", "bin_sha256", "idx_sha256"}
+    for kind in ("bin", "idx"):
+        data = (tiny_corpus / f"{shard['name']}.{kind}").read_bytes()
+        assert hashlib.sha256(data).hexdigest() == shard[f"{kind}_sha256"]
+    assert not list(tiny_corpus.glob(".*")) and not (tiny_corpus / "unfinished.json").exists()
+
+
+def test_the_split_is_a_hash_of_seed_and_text():
+    texts = [str(number) for number in range(20_000)]
+    first, second = (
+        {text for text in texts if split_of_text(text, seed, 0.1) == "validation"}
+        for seed in (0, 1)
+    )
+    assert 1800 < len(first) < 2200
+    assert 150 < len(first & second) < 260
+    # Held-out documents of a smaller fraction are among those of a larger one.
+    assert {text for text in texts if split_of_text(text, 0, 0.05) == "validation"} < first
+
+
+def test_a_source_with_its_own_validation_split_uses_it(tmp_path, prepare):
+    train, held_out = generated_text(60), generated_text(40, seed=9)
+    (tmp_path / "held").mkdir()
+    write_jsonl(tmp_path / "t.jsonl", train)
+    write_jsonl(tmp_path / "held" / "v.jsonl", held_out)
+    common = flags(tmp_path / "t.jsonl", "--validation-path", tmp_path / "held", "--workers", 1)
+    out = prepare(tmp_path / "out", *common)
+    assert list(texts_of(out, "train")) == train
+    assert list(texts_of(out, "validation")) == held_out
+    limits = ("--max-documents", 20, "--validation-fraction", 0.25)
+    out = prepare(tmp_path / "limited", *common, *limits)
+    assert list(texts_of(out, "train")) == train[:20]
+    assert list(texts_of(out, "validation")) == held_out[:5]
+
+
+def test_limits(tmp_path, prepare, documents):
+    every = [text for text in generated_text(3000) + TRICKY if text]
+    out = prepare(tmp_path / "a", *flags(documents, "--max-documents", 100, "--workers", 1))
+    found = [*texts_of(out, "train"), *texts_of(out, "validation")]
+    assert sorted(found) == sorted(every[:100])
+    out = prepare(tmp_path / "b", *flags(documents, "--max-bytes", 10_000, "--workers", 1))
+    size = sum(TokenCorpus.open(out, split).num_bytes for split in ("train", "validation"))
+    assert 10_000 <= size < 10_500
+
+
+def test_one_document_cannot_be_split(tmp_path, prepare):
+    (tmp_path / "x.txt").write_text("one document\n\nor two\n\nor three\n\nor four")
+    with pytest.raises(UserError, match=r"split comes out empty.*--document-separator"):
+        prepare(tmp_path / "out", *flags(tmp_path / "x.txt", "--workers", 1))
+    with pytest.raises(UserError, match="holds no finished data"):
+        TokenCorpus.open(tmp_path / "out", "train")
+    more = ("--document-separator", r"\n\n", "--validation-fraction", 0.5, "--workers", 1)
+    out = prepare(tmp_path / "out", *flags(tmp_path / "x.txt", *more))
+    assert sum(len(list(texts_of(out, split))) for split in ("train", "validation")) == 4
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_empty_input(tmp_path, prepare, texts):
+    path = write_jsonl(tmp_path / "x.jsonl", texts)
+    with pytest.raises(UserError, match="empty input, no document with any text"):
+        prepare(tmp_path / "out", *flags(path, "--workers", 1))
+
+
+def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, documents):
+    from tokenizers import Tokenizer, models
+
+    vocab = {f"<{number}>": number for number in range(70_000)} | {"</s>": 70_000, "?": 70_001}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    out = prepare(
+        tmp_path / "out",
+        *flags(documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
+    )
+    corpus = TokenCorpus.open(out, "train")
+    assert corpus.manifest["dtype"] == "int32"
+    assert corpus.tokens(0, 2).tolist() == [70_001, 70_000]
+
+
+def test_a_disk_that_would_not_do_is_refused_beforehand(tmp_path, prepare, documents, monkeypatch):
+    usage = collections.namedtuple("usage", "free")
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(100_000))
+    with pytest.raises(UserError, match=r"about 0\.00\d GB are needed and 0\.000 GB are free"):
+        prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+    assert not list((tmp_path / "out").glob("*.bin"))
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(10**9))
+    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(
+    tmp_path, prepare, documents, monkeypatch, workers
+):
+    written = []
+
+    def append(self, tokens, lengths):
+        from cat_lm.data.shards import _disk_errors
+
+        written.append(len(tokens))
+        if len(written) > 3:
+            with _disk_errors(self._path(".bin")):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, tokens, lengths)
+
+    real = pipeline.ShardWriter._append
+    monkeypatch.setattr(pipeline.ShardWriter, "_append", append)
+    with pytest.raises(UserError, match="the disk is full"):
+        prepare(tmp_path / "out", *flags(documents, "--workers", workers, "--shard-tokens", 9000))
+    assert not list((tmp_path / "out").glob("*.tmp"))
+    with pytest.raises(UserError, match="holds no finished data"):
+        TokenCorpus.open(tmp_path / "out", "train")
+    monkeypatch.undo()
+    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+
+
+def test_a_document_that_is_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr("data_prep.encode.MAX_DOCUMENT", 10)
+    with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
+        list(chunks([Document("x" * 11, "txt")]))
+
+
+def test_chunks_are_bounded(monkeypatch):
+    monkeypatch.setattr("data_prep.encode.CHUNK_BYTES", 10)
+    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 3)
+    sizes = [4, 4, 4, 1, 1, 1, 1, 20, 1]
+    found = list(chunks(Document("x" * size, "txt") for size in sizes))
+    assert [[len(d.text) for d in chunk] for chunk in found] == [[4, 4, 4], [1, 1, 1], [1, 20], [1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--validation-fraction", 0), "--validation-fraction 0.0: must lie between 0 and 1"),
+        (("--workers", 0), "--workers 0: must be at least 1"),
+        (("--max-bytes", -1), "--max-bytes -1: must be at least 1"),
+        (("--document-separator", ""), "--document-separator ''"),
+        (("--tokenizer", "absent.model"), "--tokenizer absent.model: no such file"),
+        (("--path", "/absent"), "--path /absent: no such file or folder"),
+        (("--text-key", "body"), "x.jsonl:1: no text under the key 'body'"),
+        (("--out", "/proc/nowhere"), "--out /proc/nowhere: cannot be written"),
+        (("--scratch", "/proc/nowhere"), "--scratch /proc/nowhere: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path, documents, monkeypatch, capsys, arguments, message
+):
+    given = [*flags(documents), "--out", tmp_path / "out", "--workers", 1, *arguments]
+    monkeypatch.setattr("sys.argv", ["prepare", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    complaint = capsys.readouterr().err.splitlines()
+    assert len(complaint) == 1
+    assert complaint[0].startswith("error: ") and message in complaint[0]
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_help_is_quick_and_complete():
+    start = time.monotonic()
+    done = run("--help")
+    assert time.monotonic() - start < 2
+    for flag in ("--source", "--path", "--tokenizer", "--out", "--workers", "--overwrite"):
+        assert flag in done.stdout
+
+
+def test_separators_are_typed_with_escapes():
+    def separator(text):
+        required = ("--source", "files", "--tokenizer", "bytes", "--out", "x")
+        return parse_arguments([*required, "--document-separator", text]).document_separator
+
+    assert separator(r"\n\n") == "\n\n"
+    assert separator("=é=漢") == "=é=漢"
+
+
+def test_the_sample_in_slimpajamas_layout(tmp_path, prepare, shared_data):
+    out = prepare(
+        tmp_path / "out",
+        *("--source", "slimpajama", "--path", shared_data / "slimpajama_sample"),
+        *("--tokenizer", shared_data / "tokenizers" / "mistral_7b_v1.model"),
+        *("--max-documents", 300, "--workers", 1),
+    )
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["splits"]["train"]["documents"] == 300
+    assert manifest["splits"]["validation"]["documents"] == 15
+    assert all(name.startswith("RedPajama") for name in manifest["sources"])
+    corpus = TokenCorpus.open(out, "train")
+    assert np.max(corpus.tokens(0, corpus.num_tokens)) < 32_000
