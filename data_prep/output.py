@@ -97,6 +97,17 @@ def begin(folder: Path, identity: dict) -> None:
     """
     write_json(folder / MARKER, identity)
     (folder / MANIFEST).unlink(missing_ok=True)
+    _remove_data(folder)
+
+
+def abandon(folder: Path) -> None:
+    """Removes what a preparation that failed has made so far: it may be what filled the disk."""
+    if (folder / MARKER).is_file() and not (folder / MANIFEST).is_file():
+        _remove_data(folder)
+        (folder / MARKER).unlink()
+
+
+def _remove_data(folder: Path) -> None:
     for pattern in (
         ".*.tmp",
         *(f"{split}-*.{kind}" for split in SPLITS for kind in ("bin", "idx")),

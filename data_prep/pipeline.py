@@ -74,6 +74,8 @@ def prepare(arguments: argparse.Namespace) -> None:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             reason = "the disk is full" if full else error.strerror or str(error)
             raise UserError(f"--out {arguments.out}: {reason}") from error
+        finally:
+            output.abandon(arguments.out)
 
 
 def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> None:

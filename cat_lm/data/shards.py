@@ -303,12 +303,16 @@ def _publish(temporary: Path, final: Path, digest: str) -> None:
         raise UserError(f"{temporary}: reads back different from what was written; check the disk")
     if temporary.parent.stat().st_dev != final.parent.stat().st_dev:
         beside = final.with_name(f".{final.name}.tmp")
-        with _disk_errors(beside):
-            shutil.copyfile(temporary, beside)
-            with open(beside, "rb+") as stream:
-                os.fsync(stream.fileno())
+        try:
+            with _disk_errors(beside):
+                shutil.copyfile(temporary, beside)
+                with open(beside, "rb+") as stream:
+                    os.fsync(stream.fileno())
+            _publish(beside, final, digest)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
         temporary.unlink()
-        _publish(beside, final, digest)
         return
     os.replace(temporary, final)
     sync_directory(final.parent)

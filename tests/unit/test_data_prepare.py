@@ -334,7 +334,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(
     monkeypatch.setattr(pipeline.ShardWriter, "_append", append)
     with pytest.raises(UserError, match="the disk is full"):
         prepare(tmp_path / "out", *flags(documents, "--workers", workers, "--shard-tokens", 9000))
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").iterdir())
     with pytest.raises(UserError, match="holds no finished data"):
         TokenCorpus.open(tmp_path / "out", "train")
     monkeypatch.undo()
