@@ -16,7 +16,8 @@ from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 
 if TYPE_CHECKING:
-    from cat_lm.data.loader import Batch
+    from cat_lm.data.corpus import TokenCorpus
+    from cat_lm.data.loader import Batch, TrainLoader
     from cat_lm.training.engine import StepResult
 
 
@@ -35,8 +36,9 @@ def main() -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
+    open_data(config)
 
-    # Only now, so that --help and errors in the configuration come at once.
+    # Only now, so that --help and errors in the configuration or the data come at once.
     from cat_lm.training import distributed
 
     with distributed.start() as ranks:
@@ -48,8 +50,6 @@ class Trainer:
     """One run: everything it needs, opened in order, and the loop over its steps."""
 
     def __init__(self, config: RunConfig, ranks) -> None:
-        from cat_lm.data.corpus import TokenCorpus
-        from cat_lm.data.loader import TrainLoader
         from cat_lm.training.checkpoint import Checkpoints
         from cat_lm.training.engine import Engine, build_model, resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
@@ -62,16 +62,7 @@ class Trainer:
         self.config = config = config.with_precision(precision)
         config.accumulation_steps(ranks.world_size)  # wrong batch sizes end here
 
-        # The data, and the order of its samples.
-        self.corpus = TokenCorpus.open(config.data.path, "train")
-        check_vocabulary(config, self.corpus)
-        self.loader = TrainLoader(
-            self.corpus,
-            config.data.context_length,
-            config.train.global_batch_size,
-            config.train.seed,
-            config.data.mask_documents,
-        )
+        self.corpus, held_out, self.loader = open_data(config)
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)
@@ -82,7 +73,6 @@ class Trainer:
 
         # Model and optimizer, as initialised or as the checkpoint left them.
         self.engine = Engine(build_model(config, self.corpus.vocab_size), config, ranks)
-        held_out = TokenCorpus.open(config.data.path, "validation")
         self.validation = Validation(held_out, self.engine, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:
@@ -197,13 +187,25 @@ class Trainer:
         self.log.line(f"step {self.step}: checkpoint {folder}")
 
 
-def check_vocabulary(config: RunConfig, corpus) -> None:
-    asked = config.model.vocab_size
+def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
+    """The training and the validation split, and the order of the training samples.
+
+    Raises:
+        UserError: there is no such data, or it does not fit the model or the context length.
+    """
+    from cat_lm.data.corpus import TokenCorpus
+    from cat_lm.data.loader import TrainLoader
+
+    data, asked = config.data, config.model.vocab_size
+    corpus = TokenCorpus.open(data.path, "train")
     if asked is not None and asked < corpus.vocab_size:
         raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {corpus.folder} has {corpus.vocab_size} "
+            f"model.vocab_size={asked}: the tokenizer of {data.path} has {corpus.vocab_size} "
             "entries; use at least that, or leave the key out"
         )
+    batch_size, seed = config.train.global_batch_size, config.train.seed
+    loader = TrainLoader(corpus, data.context_length, batch_size, seed, data.mask_documents)
+    return corpus, TokenCorpus.open(data.path, "validation"), loader
 
 
 if __name__ == "__main__":
