@@ -13,6 +13,7 @@ import functools
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from inspect import getattr_static
 from types import ModuleType
 
 
@@ -36,17 +37,12 @@ def _register_models() -> None:
 
 
 def _await_config_use(auto: ModuleType) -> None:
-    _register_on_first_call(auto.AutoConfig, ("from_pretrained", "for_model"), _register_config)
+    _register_on_first_call([auto.AutoConfig], ("from_pretrained", "for_model"), _register_config)
 
 
 def _await_model_use(auto: ModuleType) -> None:
-    entries = ("from_pretrained", "from_config")
-    base = next(
-        parent
-        for parent in reversed(auto.AutoModelForCausalLM.__mro__)
-        if all(name in vars(parent) for name in entries)
-    )
-    _register_on_first_call(base, entries, _register_models)
+    owners = [auto.AutoModel, auto.AutoModelForCausalLM]
+    _register_on_first_call(owners, ("from_pretrained", "from_config"), _register_models)
 
 
 # Tokenizers need no entry: the tokenizer_config.json of an exported folder names their class.
@@ -57,30 +53,33 @@ _AWAITED: dict[str, Callable[[ModuleType], None]] = {
 
 
 def _register_on_first_call(
-    owner: type, names: tuple[str, ...], register: Callable[[], None]
+    owners: Sequence[type], names: Sequence[str], register: Callable[[], None]
 ) -> None:
-    """Wraps methods of `owner` so that the first call of one registers and unwraps all."""
-    originals = {name: vars(owner)[name] for name in names}
-    if any(hasattr(method, "_cat_lm_waits") for method in originals.values()):
+    """Wraps methods of `owners` so that the first call of one registers and unwraps all."""
+    originals = [(owner, name, getattr_static(owner, name)) for owner in owners for name in names]
+    if any(hasattr(original, "_cat_lm_waits") for _, _, original in originals):
         return
 
-    def wrap(name: str):
-        kind = type(originals[name])  # classmethod or staticmethod
-        function = originals[name].__func__
+    def restore_and_register() -> None:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+        register()
 
-        @functools.wraps(function)
-        def registering(*args, **kwargs):
-            for original_name, original in originals.items():
-                setattr(owner, original_name, original)
-            register()
-            return function(*args, **kwargs)
+    for owner, name, original in originals:
+        setattr(owner, name, _calling_first(restore_and_register, original))
 
-        wrapped = kind(registering)
-        wrapped._cat_lm_waits = True
-        return wrapped
 
-    for name in names:
-        setattr(owner, name, wrap(name))
+def _calling_first(action: Callable[[], None], method: classmethod | staticmethod):
+    function = method.__func__
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        action()
+        return function(*args, **kwargs)
+
+    wrapped = type(method)(call)
+    wrapped._cat_lm_waits = True
+    return wrapped
 
 
 class _AutoModuleFinder:

@@ -136,6 +136,16 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Reads Pythia's files too, which call the head `embed_out`."""
+        renamed = {r"^embed_out\.": "lm_head."} | (kwargs.pop("key_mapping", None) or {})
+        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saving would undo the renaming; files of this model have the names of its state_dict.
+        model._weight_conversions = None
+        return loaded
+
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Sets the head; a plain linear layer, as resizing makes one, gets the loss."""
         if type(new_embeddings) is nn.Linear:
