@@ -31,6 +31,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, MUTED, GRID, PAPER = "#1c2024", "#5f6871", "#e2e5e9", "#ffffff"
 NEGATIVE, POSITIVE = "#2166ac", "#b2540b"
 
+MIN_GROUPS = 20  # documents or windows below which no error bar is drawn
 WIDE, NARROW = (7.4, 3.7), (3.8, 3.3)  # inches: for a desktop column and for a phone
 STYLE = {
     "font.family": "sans-serif",
@@ -97,7 +98,7 @@ def loss_figure(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
         axes.xaxis.set_major_locator(MaxNLocator(5 if size[0] > 5 else 4))
-        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
         return figure
 
 
@@ -163,7 +164,7 @@ def filters_figure(filters: Mapping[str, np.ndarray], size: tuple[float, float] 
             axes.spines[:].set_visible(True)
             axes.tick_params(length=0)
             if axes.get_subplotspec().is_first_col():
-                axes.set_ylabel("layer (heads from top to bottom)")
+                axes.set_ylabel("layer")
             if axes.get_subplotspec().is_last_row():
                 axes.set_xlabel("lag (tokens back)")
         step = max(1, layers // 12)
@@ -218,8 +219,8 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """A mean over the last 2% of the values (at least 10), fewer at the start."""
-    width = max(10, len(values) // 50)
+    """A mean over the last 3% of the values (at least 20), fewer at the start."""
+    width = max(20, len(values) * 3 // 100)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     stops = np.arange(1, len(values) + 1)
     starts = np.maximum(stops - width, 0)
@@ -234,26 +235,28 @@ def short_count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def has_error_bars(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are enough groups for a standard error to mean something."""
+    return all(row["standard_error"] is not None and row["groups"] >= MIN_GROUPS for row in rows)
+
+
 def _length(row: Mapping[str, Any]) -> int:
     return row["length"]
 
 
 def _length_line(axes: Axes, line: list[Mapping[str, Any]], index: int, name: str) -> None:
-    lengths = [row["length"] for row in line]
+    # With bars, side by side, so that they do not hide each other.
+    bars_drawn = has_error_bars(line)
+    lengths = [row["length"] * (1.02**index if bars_drawn else 1) for row in line]
     values = np.array([row["perplexity"] for row in line])
-    # An error of e nats in the loss is a factor exp(e) in perplexity.
-    errors = [row["standard_error"] or 0.0 for row in line]
-    low, high = values * (1 - np.exp(np.negative(errors))), values * (np.exp(errors) - 1)
-    axes.errorbar(
-        lengths,
-        values,
-        yerr=[low, high],
-        color=run_colour(index),
-        marker=MARKERS[index % len(MARKERS)],
-        mec=PAPER,
-        elinewidth=0.9,
-        label=name,
-    )
+    colour = run_colour(index)
+    marker = MARKERS[index % len(MARKERS)]
+    axes.plot(lengths, values, color=colour, marker=marker, mec=PAPER, label=name, zorder=3)
+    if bars_drawn:
+        # An error of e nats in the loss is a factor exp(e) in perplexity.
+        errors = np.array([row["standard_error"] for row in line])
+        bars = [values * (1 - np.exp(-errors)), values * (np.exp(errors) - 1)]
+        axes.errorbar(lengths, values, bars, fmt="none", ecolor=colour, elinewidth=0.9, alpha=0.6)
 
 
 def _length_axes(axes: Axes, rows: Sequence[Mapping[str, Any]], values: list[float]) -> None:
@@ -292,7 +295,7 @@ def _loss_limits(axes: Axes, losses: list[float], unigram_loss: float | None) ->
     if losses:
         top = max(losses) if unigram_loss is None else unigram_loss
         low = min(losses)
-        axes.set_ylim(low - 0.06 * (top - low), top + 0.08 * (top - low))
+        axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
 
 
 def _reference(axes: Axes, value: float, text: str) -> None:
@@ -301,10 +304,10 @@ def _reference(axes: Axes, value: float, text: str) -> None:
         text,
         (1, value),
         xycoords=("axes fraction", "data"),
-        xytext=(-2, -3),
+        xytext=(-2, 2),
         textcoords="offset points",
         ha="right",
-        va="top",
+        va="bottom",
         color=MUTED,
         fontsize=8,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from html import escape
@@ -18,6 +19,7 @@ from eval.figures import (
     WIDE,
     filter_scale,
     filters_figure,
+    has_error_bars,
     length_figure,
     loss_figure,
     page_svg,
@@ -102,11 +104,11 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
 
 def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     columns: list[tuple[str, str, Callable[[Any], str], Callable | None]] = [
-        ("parameters", "parameters", "{:,}".format, None),
-        ("tokens", "tokens", short_count, None),
         ("val_loss", "held-out loss<small>nats per token</small>", "{:.4f}".format, min),
         ("val_perplexity", "perplexity<small>per token</small>", _number, min),
         ("val_bits_per_byte", "bits<small>per byte</small>", "{:.4f}".format, min),
+        ("parameters", "parameters", "{:,}".format, None),
+        ("tokens", "tokens", short_count, None),
         ("tokens_per_second", "training<small>tokens/s</small>", "{:,.0f}".format, None),
     ]
     head = "".join(f"<th>{name}</th>" for _, name, _, _ in columns)
@@ -124,7 +126,8 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     if reference is not None:
         lines.append(
             '<tr class="reference"><th>unigram model<small>of the training split</small></th>'
-            f"<td></td><td></td><td>{reference:.4f}</td><td></td><td></td><td></td></tr>"
+            f"<td>{reference:.4f}</td><td>{_number(math.exp(reference))}</td>"
+            "<td></td><td></td><td></td><td></td></tr>"
         )
     skipped = [f"{run.label}: {run.skipped}" for run in runs if run.skipped]
     notes = "".join(
@@ -150,10 +153,7 @@ def _learning(runs: Sequence[Run]) -> str:
     def draw(size: tuple[float, float]) -> Figure:
         return loss_figure(curves(runs), reference, size)
 
-    caption = (
-        "Points: loss on the held-out split. Thin lines: training loss, a mean over the last 2% "
-        "of the steps."
-    )
+    caption = "Points: loss on the held-out split. Thin lines: training loss, a running mean."
     if reference is not None:
         caption += " Dashed: what a unigram model reaches; the steps above it are cut off."
     return f"<section><h2>Learning</h2>{_figure(draw, 'loss', caption)}</section>\n"
@@ -176,9 +176,12 @@ def _lengths(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
     sweep = next(run.sweep for run in runs if run.sweep)
     caption = (
         f"{row['tokens']:,} tokens of {escape(sweep['text'])}, the same ones at every length, "
-        "each scored once in windows that do not overlap. Bars: one standard error over "
-        f"{row['groups']:,} {row['group_kind']}. Dashed: the length of training."
+        "each scored once in windows that do not overlap. Dashed: the length of training. "
     )
+    if has_error_bars(rows):
+        caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."
+    else:
+        caption += f"Too few {row['group_kind']} ({row['groups']}) for error bars."
     if len({row["tokens_sha256"] for row in rows}) > 1:
         caption += " <strong>The runs were scored on different tokens.</strong>"
     table = _length_table(runs, rows)
@@ -253,7 +256,7 @@ def _filters(runs: Sequence[Run]) -> str:
             continue
         first = [float(taps[..., 0].mean()) for taps in run.filters.values()]
         caption = (
-            "Weight of the token itself (lag 0) and of the tokens before it, one row per head. "
+            "Weight of the token itself (lag 0) and of the tokens before it; each row is a head. "
             f"The colours end at the largest tap behind lag 0 ({filter_scale(run.filters):.3f}); "
             "lag 0 is mostly beyond them, on average "
             + ", ".join(f"{x:.2f} ({s})" for s, x in zip(run.filters, first, strict=True))
@@ -366,7 +369,8 @@ def _lookup(values: dict[str, Any], dotted: str) -> Any:
 
 
 def _number(value: float | None) -> str:
-    """Four digits that count: 12.34, 1.234, 1234."""
+    """Four digits or so: 1.234, 12.34, 123.4, 1,234."""
     if value is None:
         return "n/a"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    places = next((n for limit, n in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
+    return f"{value:,.{places}f}"

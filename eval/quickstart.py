@@ -23,7 +23,7 @@ from cat_lm.errors import UserError, command
 from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
-MAX_TOKENS = 65_536
+MAX_TOKENS = 32_768
 
 
 def evaluate(run: Path, max_tokens: int = MAX_TOKENS, seed: int = 0) -> None:

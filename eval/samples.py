@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,16 @@ def held_out_prompts(
     prompts = []
     for start in chosen:
         middle, stop = start + prompt_tokens, start + prompt_tokens + reference_tokens
-        prompt = tokenizer.decode(tokens[start:middle])
+        # Up to a whole word, so that its end and the continuation's beginning can be read.
+        prompt = _whole_words(tokenizer.decode(tokens[start:middle]))
         whole = tokenizer.decode(tokens[start:stop])
         prompts.append({"prompt": prompt, "reference": whole[len(prompt) :]})
     return prompts
+
+
+def _whole_words(text: str) -> str:
+    words = re.match(r"(.*\S)\s+\S*$", text, re.DOTALL)
+    return words[1] if words else text
 
 
 def sample_continuations(
