@@ -64,9 +64,9 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
     Raises `UserError` where it holds other data, or files of someone else.
     """
     if (folder / MANIFEST).is_file():
+        found = read_manifest(folder).get("arguments", {})  # an error for a manifest of others
         if overwrite:
             return False
-        found = read_manifest(folder).get("arguments", {})
         differing = [key for key in identity if found.get(key) != identity[key]]
         if not differing:
             for split in SPLITS:

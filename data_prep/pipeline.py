@@ -64,9 +64,10 @@ def prepare(arguments: argparse.Namespace) -> None:
     reading = Reading(arguments.text_key, arguments.document_separator)
     source = open_source(arguments.source, arguments.path, reading, arguments.validation_path)
     identity = _identity(arguments, source)
+    if _is_complete(arguments, identity):  # finished data may lie where nothing can be written
+        return
     with output.locked(arguments.out):
-        if output.is_complete(arguments.out, identity, arguments.overwrite):
-            print(f"{arguments.out}: already complete with these arguments, nothing to do")
+        if _is_complete(arguments, identity):
             return
         try:
             _prepare(arguments, source, identity)
@@ -76,6 +77,14 @@ def prepare(arguments: argparse.Namespace) -> None:
             raise UserError(f"--out {arguments.out}: {reason}") from error
         finally:
             output.abandon(arguments.out)
+
+
+def _is_complete(arguments: argparse.Namespace, identity: dict) -> bool:
+    folder = arguments.out
+    complete = folder.is_dir() and output.is_complete(folder, identity, arguments.overwrite)
+    if complete:
+        print(f"{folder}: already complete with these arguments, nothing to do")
+    return complete
 
 
 def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> None:

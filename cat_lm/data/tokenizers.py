@@ -199,8 +199,8 @@ def _vocab_size(spec: str) -> int:
     digits = spec.removeprefix(TRAIN_PREFIX)
     if not spec.startswith(TRAIN_PREFIX) or not digits.isdecimal():
         raise UserError(f"--tokenizer {spec}: a trained tokenizer is {TRAIN_PREFIX}VOCAB")
-    if int(digits) < 300:
-        raise UserError(f"--tokenizer {spec}: VOCAB must be at least 300 (256 of them are bytes)")
+    if int(digits) < 260:
+        raise UserError(f"--tokenizer {spec}: VOCAB must be at least 260 (256 of them are bytes)")
     return int(digits)
 
 

@@ -105,6 +105,27 @@ def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, documents)
     assert not list(scratch.iterdir())
 
 
+def test_many_small_chunks_come_back_in_order(tmp_path, prepare, documents, monkeypatch):
+    expected = digests(prepare(tmp_path / "1", *flags(documents, "--workers", 1)))
+    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 70)
+    assert digests(prepare(tmp_path / "2", *flags(documents, "--workers", 2))) == expected
+
+
+def test_data_that_are_being_replaced_are_not_taken_for_finished(
+    tmp_path, prepare, documents, monkeypatch
+):
+    out = prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+
+    def killed(*_):
+        with pytest.raises(UserError, match="holds no finished data"):
+            TokenCorpus.open(out, "train")
+        raise UserError("stop")
+
+    monkeypatch.setattr(pipeline, "_write", killed)
+    with pytest.raises(UserError, match="stop"):
+        prepare(out, *flags(documents, "--seed", 1, "--overwrite"))
+
+
 def test_killed_at_any_moment_and_started_again(tmp_path, documents):
     arguments = flags(documents, "--shard-tokens", 20_000, tokenizer="train:sentencepiece:400")
     start = time.monotonic()
@@ -192,6 +213,10 @@ def test_folders_of_others_are_left_alone(tmp_path, prepare, documents):
         with pytest.raises(UserError, match="is not empty"):
             prepare(tmp_path, *flags(documents, *more))
     assert [path.name for path in tmp_path.iterdir()] == ["train-00000.bin"]
+    (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
+    with pytest.raises(UserError, match="not a manifest of prepared data"):
+        prepare(tmp_path, *flags(documents, "--overwrite"))
+    assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
         prepare(tmp_path / "file", *flags(documents))

@@ -63,14 +63,21 @@ def test_a_trained_tokenizer_gives_sentencepieces_ids_and_the_text_back(trained,
             assert ids == reference.encode(text)
 
 
-def test_a_trained_tokenizer_keeps_what_the_brief_of_a_language_model_needs(trained):
-    _, encoder = trained
-    tokens = {encoder.tokenizer.id_to_token(i) for i in range(600)}
-    assert "    " in tokens  # runs of spaces are pieces
-    assert not [
-        token for token in tokens if sum(c.isdigit() for c in token) > 1 and "<" not in token
-    ]
+def test_runs_of_spaces_are_pieces_and_digits_stand_alone(tmp_path):
+    texts = ["    year 2024\n        and 2024 again, 2024\n" * 50, *generated_text(100)]
+    _, encoder = build(tmp_path, "train:sentencepiece:360", texts)
+    tokens = [encoder.tokenizer.id_to_token(i) for i in range(360)]
+    assert {"    ", "2"} <= set(tokens)
+    assert not [token for token in tokens[258:] if sum(map(str.isdigit, token)) > 1]
     assert encoder.encode_batch([""]) == [[]]
+
+
+def test_names_of_bytes_and_control_pieces_are_text(tmp_path):
+    texts = ["<0x0A><unk><|endoftext|>" * 100 + " ".join(generated_text(100))]
+    info, encoder = build(tmp_path, "train:sentencepiece:360", texts)
+    verify_tokenizer(info, tmp_path / "tokenizer", texts)
+    newline = encoder.tokenizer.token_to_id("<0x0A>")
+    assert not {0, info.eod_id, newline} & set(encoder.encode_batch(texts)[0])
 
 
 def test_training_is_deterministic(tmp_path):
@@ -277,7 +284,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 def test_wrong_specs_are_refused(spec):
     with pytest.raises(UserError, match=f"--tokenizer {spec}"):
         check_spec(spec)
-    with pytest.raises(UserError, match="at least 300"):
+    with pytest.raises(UserError, match="at least 260"):
         check_spec("train:sentencepiece:256")
 
 
