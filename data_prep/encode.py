@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -34,17 +35,16 @@ class Plan:
     seed: int
     validation_fraction: float
 
-    def split_of(self, document: Document) -> str:
-        """The split of a document: its own, or else decided by a hash of the seed and the text.
 
-        So a document and its exact copies fall on one side, whatever the order of the input.
-        """
-        return document.split or split_of_text(document.text, self.seed, self.validation_fraction)
+def split_of(document: Document, seed: int, validation_fraction: float) -> str:
+    """The split of a document: its own, or else decided by a hash of the seed and the text.
 
-
-def split_of_text(text: str, seed: int, validation_fraction: float) -> str:
-    """`validation` for about that fraction of texts, `train` for the others."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    So a document and its exact copies fall on one side, whatever the order of the input.
+    """
+    if document.split:
+        return document.split
+    text = document.text.encode()
+    digest = hashlib.blake2b(text, digest_size=8, key=str(seed).encode()).digest()
     held_out = int.from_bytes(digest, "little") < validation_fraction * 2**64
     return "validation" if held_out else "train"
 
@@ -98,10 +98,11 @@ class ChunkEncoder:
         )
 
     def __call__(self, chunk: list[Document]) -> EncodedChunk:
+        seed, fraction = self.plan.seed, self.plan.validation_fraction
         by_split: dict[str, list[Document]] = {}
         for document in chunk:
             if document.text:
-                by_split.setdefault(self.plan.split_of(document), []).append(document)
+                by_split.setdefault(split_of(document, seed, fraction), []).append(document)
         splits = {split: self._encode(documents) for split, documents in by_split.items()}
         return EncodedChunk(
             splits=splits,
@@ -155,6 +156,7 @@ _worker: ChunkEncoder | None = None
 
 def _start_worker(plan: Plan) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     # The processes share the cores; threads in each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()

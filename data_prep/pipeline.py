@@ -7,7 +7,7 @@ import errno
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from cat_lm.data.tokenizers import (
 from cat_lm.errors import UserError
 from data_prep import output
 from data_prep.documents import Document, Reading
-from data_prep.encode import Encoded, EncodedChunk, Plan, encode_documents
+from data_prep.encode import Encoded, EncodedChunk, Plan, encode_documents, split_of
 from data_prep.progress import TextProgress
 from data_prep.sources import Source, open_source, sample_texts
 
@@ -135,15 +135,14 @@ def _identity(arguments: argparse.Namespace, source: Source) -> dict:
     }
 
 
-def _sampling(arguments: argparse.Namespace, source: Source):
-    plan = Plan(Path(), None, None, arguments.seed, arguments.validation_fraction)
+def _sampling(arguments: argparse.Namespace, source: Source) -> Callable[[int], Iterator[str]]:
+    """A function from a number of bytes to a sample of training texts of that size."""
+    seed, fraction = arguments.seed, arguments.validation_fraction
 
-    def texts(max_bytes: int) -> Iterator[str]:
-        return sample_texts(
-            source, arguments.seed, max_bytes, lambda document: plan.split_of(document) == "train"
-        )
+    def is_training(document: Document) -> bool:
+        return split_of(document, seed, fraction) == "train"
 
-    return texts
+    return lambda max_bytes: sample_texts(source, seed, max_bytes, is_training)
 
 
 def _expected_text(arguments: argparse.Namespace, source: Source) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
@@ -99,4 +98,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

@@ -20,9 +20,9 @@ import pytest
 from cat_lm.data import TokenCorpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
-from data_prep import pipeline
+from data_prep import output, pipeline
 from data_prep.documents import Document
-from data_prep.encode import chunks, split_of_text
+from data_prep.encode import chunks, split_of
 from data_prep.prepare import main, parse_arguments
 from tests.conftest import REPOSITORY, generated_text
 
@@ -75,9 +75,11 @@ def test_every_document_is_in_one_split_whole_and_in_order(tmp_path, prepare, do
     out = prepare(tmp_path / "out", *flags(documents, tokenizer=tokenizer), "--workers", 1)
     expected = [text for text in generated_text(3000) + TRICKY if text]
     held_out = list(texts_of(out, "validation"))
-    assert held_out == [text for text in expected if split_of_text(text, 0, 0.05) == "validation"]
+    assert held_out == [
+        text for text in expected if split_of(Document(text, "x"), 0, 0.05) == "validation"
+    ]
     assert list(texts_of(out, "train")) == [
-        text for text in expected if split_of_text(text, 0, 0.05) == "train"
+        text for text in expected if split_of(Document(text, "x"), 0, 0.05) == "train"
     ]
     assert 90 < len(held_out) < 220
     manifest = json.loads((out / "manifest.json").read_text())
@@ -176,7 +178,9 @@ def group_alive(group):
     return False
 
 
-def test_again_with_the_same_arguments_does_nothing(tmp_path, prepare, documents, capsys):
+def test_again_with_the_same_arguments_does_nothing(
+    tmp_path, prepare, documents, capsys, monkeypatch
+):
     out = prepare(tmp_path / "out", *flags(documents, "--workers", 1))
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     prepare(out, *flags(documents, "--workers", 2))
@@ -184,6 +188,9 @@ def test_again_with_the_same_arguments_does_nothing(tmp_path, prepare, documents
         "already complete with these arguments, nothing to do\n"
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    with monkeypatch.context() as patched:  # as where nothing can be written
+        patched.delattr(output, "locked")
+        prepare(out, *flags(documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
         prepare(out, *flags(documents, "--seed", 1))
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
@@ -223,9 +230,10 @@ def test_folders_of_others_are_left_alone(tmp_path, prepare, documents):
 
 
 def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, documents):
-    from data_prep.output import locked
-
-    with locked(tmp_path / "out"), pytest.raises(UserError, match="another preparation is writing"):
+    with (
+        output.locked(tmp_path / "out"),
+        pytest.raises(UserError, match="another preparation is writing"),
+    ):
         prepare(tmp_path / "out", *flags(documents))
     prepare(tmp_path / "out", *flags(documents, "--workers", 1))
 
@@ -263,13 +271,15 @@ def test_manifest_has_the_keys_of_the_contract(tiny_corpus):
 def test_the_split_is_a_hash_of_seed_and_text():
     texts = [str(number) for number in range(20_000)]
     first, second = (
-        {text for text in texts if split_of_text(text, seed, 0.1) == "validation"}
+        {text for text in texts if split_of(Document(text, "x"), seed, 0.1) == "validation"}
         for seed in (0, 1)
     )
     assert 1800 < len(first) < 2200
     assert 150 < len(first & second) < 260
     # Held-out documents of a smaller fraction are among those of a larger one.
-    assert {text for text in texts if split_of_text(text, 0, 0.05) == "validation"} < first
+    assert {
+        text for text in texts if split_of(Document(text, "x"), 0, 0.05) == "validation"
+    } < first
 
 
 def test_a_source_with_its_own_validation_split_uses_it(tmp_path, prepare):
