@@ -3,8 +3,8 @@
 For each run (a folder of train.py with an export in `model/`): perplexity and bits per byte on
 the validation split of its own data at 0.5, 1, 2 and 4 times the training length, and sampled
 continuations of held-out documents with a fixed seed, into RUN/eval/. Then the report of all runs
-into DIR, index.html first. At most `--max-tokens` held-out tokens are scored, so that it takes
-about a minute per run for a model of 8M parameters on two CPU cores; the report says how many.
+into DIR. As many held-out tokens are scored as the run's own validations took (`--max-tokens`
+changes it), which keeps this short; the report says how many.
 
 launch/quickstart.sh ends with
 
@@ -23,11 +23,15 @@ from cat_lm.errors import UserError, command
 from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
-MAX_TOKENS = 32_768
+MAX_TOKENS = 65_536  # where the run's own validation has no limit
 
 
-def evaluate(run: Path, max_tokens: int = MAX_TOKENS, seed: int = 0) -> None:
+def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
     """Fills RUN/eval/ with the length sweep and the samples.
+
+    Args:
+        max_tokens: held-out tokens to score; default: as many as the run's validations took, so
+            that the perplexity at the training length is the one that training ended with.
 
     Raises UserError where the run has no export, or its data are absent or too short.
     """
@@ -39,10 +43,9 @@ def evaluate(run: Path, max_tokens: int = MAX_TOKENS, seed: int = 0) -> None:
     config = load_config(run / "config.yaml")
     trained = config.data.context_length
     lengths = [max(1, int(factor * trained)) for factor in FACTORS]
+    limit = max_tokens or config.validation.max_tokens or MAX_TOKENS
     out = run / EVALUATION
-    rows = sweep(
-        [run], lengths, out, data=config.data.path, max_tokens=max(max_tokens, max(lengths))
-    )
+    rows = sweep([run], lengths, out, data=config.data.path, max_tokens=max(limit, max(lengths)))
     print(table(rows), flush=True)
     print(f"{run}: sampling continuations of held-out documents", file=sys.stderr)
     model, tokenizer = load_model(run), load_tokenizer(run)
@@ -58,10 +61,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of train.py with model/")
     parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
     parser.add_argument("--title", help="headline of the report")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="held-out tokens to score for each length"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampled continuations")
     arguments = parser.parse_args()
-    if arguments.max_tokens < 1:
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise UserError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
     runs = [Path(run) for run in arguments.runs]
     for run in runs:
