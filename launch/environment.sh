@@ -58,10 +58,10 @@ set_up_environment() {
         "$venv_python" "$project_root/launch/environment.py" --check 2>/dev/null; then
         return
     fi
-    python=$(find_python)
+    python=$(find_python) || return
     "$python" "$project_root/launch/environment.py"
 }
 
-set_up_environment
+set_up_environment || exit
 export VIRTUAL_ENV=$project_root/.venv
 export PATH=$VIRTUAL_ENV/bin:$PATH
