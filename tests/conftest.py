@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -46,6 +47,33 @@ def generated_text(documents: int, seed: int = 0) -> list[str]:
         return " ".join(rng.choices(words, k=rng.randint(3, 12))).capitalize() + "."
 
     return ["\n".join(line() for _ in range(rng.randint(1, 12))) for _ in range(documents)]
+
+
+def many_texts() -> list[str]:
+    """Some thousand texts, several chunks of work, with awkward ones at the end."""
+    awkward = [
+        "",
+        "</s><|endoftext|><|endoftext|>",
+        " ",
+        "\0",
+        "x" * 5000,
+        "\U0001f600",
+        "",
+        "last",
+    ]
+    return generated_text(3000) + awkward
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    path.write_text(lines, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl file of `many_texts`."""
+    return write_jsonl(tmp_path_factory.mktemp("many_documents") / "x.jsonl", many_texts())
 
 
 @pytest.fixture(scope="session")

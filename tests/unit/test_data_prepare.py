@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -23,10 +22,8 @@ from cat_lm.errors import UserError
 from data_prep import output, pipeline
 from data_prep.documents import Document
 from data_prep.encode import chunks, split_of
-from data_prep.prepare import main, parse_arguments
-from tests.conftest import REPOSITORY, generated_text
-
-TRICKY = ["", "</s><|endoftext|><|endoftext|>", " ", "\0", "x" * 5000, "\U0001f600", "", "last"]
+from data_prep.prepare import parse_arguments
+from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
 
 
 def digests(folder):
@@ -35,18 +32,6 @@ def digests(folder):
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
     }
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """A few thousand documents, so that there are several chunks of work."""
-    path = tmp_path_factory.mktemp("documents") / "x.jsonl"
-    return write_jsonl(path, generated_text(3000) + TRICKY)
 
 
 def flags(path, *more, tokenizer="bytes"):
@@ -71,9 +56,11 @@ def texts_of(folder, split):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:sentencepiece:400"])
-def test_every_document_is_in_one_split_whole_and_in_order(tmp_path, prepare, documents, tokenizer):
-    out = prepare(tmp_path / "out", *flags(documents, tokenizer=tokenizer), "--workers", 1)
-    expected = [text for text in generated_text(3000) + TRICKY if text]
+def test_every_document_is_in_one_split_whole_and_in_order(
+    tmp_path, prepare, many_documents, tokenizer
+):
+    out = prepare(tmp_path / "out", *flags(many_documents, tokenizer=tokenizer), "--workers", 1)
+    expected = [text for text in many_texts() if text]
     held_out = list(texts_of(out, "validation"))
     assert held_out == [
         text for text in expected if split_of(Document(text, "x"), 0, 0.05) == "validation"
@@ -96,8 +83,8 @@ def test_every_document_is_in_one_split_whole_and_in_order(tmp_path, prepare, do
         }
 
 
-def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, documents):
-    arguments = flags(documents, "--shard-tokens", 40_000, tokenizer="train:sentencepiece:400")
+def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, many_documents):
+    arguments = flags(many_documents, "--shard-tokens", 40_000, tokenizer="train:sentencepiece:400")
     scratch = tmp_path / "scratch"
     for workers, more in ((1, ()), (2, ("--scratch", scratch))):
         done = run(*arguments, "--out", tmp_path / str(workers), "--workers", workers, *more)
@@ -107,16 +94,16 @@ def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, documents)
     assert not list(scratch.iterdir())
 
 
-def test_many_small_chunks_come_back_in_order(tmp_path, prepare, documents, monkeypatch):
-    expected = digests(prepare(tmp_path / "1", *flags(documents, "--workers", 1)))
+def test_many_small_chunks_come_back_in_order(tmp_path, prepare, many_documents, monkeypatch):
+    expected = digests(prepare(tmp_path / "1", *flags(many_documents, "--workers", 1)))
     monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 70)
-    assert digests(prepare(tmp_path / "2", *flags(documents, "--workers", 2))) == expected
+    assert digests(prepare(tmp_path / "2", *flags(many_documents, "--workers", 2))) == expected
 
 
 def test_data_that_are_being_replaced_are_not_taken_for_finished(
-    tmp_path, prepare, documents, monkeypatch
+    tmp_path, prepare, many_documents, monkeypatch
 ):
-    out = prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+    out = prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
 
     def killed(*_):
         with pytest.raises(UserError, match="holds no finished data"):
@@ -125,11 +112,11 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
 
     monkeypatch.setattr(pipeline, "_write", killed)
     with pytest.raises(UserError, match="stop"):
-        prepare(out, *flags(documents, "--seed", 1, "--overwrite"))
+        prepare(out, *flags(many_documents, "--seed", 1, "--overwrite"))
 
 
-def test_killed_at_any_moment_and_started_again(tmp_path, documents):
-    arguments = flags(documents, "--shard-tokens", 20_000, tokenizer="train:sentencepiece:400")
+def test_killed_at_any_moment_and_started_again(tmp_path, many_documents):
+    arguments = flags(many_documents, "--shard-tokens", 20_000, tokenizer="train:sentencepiece:400")
     start = time.monotonic()
     assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
     whole = time.monotonic() - start
@@ -179,25 +166,25 @@ def group_alive(group):
 
 
 def test_again_with_the_same_arguments_does_nothing(
-    tmp_path, prepare, documents, capsys, monkeypatch
+    tmp_path, prepare, many_documents, capsys, monkeypatch
 ):
-    out = prepare(tmp_path / "out", *flags(documents, "--workers", 1))
+    out = prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    prepare(out, *flags(documents, "--workers", 2))
+    prepare(out, *flags(many_documents, "--workers", 2))
     assert capsys.readouterr().out.endswith(
         "already complete with these arguments, nothing to do\n"
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     with monkeypatch.context() as patched:  # as where nothing can be written
         patched.delattr(output, "locked")
-        prepare(out, *flags(documents))
+        prepare(out, *flags(many_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
-        prepare(out, *flags(documents, "--seed", 1))
+        prepare(out, *flags(many_documents, "--seed", 1))
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     old = digests(out)
-    prepare(out, *flags(documents, "--seed", 1, "--overwrite", "--workers", 1))
+    prepare(out, *flags(many_documents, "--seed", 1, "--overwrite", "--workers", 1))
     assert digests(out) != old
-    prepare(out, *flags(documents, "--overwrite", "--workers", 1))
+    prepare(out, *flags(many_documents, "--overwrite", "--workers", 1))
     assert digests(out) == old
 
 
@@ -212,30 +199,6 @@ def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, p
     write_jsonl(path, generated_text(101))
     with pytest.raises(UserError, match="made otherwise"):
         prepare(out, *flags(path))
-
-
-def test_folders_of_others_are_left_alone(tmp_path, prepare, documents):
-    (tmp_path / "train-00000.bin").write_text("precious")
-    for more in ((), ("--overwrite",)):
-        with pytest.raises(UserError, match="is not empty"):
-            prepare(tmp_path, *flags(documents, *more))
-    assert [path.name for path in tmp_path.iterdir()] == ["train-00000.bin"]
-    (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
-    with pytest.raises(UserError, match="not a manifest of prepared data"):
-        prepare(tmp_path, *flags(documents, "--overwrite"))
-    assert len(list(tmp_path.iterdir())) == 2
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file"):
-        prepare(tmp_path / "file", *flags(documents))
-
-
-def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, documents):
-    with (
-        output.locked(tmp_path / "out"),
-        pytest.raises(UserError, match="another preparation is writing"),
-    ):
-        prepare(tmp_path / "out", *flags(documents))
-    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
 
 
 def test_unigram_loss_is_that_of_add_one_smoothing(tiny_corpus):
@@ -297,35 +260,17 @@ def test_a_source_with_its_own_validation_split_uses_it(tmp_path, prepare):
     assert list(texts_of(out, "validation")) == held_out[:5]
 
 
-def test_limits(tmp_path, prepare, documents):
-    every = [text for text in generated_text(3000) + TRICKY if text]
-    out = prepare(tmp_path / "a", *flags(documents, "--max-documents", 100, "--workers", 1))
+def test_limits(tmp_path, prepare, many_documents):
+    every = [text for text in many_texts() if text]
+    out = prepare(tmp_path / "a", *flags(many_documents, "--max-documents", 100, "--workers", 1))
     found = [*texts_of(out, "train"), *texts_of(out, "validation")]
     assert sorted(found) == sorted(every[:100])
-    out = prepare(tmp_path / "b", *flags(documents, "--max-bytes", 10_000, "--workers", 1))
+    out = prepare(tmp_path / "b", *flags(many_documents, "--max-bytes", 10_000, "--workers", 1))
     size = sum(TokenCorpus.open(out, split).num_bytes for split in ("train", "validation"))
     assert 10_000 <= size < 10_500
 
 
-def test_one_document_cannot_be_split(tmp_path, prepare):
-    (tmp_path / "x.txt").write_text("one document\n\nor two\n\nor three\n\nor four")
-    with pytest.raises(UserError, match=r"split comes out empty.*--document-separator"):
-        prepare(tmp_path / "out", *flags(tmp_path / "x.txt", "--workers", 1))
-    with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
-    more = ("--document-separator", r"\n\n", "--validation-fraction", 0.5, "--workers", 1)
-    out = prepare(tmp_path / "out", *flags(tmp_path / "x.txt", *more))
-    assert sum(len(list(texts_of(out, split))) for split in ("train", "validation")) == 4
-
-
-@pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_empty_input(tmp_path, prepare, texts):
-    path = write_jsonl(tmp_path / "x.jsonl", texts)
-    with pytest.raises(UserError, match="empty input, no document with any text"):
-        prepare(tmp_path / "out", *flags(path, "--workers", 1))
-
-
-def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, documents):
+def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_documents):
     from tokenizers import Tokenizer, models
 
     vocab = {f"<{number}>": number for number in range(70_000)} | {"</s>": 70_000, "?": 70_001}
@@ -333,53 +278,11 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, documents):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     out = prepare(
         tmp_path / "out",
-        *flags(documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
+        *flags(many_documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
     )
     corpus = TokenCorpus.open(out, "train")
     assert corpus.manifest["dtype"] == "int32"
     assert corpus.tokens(0, 2).tolist() == [70_001, 70_000]
-
-
-def test_a_disk_that_would_not_do_is_refused_beforehand(tmp_path, prepare, documents, monkeypatch):
-    usage = collections.namedtuple("usage", "free")
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(100_000))
-    with pytest.raises(UserError, match=r"about 0\.00\d GB are needed and 0\.000 GB are free"):
-        prepare(tmp_path / "out", *flags(documents, "--workers", 1))
-    assert not list((tmp_path / "out").glob("*.bin"))
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(10**9))
-    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(
-    tmp_path, prepare, documents, monkeypatch, workers
-):
-    written = []
-
-    def append(self, tokens, lengths):
-        from cat_lm.data.shards import _disk_errors
-
-        written.append(len(tokens))
-        if len(written) > 3:
-            with _disk_errors(self._path(".bin")):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, tokens, lengths)
-
-    real = pipeline.ShardWriter._append
-    monkeypatch.setattr(pipeline.ShardWriter, "_append", append)
-    with pytest.raises(UserError, match="the disk is full"):
-        prepare(tmp_path / "out", *flags(documents, "--workers", workers, "--shard-tokens", 9000))
-    assert not list((tmp_path / "out").iterdir())
-    with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
-    monkeypatch.undo()
-    prepare(tmp_path / "out", *flags(documents, "--workers", 1))
-
-
-def test_a_document_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr("data_prep.encode.MAX_DOCUMENT", 10)
-    with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
-        list(chunks([Document("x" * 11, "txt")]))
 
 
 def test_chunks_are_bounded(monkeypatch):
@@ -388,34 +291,6 @@ def test_chunks_are_bounded(monkeypatch):
     sizes = [4, 4, 4, 1, 1, 1, 1, 20, 1]
     found = list(chunks(Document("x" * size, "txt") for size in sizes))
     assert [[len(d.text) for d in chunk] for chunk in found] == [[4, 4, 4], [1, 1, 1], [1, 20], [1]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--validation-fraction", 0), "--validation-fraction 0.0: must lie between 0 and 1"),
-        (("--workers", 0), "--workers 0: must be at least 1"),
-        (("--max-bytes", -1), "--max-bytes -1: must be at least 1"),
-        (("--document-separator", ""), "--document-separator ''"),
-        (("--tokenizer", "absent.model"), "--tokenizer absent.model: no such file"),
-        (("--path", "/absent"), "--path /absent: no such file or folder"),
-        (("--text-key", "body"), "x.jsonl:1: no text under the key 'body'"),
-        (("--out", "/proc/nowhere"), "--out /proc/nowhere: cannot be written"),
-        (("--scratch", "/proc/nowhere"), "--scratch /proc/nowhere: cannot be written"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    tmp_path, documents, monkeypatch, capsys, arguments, message
-):
-    given = [*flags(documents), "--out", tmp_path / "out", "--workers", 1, *arguments]
-    monkeypatch.setattr("sys.argv", ["prepare", *map(str, given)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    complaint = capsys.readouterr().err.splitlines()
-    assert len(complaint) == 1
-    assert complaint[0].startswith("error: ") and message in complaint[0]
-    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_help_is_quick_and_complete():
