@@ -118,3 +118,15 @@ done
 stage "Evaluation and report" python -m eval.quickstart "${folders[@]}" --out "$out"
 
 printf '\nDone in %d s. Open %s\n' $((SECONDS - started)) "$out/index.html"
+python - "$out/summary.json" "$data/manifest.json" <<'EOF'
+import json
+import sys
+
+summary, manifest = (json.load(open(path, encoding="utf-8")) for path in sys.argv[1:])
+print(f"Held-out text: a unigram model has loss {manifest['unigram_loss']:.3f} nats a token;")
+for run in summary["runs"]:
+    print(
+        f"{run['run']} after {run['tokens']:,} tokens: loss {run['val_loss']:.3f}, perplexity "
+        f"{run['val_perplexity']:.1f}, {run['val_bits_per_byte']:.3f} bits per byte"
+    )
+EOF
