@@ -1,0 +1,300 @@
+"""The package's metadata, its pins, and what every command and script promises at its door."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCE_FOLDERS = ("cat_lm", "data_prep", "eval", "launch")
+SCRIPTS = ("launch/quickstart.sh", "launch/environment.sh", "tests/run.sh", ".ci/run")
+PROMISED = {
+    *("train", "data_prep.prepare", "data_prep.inspect", "cat_lm.export", "cat_lm.generate"),
+    *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed"),
+}
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def requirements(section: str, key: str) -> list[Requirement]:
+    lines = setup_cfg()[section][key].splitlines()
+    return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def base_and_test() -> list[Requirement]:
+    extras = requirements("options.extras_require", "test")
+    return requirements("options", "install_requires") + extras
+
+
+def pins() -> dict[str, Version]:
+    result = {}
+    for line in (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, version = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", line).groups()
+            result[canonicalize_name(name)] = Version(version)
+    return result
+
+
+def needed_by(name: str) -> list[Requirement]:
+    """What an installed distribution needs on Python 3.11 or 3.12; not torch's CUDA libraries."""
+    environments = [
+        {"python_version": v, "python_full_version": f"{v}.1"} for v in ("3.11", "3.12")
+    ]
+    result = []
+    for text in importlib.metadata.distribution(name).requires or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        of_cuda = name == "torch" and requirement.name.startswith(("nvidia", "cuda", "triton"))
+        if not of_cuda and (
+            marker is None or any(marker.evaluate({"extra": "", **e}) for e in environments)
+        ):
+            result.append(requirement)
+    return result
+
+
+def test_ranges_hold_the_tested_versions():
+    pinned = pins()
+    for requirement in base_and_test():
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_pins_are_the_whole_closure_and_agree_with_each_other():
+    pinned, closure = pins(), set()
+    todo = [canonicalize_name(requirement.name) for requirement in base_and_test()]
+    while todo:
+        name = todo.pop()
+        if name in closure:
+            continue
+        closure.add(name)
+        for requirement in needed_by(name):
+            child = canonicalize_name(requirement.name)
+            assert child in pinned, f"{name} needs {requirement}, which requirements.txt lacks"
+            assert pinned[child] in requirement.specifier, f"{name} needs {requirement}"
+            todo.append(child)
+    assert closure == set(pinned)
+
+
+def test_pyproject_names_only_the_build_system():
+    import tomllib
+
+    content = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(content) == {"build-system"}
+
+
+def test_metadata():
+    metadata, options = setup_cfg()["metadata"], setup_cfg()["options"]
+    assert (metadata["name"], metadata["license"]) == ("cat_lm", "Apache-2.0")
+    assert options["python_requires"] == ">=3.11"
+    license_text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in license_text and "END OF TERMS AND CONDITIONS" in license_text
+
+
+def test_version_is_a_literal_that_setuptools_can_read():
+    tree = ast.parse((REPOSITORY / "cat_lm" / "__init__.py").read_text(encoding="utf-8"))
+    values = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
+    ]
+    assert len(values) == 1
+    Version(values[0])
+
+
+# Who imports whom
+
+
+def source_files() -> list[Path]:
+    files = [REPOSITORY / "train.py"]
+    for folder in SOURCE_FOLDERS:
+        files += sorted((REPOSITORY / folder).rglob("*.py"))
+    return files
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Full names of all modules a file imports, inside functions too; none are relative."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imports_of(path: Path, package: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for name in imported_modules(path))
+
+
+def test_every_imported_package_is_declared():
+    extras = setup_cfg()["options.extras_require"]
+    declared = requirements("options", "install_requires")
+    for extra in extras:
+        declared += requirements("options.extras_require", extra)
+    allowed = {canonicalize_name(requirement.name) for requirement in declared}
+    of_module = importlib.metadata.packages_distributions()
+    for path in source_files():
+        tops = {name.split(".")[0] for name in imported_modules(path)}
+        for top in tops - set(sys.stdlib_module_names) - set(SOURCE_FOLDERS):
+            distributions = {canonicalize_name(name) for name in of_module.get(top, [top])}
+            assert distributions & allowed, f"{path}: {top} is not in setup.cfg"
+
+
+def test_data_flows_one_way():
+    for path in source_files():
+        relative = path.relative_to(REPOSITORY).as_posix()
+        if relative.startswith("cat_lm/"):
+            for upper in ("eval", "data_prep", "launch", "tests"):
+                assert not imports_of(path, upper), f"{relative} imports {upper}"
+        if relative.startswith(("cat_lm/model/", "cat_lm/ops/")):
+            for upper in ("cat_lm.training", "deepspeed"):
+                assert not imports_of(path, upper), f"{relative} imports {upper}"
+            assert "environ" not in path.read_text(encoding="utf-8"), relative
+
+
+def test_only_training_imports_deepspeed():
+    """Data preparation, export and evaluation run where DeepSpeed is not installed (R18)."""
+    users = {
+        path.relative_to(REPOSITORY).parts[:2]
+        for path in source_files()
+        if imports_of(path, "deepspeed")
+    }
+    assert users == {("cat_lm", "training")}
+
+
+def test_modules_load_without_deepspeed():
+    modules = [
+        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+        for path in source_files()
+        if path.name != "__init__.py" and not imports_of(path, "deepspeed")
+    ]
+    code = "import importlib, sys\nsys.modules['deepspeed'] = None\n"
+    code += f"for name in {modules!r}: importlib.import_module(name)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# Commands
+
+
+def commands() -> list[str]:
+    """Every module that can be run, found by its last lines."""
+    return [
+        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+        for path in source_files()
+        if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
+    ]
+
+
+def run_command(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a command as `python -m` does, and print at its end which heavy modules it loaded."""
+    code = f"""
+import atexit, runpy, sys
+heavy = {{"torch", "transformers", "deepspeed", "datasets", "matplotlib"}}
+atexit.register(lambda: print("loaded:", sorted(heavy & set(sys.modules))))
+sys.argv[1:] = {list(arguments)!r}
+runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_promised_commands_exist():
+    assert set(commands()) >= PROMISED
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_is_light(name):
+    result = run_command(name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ")
+    assert result.stdout.endswith("loaded: []\n")
+
+
+@pytest.mark.parametrize("name", commands())
+def test_unknown_option_is_bad_input(name):
+    result = run_command(name, "--no-such-option")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr and "error: " in result.stderr
+    assert result.stdout == "loaded: []\n"
+
+
+# Scripts
+
+
+def bash(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", *arguments], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_parse(script):
+    result = bash("-n", REPOSITORY / script)
+    assert result.returncode == 0, result.stderr
+    if shutil.which("shellcheck"):
+        found = subprocess.run(
+            ["shellcheck", "-x", script], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stdout
+
+
+def test_quickstart_help(tmp_path):
+    result = bash(REPOSITORY / "launch" / "quickstart.sh", "--help", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("usage: bash launch/quickstart.sh")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["train.max_steps=5"], "train.max_steps=5"),
+        (["--out"], "--out"),
+        (["--data", ""], "--data"),
+        (["--", "max_steps"], "max_steps"),
+        (["--", "data.path=elsewhere"], "--data"),
+        (["--", "train.output_dir=elsewhere"], "train.output_dir"),
+    ],
+)
+def test_quickstart_bad_argument(arguments, named):
+    result = bash(REPOSITORY / "launch" / "quickstart.sh", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
+    assert named in result.stderr
+
+
+def test_no_path_of_one_machine():
+    """The project stands alone: no absolute paths, no package index of one machine."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True)
+    assert listed.returncode == 0, "the tests run in a git checkout"
+    # The brackets keep this file from finding itself.
+    patterns = {
+        r"/[w]ork/|/[f]arm/|/[r]oot/|/[U]sers/|/[o]pt/(wheels|pypi)": (),
+        r"[i]ndex-url|[p]ypi\.org|[p]ythonhosted|download\.[p]ytorch": (),
+        r"\.\./[s]hared": ("tests/",),
+    }
+    for name in listed.stdout.decode().split("\0")[:-1]:
+        path = REPOSITORY / name
+        if not path.is_file() or b"\0" in (content := path.read_bytes()):
+            continue
+        for pattern, allowed in patterns.items():
+            if not name.startswith(tuple(allowed)):
+                found = re.search(pattern, content.decode("utf-8"))
+                assert found is None, f"{name}: {found.group()}"
