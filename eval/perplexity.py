@@ -179,17 +179,20 @@ def _window_nlls(
         hidden = model.base_model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings()
         rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
-        parts = [
-            torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none")
-            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
+        # Made beforehand: small tensors that stay between large ones that go would keep the
+        # allocator from using the freed memory again.
+        nlls = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+        for part, h, t in zip(
+            nlls.split(rows), hidden.split(rows), targets.split(rows), strict=True
+        ):
+            part.copy_(torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none"))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError(
             f"length {inputs.shape[1]}: a batch of {inputs.shape[0]} does not fit into memory"
         ) from error
-    return torch.cat(parts)
+    return nlls
 
 
 def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:

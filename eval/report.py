@@ -67,7 +67,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "position_embedding": model.position_embedding,
         "parameters": run.export.get("parameters"),
         "tokens": run.tokens,
-        "steps": run.config.total_steps,
+        "steps": run.steps,
         "skipped_steps": run.skipped,
         "val_loss": run.final.get("val_loss"),
         "val_perplexity": run.final.get("val_perplexity"),

@@ -27,6 +27,7 @@ class Run:
         train: (tokens, nats per token) of every step with a finite loss.
         validation: (tokens, nats per token) of every validation with a finite loss.
         final: the last validation's record.
+        tokens, steps: how far the run has come.
         skipped: steps whose loss or gradient was not finite.
         tokens_per_second: median over the steps.
         manifest: of the prepared data, empty where the data are no longer there.
@@ -43,6 +44,7 @@ class Run:
     validation: list[tuple[int, float]]
     final: dict[str, Any]
     tokens: int
+    steps: int
     skipped: int
     tokens_per_second: float | None
     manifest: dict[str, Any]
@@ -73,6 +75,7 @@ def read_run(folder: Path | str) -> Run:
         validation=[(r["tokens"], r["val_loss"]) for r in validations],
         final=validations[-1] if validations else {},
         tokens=steps[-1]["tokens"],
+        steps=steps[-1]["step"],
         skipped=sum(bool(r.get("skipped")) for r in steps),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         manifest=_json(Path(config.data.path) / "manifest.json") or {},

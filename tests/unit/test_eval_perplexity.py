@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -136,3 +138,23 @@ def test_model_that_changes_its_logits_after_the_head_is_refused(tokens):
     capped.__class__ = Capped
     with pytest.raises(UserError, match="cannot be computed in chunks"):
         token_nlls(capped, tokens, 10)
+
+
+def test_memory_stays_small_at_a_long_length():
+    """8,192 tokens × 50,304 logits in fp32 are 1.6 GiB; a process of its own shows the peak."""
+    code = """
+import resource
+import numpy as np
+from tests.finished_runs import tiny_model
+from eval.perplexity import token_nlls
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+model = tiny_model(50304)
+token_nlls(model, np.arange(100), 50)
+before = peak()
+token_nlls(model, np.arange(8193), 8192)
+print(peak() - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 400, "MiB"
