@@ -80,7 +80,7 @@ def loss_figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(size, layout="constrained")
         axes = figure.subplots()
-        seen = []
+        seen, must_show = [], []
         for index, (label, curves) in enumerate(runs.items()):
             colour = run_colour(index)
             tokens, losses = np.array(curves["train"], dtype=float).reshape(-1, 2).T
@@ -90,7 +90,10 @@ def loss_figure(
             marker = MARKERS[index % len(MARKERS)]
             axes.plot(*points.T, marker=marker, color=colour, label=label, mec=PAPER, zorder=3)
             seen += [*smooth, *points[:, 1]]
-        _loss_limits(axes, [x for x in seen if np.isfinite(x)], unigram_loss)
+            must_show += [*smooth[-1:], *points[:, 1]]
+        if unigram_loss is not None:
+            must_show.append(unigram_loss)
+        _loss_limits(axes, seen, must_show if unigram_loss is not None else seen)
         if unigram_loss is not None:
             _reference(axes, unigram_loss, f"unigram model {unigram_loss:.2f}")
         axes.set_xlabel("training tokens")
@@ -290,11 +293,10 @@ def _length_axes(axes: Axes, rows: Sequence[Mapping[str, Any]], values: list[flo
     axes.margins(x=0.06, y=0.15)
 
 
-def _loss_limits(axes: Axes, losses: list[float], unigram_loss: float | None) -> None:
-    """Shows what was learned: the first steps, above a unigram model, leave the picture."""
+def _loss_limits(axes: Axes, losses: list[float], must_show: list[float]) -> None:
+    """Shows what was learned: the first training steps may leave the picture at its top."""
     if losses:
-        top = max(losses) if unigram_loss is None else unigram_loss
-        low = min(losses)
+        low, top = min(losses), max(must_show)
         axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
 
 

@@ -155,7 +155,7 @@ def _learning(runs: Sequence[Run]) -> str:
 
     caption = "Points: loss on the held-out split. Thin lines: training loss, a running mean."
     if reference is not None:
-        caption += " Dashed: what a unigram model reaches; the steps above it are cut off."
+        caption += " Dashed: what a unigram model reaches; the first steps may be cut off."
     return f"<section><h2>Learning</h2>{_figure(draw, 'loss', caption)}</section>\n"
 
 

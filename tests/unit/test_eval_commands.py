@@ -384,3 +384,18 @@ def test_help_imports_nothing_heavy(module):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_loss_picture_shows_every_validation_and_the_reference():
+    from eval.figures import loss_figure
+
+    def limits(validation: list[float], unigram: float | None) -> tuple[float, float]:
+        steps = [(step, 9.0 - step / 50) for step in range(200)]
+        points = list(enumerate(validation))
+        runs = {"run": {"train": steps, "validation": points}}
+        return loss_figure(runs, unigram).axes[0].get_ylim()
+
+    assert limits([6.0, 5.5], 7.0)[1] < 8.5, "the first steps are cut off"
+    assert limits([8.2, 8.0], 7.0)[1] > 8.2, "a run that fails to learn is not"
+    assert limits([6.0], 7.0)[0] < 5.2
+    assert limits([6.0], None)[1] > 9.0
