@@ -98,6 +98,12 @@ class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
         self.conv_inputs, self.conv_window = history, window
         return before
 
+    def reset(self) -> None:
+        super().reset()
+        # Older versions of transformers fill keys and values with zeros and keep their length.
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def activate_past_recording(self) -> None:
         """Keeps all inputs from now on until the next crop."""
         self.record_past = True
