@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
 from collections.abc import Callable
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 class UserError(Exception):
@@ -15,7 +18,8 @@ class UserError(Exception):
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    Also ends quietly with code 130 on Ctrl-C, and when the reader of a pipe has gone.
+    So does a disk that is full or not writable. Ends quietly with code 130 on Ctrl-C, and when the
+    reader of a pipe has gone.
     """
 
     @functools.wraps(main)
@@ -32,5 +36,11 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
             # Without this, the interpreter complains again when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"error: {where}{error.strerror}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     return run

@@ -128,7 +128,10 @@ def read_filters(model: Path) -> dict[str, np.ndarray]:
         for stream in "qkv":
             taps = []
             while (name := _filter_name(len(taps), stream)) in names:
-                taps.append(tensors.get_tensor(name).float().numpy())
+                filters = tensors.get_tensor(name)
+                if filters.ndim != 2:  # multi-head filters [W, H, H] have no such portrait
+                    return {}
+                taps.append(filters.float().numpy())
             if taps:
                 found[stream] = np.stack(taps)
     return found

@@ -108,7 +108,7 @@ stage "Environment" prepare_environment
 cd -- "$project_root"
 stage "Data: the standard library's source code as tokens, in $data" \
     python -m data_prep.prepare --source python-stdlib --tokenizer train:sentencepiece:4096 \
-    --out "$data"
+    --validation-fraction 0.02 --out "$data"
 folders=()
 for run in "${runs[@]}"; do
     stage "Training $run, in $out/$run" train "$run"

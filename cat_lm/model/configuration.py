@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
-CONV_TYPES = ("none", "head")
+CONV_TYPES = ("none", "head", "multihead")
 CONV_INITS = ("identity", "uniform")
 POSITION_EMBEDDINGS = ("rope", "none")
 STREAMS = "qkv"
@@ -18,11 +18,12 @@ class CatConfig(GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
     conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
-        each head with one causal filter, shared by the channels of the head.
+        each head with one causal filter, shared by the channels of the head; `"multihead"` mixes
+        heads, with one filter for each pair of them.
     conv_window (`int`, defaults to 21): W, the number of taps of a filter; at least 1.
     conv_streams (`str`, defaults to `"qkv"`): which of queries, keys and values are convolved.
     conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
-        convolutions, `"uniform"` draws the taps from ±1/sqrt(W).
+        convolutions, `"uniform"` draws the taps from ±1/sqrt(W), for multihead ±1/sqrt(W H).
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
         `rope_parameters["partial_rotary_factor"]`.

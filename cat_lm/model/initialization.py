@@ -1,6 +1,7 @@
 """Initial weights: GPT-NeoX's small-init and wang-init, and the filters.
 
-C is the model width, L the number of layers, W the window:
+C is the model width, L the number of layers, W the window, H
+the number of heads:
 
 | parameter                                    | distribution                | name       |
 |----------------------------------------------|-----------------------------|------------|
@@ -10,7 +11,9 @@ C is the model width, L the number of layers, W the window:
 | biases                                       | 0                           |            |
 | layer norms                                  | weight 1, bias 0            |            |
 | filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
-| filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W)     |            |
+|                                              | (of the same head)          |            |
+| filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
+|                                              | multihead ±1 / sqrt(W H)    |            |
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
 GPT-NeoX uses them for Pythia. `uniform` is what `torch.nn.Conv1d` would draw.
@@ -24,7 +27,7 @@ from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import ConvolvedProjection
+from cat_lm.model.convolution import ConvolvedProjection, identity_filters
 
 
 def small_init_std(config: CatConfig) -> float:
@@ -55,12 +58,12 @@ def initialize(module: nn.Module, config: CatConfig) -> bool:
 
 
 def _initialize_filters(projection: ConvolvedProjection, config: CatConfig) -> None:
+    inputs = config.conv_window
+    if config.conv_type == "multihead":
+        inputs *= config.num_attention_heads
     for filters in projection.filters():
         if config.conv_init == "identity":
-            init.zeros_(filters)
-            # The slice must know what its tensor knows, or loaded filters would be overwritten.
-            if not getattr(filters, "_is_hf_initialized", False):
-                filters[:, 0] = 1.0
+            init.copy_(filters, identity_filters(config))
         else:
-            bound = 1 / math.sqrt(config.conv_window)
+            bound = 1 / math.sqrt(inputs)
             init.uniform_(filters, -bound, bound)

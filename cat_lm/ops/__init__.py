@@ -1,5 +1,5 @@
 """Causal convolutions along time."""
 
-from cat_lm.ops.head import BACKENDS, choose_backend, head_conv
+from cat_lm.ops.dispatch import BACKENDS, choose_backend, head_conv, multihead_conv
 
-__all__ = ["BACKENDS", "choose_backend", "head_conv"]
+__all__ = ["BACKENDS", "choose_backend", "head_conv", "multihead_conv"]

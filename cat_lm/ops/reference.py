@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,16 +19,24 @@ def head_conv_reference(x: Tensor, filters: Tensor, runs: Tensor | None = None) 
 
     Sums in fp32 where x has half precision, and returns the dtype of x.
     """
-    time = x.shape[1]
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
-    for lag in range(min(filters.shape[1], time)):
+    for lag, delayed in delayed_inputs(x, filters.shape[1], runs):
+        y = y + filters[:, lag, None].to(sum_dtype) * delayed.to(sum_dtype)
+    return y.to(x.dtype)
+
+
+def delayed_inputs(x: Tensor, window: int, runs: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """(j, x delayed by j) for the lags j of a window that reach into x [B, T, H, D].
+
+    Zeros stand before the start and, given `runs` [B, T], where the input is of another document.
+    """
+    for lag in range(min(window, x.shape[1])):
         delayed = _delay(x, lag)
         if runs is not None:
             same_document = _delay(runs, lag, fill=-1) == runs
             delayed = torch.where(same_document[:, :, None, None], delayed, 0.0)
-        y = y + filters[:, lag, None].to(sum_dtype) * delayed.to(sum_dtype)
-    return y.to(x.dtype)
+        yield lag, delayed
 
 
 def _delay(x: Tensor, lag: int, fill: float = 0) -> Tensor:

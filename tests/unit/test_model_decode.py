@@ -33,8 +33,9 @@ def chunks_of(total, longest, seed):
 @torch.no_grad()
 @pytest.mark.parametrize("streams", ["qkv", "v", "qv"])
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 21])
-def test_steps_and_chunks_equal_the_whole(window, streams):
-    model = cat_model(conv_window=window, conv_streams=streams)
+@pytest.mark.parametrize("conv_type", ["head", "multihead"])
+def test_steps_and_chunks_equal_the_whole(conv_type, window, streams):
+    model = cat_model(conv_type=conv_type, conv_window=window, conv_streams=streams)
     ids = random_ids(2, 64)
     whole = model(ids, use_cache=False).logits
     plans = [[1] * 64, [10] + [1] * 54, chunks_of(64, max(1, window - 2), 0), chunks_of(64, 30, 1)]
@@ -45,7 +46,7 @@ def test_steps_and_chunks_equal_the_whole(window, streams):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("conv_type", ["none", "head"])
+@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
 def test_every_kind_of_cache(position_embedding, conv_type):
     model = cat_model(conv_type=conv_type, position_embedding=position_embedding)
@@ -178,7 +179,7 @@ def generate(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
 
 
-@pytest.mark.parametrize("conv_type", ["none", "head"])
+@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
 @pytest.mark.parametrize(
     "how",
     [

@@ -10,9 +10,13 @@ from tests.unit.tiny_models import cat_model, random_ids
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("window", [1, 2, 5, 21, 64])
 @pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
-def test_causality(streams, window, attn_implementation):
+@pytest.mark.parametrize("conv_type", ["head", "multihead"])
+def test_causality(streams, window, attn_implementation, conv_type):
     model = cat_model(
-        conv_streams=streams, conv_window=window, attn_implementation=attn_implementation
+        conv_type=conv_type,
+        conv_streams=streams,
+        conv_window=window,
+        attn_implementation=attn_implementation,
     )
     ids = random_ids(1, 50)
     changed = ids.clone()
@@ -34,9 +38,12 @@ def test_a_value_filter_reaches_exactly_its_window():
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
-def test_documents_are_isolated_bit_for_bit(position_embedding, attn_implementation):
+@pytest.mark.parametrize("conv_type", ["head", "multihead"])
+def test_documents_are_isolated_bit_for_bit(position_embedding, attn_implementation, conv_type):
     model = cat_model(
-        position_embedding=position_embedding, attn_implementation=attn_implementation
+        conv_type=conv_type,
+        position_embedding=position_embedding,
+        attn_implementation=attn_implementation,
     )
     ids = random_ids(2, 60)
     document_ids = torch.zeros(2, 60, dtype=torch.long)
@@ -53,8 +60,9 @@ def test_documents_are_isolated_bit_for_bit(position_embedding, attn_implementat
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_a_packed_document_equals_the_document_alone(attn_implementation):
-    model = cat_model(attn_implementation=attn_implementation)
+@pytest.mark.parametrize("conv_type", ["head", "multihead"])
+def test_a_packed_document_equals_the_document_alone(attn_implementation, conv_type):
+    model = cat_model(conv_type=conv_type, attn_implementation=attn_implementation)
     first, second, third = random_ids(1, 25), random_ids(1, 1, seed=1), random_ids(1, 30, seed=2)
     packed = torch.cat([first, second, third], dim=1)
     document_ids = torch.tensor([[0] * 25 + [1] + [0] * 30])  # an id may come back
@@ -77,8 +85,9 @@ def test_restarting_positions_isolate_as_document_ids_do():
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing_at_real_tokens(side, attn_implementation):
-    model = cat_model(attn_implementation=attn_implementation)
+@pytest.mark.parametrize("conv_type", ["head", "multihead"])
+def test_padding_changes_nothing_at_real_tokens(side, attn_implementation, conv_type):
+    model = cat_model(conv_type=conv_type, attn_implementation=attn_implementation)
     lengths = [40, 33, 7, 1]
     rows = [random_ids(1, length, seed=length) for length in lengths]
     ids = torch.zeros(4, 40, dtype=torch.long)

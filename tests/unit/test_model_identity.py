@@ -16,7 +16,7 @@ def gradients(model, ids):
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("conv_type", ["none", "head"])
+@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
 def test_logits_and_gradients_equal_stock(conv_type, rotary_pct, attn_implementation):
     fields = {"rotary_pct": rotary_pct, "attn_implementation": attn_implementation}
     stock = stock_model(**fields)

@@ -32,6 +32,7 @@ def test_parameter_counts():
     assert count(conv_type="head", conv_window=21) == 367_847_424 + 24_192
     assert count(conv_type="head", conv_window=21, conv_streams="v") == 367_847_424 + 8_064
     assert count(position_embedding="none") == 367_847_424 + 24_192
+    assert count(conv_type="multihead", conv_window=21) == 367_847_424 + 387_072
 
 
 @pytest.mark.parametrize(
@@ -98,11 +99,13 @@ def test_initial_weights():
             assert abs(parameter.mean().item()) < 0.03 * std, name
 
 
-def test_uniform_filters():
-    model = CatForCausalLM(CatConfig(**SIZES, conv_init="uniform", conv_window=64))
+@pytest.mark.parametrize(("conv_type", "bound"), [("head", 1 / 8), ("multihead", 1 / 16)])
+def test_uniform_filters(conv_type, bound):
+    fields = {"conv_type": conv_type, "conv_init": "uniform", "conv_window": 64}
+    model = CatForCausalLM(CatConfig(**SIZES, **fields))
     filters = torch.cat([p for n, p in model.named_parameters() if n.endswith("_filter")])
-    assert filters.abs().max() <= 1 / 8
-    assert filters.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.05)
+    assert filters.abs().max() <= bound
+    assert filters.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

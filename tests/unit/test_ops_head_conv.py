@@ -52,7 +52,7 @@ def gradients(y, tensors, dy):
     return torch.autograd.grad(y, tensors, dy)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_matches_the_definition(shape, backend, packed):
@@ -72,14 +72,14 @@ def test_matches_the_definition(shape, backend, packed):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=f"gradient of {name}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 def test_gradcheck(backend):
     x, filters, bias = (tensor.requires_grad_() for tensor in inputs((2, 40, 2, 2, 5)))
     call = lambda *tensors: head_conv(*tensors, backend=backend)  # noqa: E731
     assert torch.autograd.gradcheck(call, (x, filters, bias), fast_mode=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 def test_any_strides(backend):
     """Inputs that are views, and gradients that are transposed, expanded or sliced."""
     x, filters, bias = inputs((2, 45, 6, 4, 7))
@@ -103,7 +103,7 @@ def test_any_strides(backend):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(backend, dtype):
     x, filters, bias = (tensor.requires_grad_() for tensor in inputs((2, 100, 3, 8, 21), dtype))
@@ -121,7 +121,7 @@ def test_lower_precision(backend, dtype):
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 def test_filters_follow_the_inputs_dtype(backend):
     """Under autocast the inputs are bf16 and the filters fp32; gradients come back in fp32."""
     x, filters, _ = inputs((1, 50, 2, 4, 5), torch.float32)
@@ -131,7 +131,7 @@ def test_filters_follow_the_inputs_dtype(backend):
     assert y.dtype == torch.bfloat16 and filters.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 @pytest.mark.parametrize("window", [1, 2, 5, 21])
 def test_state_continues_the_sequence(backend, window):
     x, filters, bias = inputs((2, 60, 2, 3, window))
@@ -146,7 +146,7 @@ def test_state_continues_the_sequence(backend, window):
     assert torch.equal(state, last) and state.shape == (2, window - 1, 2, 3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 def test_gradient_of_the_state(backend):
     x, filters, _ = inputs((1, 9, 2, 3, 5))
     state = torch.randn(1, 4, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -156,7 +156,7 @@ def test_gradient_of_the_state(backend):
     torch.testing.assert_close(gradients(y, state, dy), gradients(expected, state, dy))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS["head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_documents_are_isolated_bit_for_bit(backend, dtype):
     x, filters, _ = inputs((1, 90, 2, 4, 21), dtype)

@@ -1,0 +1,105 @@
+"""The README's commands, run word by word in an empty folder beside links to the checkout.
+
+Training gets a few overrides at its end that make it short; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from cat_lm.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORT = ["train.max_steps=3", "optimizer.warmup_steps=1", "validation.max_tokens=1K"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def run(command: list[str], folder: Path, timeout: int = 600) -> str:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def user_folder(tmp_path_factory) -> Path:
+    """A checkout as a user has it, with `my_text` beside it."""
+    folder = tmp_path_factory.mktemp("user")
+    for name in ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "my_text").mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for module in ("argparse", "ast", "datetime", "decimal", "inspect", "tarfile", "typing"):
+        source = library / f"{module}.py"
+        if module in ("datetime", "decimal"):
+            source = library / f"_py{module}.py"
+            source = source if source.exists() else library / f"{module}.py"
+        shutil.copy(source, folder / "my_text" / f"{module}.txt")
+    return folder
+
+
+def test_the_first_two_commands_are_scripts():
+    first = blocks("bash")[0].split("\n")[:2]
+    assert first == ["bash launch/quickstart.sh", "bash tests/run.sh"]
+    assert all((ROOT / command.split()[1]).is_file() for command in first)
+
+
+def test_commands_of_the_readme(user_folder):
+    commands = [line for block in blocks("bash")[1:] for line in block.splitlines() if line]
+    assert len(commands) >= 8
+    for line in commands:
+        command = shlex.split(line)
+        assert command[0] == "python"
+        command[0] = sys.executable
+        if command[1] == "train.py":
+            command += SHORT
+        run(command, user_folder)
+    assert (user_folder / "runs/mine/report/index.html").is_file()
+    (python,) = blocks("python")
+    ids = "print(model.generate(**tokenizer('x', return_tensors='pt'), max_new_tokens=3).shape)"
+    assert "torch.Size([1, " in run([sys.executable, "-c", f"{python}\n{ids}"], user_folder)
+
+
+def test_quickstart_from_the_environment_to_the_page(tmp_path):
+    """`launch/quickstart.sh` itself, with --compare, but three training steps."""
+    out = tmp_path / "quick start"  # a path with a space
+    command = ["bash", str(ROOT / "launch/quickstart.sh"), "--compare", "--out", str(out), "--"]
+    output = run([*command, *SHORT, "checkpoint.every_steps=2"], tmp_path, timeout=900)
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert str(out / "index.html") in output
+    for name in ("cat", "pythia", "cat-nope"):
+        assert (out / name / "model/model.safetensors").is_file()
+        records = [json.loads(r) for r in (out / name / "metrics.jsonl").read_text().splitlines()]
+        assert records[-1]["step"] == 3
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+
+
+def test_configurations_that_the_readme_names_are_valid():
+    names = set(re.findall(r"configs/[\w/]+\.yaml", README)) | {"configs/quickstart.yaml"}
+    assert len(names) >= 2
+    for name in names:
+        load_config(ROOT / name)
+    for name in re.findall(r"(?:torchrun|deepspeed|srun)[^\n]*?(configs/\S+\.yaml)(.*)", README):
+        load_config(ROOT / name[0], [part for part in name[1].split() if "=" in part])
