@@ -27,13 +27,15 @@ from cat_lm.data.tokenizers import (
 from cat_lm.errors import UserError
 from data_prep import output
 from data_prep.documents import Document, Reading
-from data_prep.encode import Encoded, EncodedChunk, Plan, encode_documents, split_of
+from data_prep.encode import Encoded, EncodedChunk, Plan, encode_documents, place_of, split_of
 from data_prep.progress import TextProgress
 from data_prep.sources import Source, open_source, sample_texts
 
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from
 CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified and measured on
 DISK_MARGIN = 1.1
+# Sources up to this size are looked through first, so that no split comes out empty by chance.
+FEW_DOCUMENTS, FEW_CHARACTERS = 500, 100_000_000
 
 
 @dataclass
@@ -91,7 +93,8 @@ def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> N
     start = time.monotonic()
     output.begin(arguments.out, identity)
     folder = arguments.out / output.TOKENIZER
-    sampling = _sampling(arguments, source)
+    fraction = _fraction_held_out(arguments, source)
+    sampling = _sampling(arguments.seed, fraction, source)
     info = build_tokenizer(
         arguments.tokenizer, folder, lambda: sampling(TRAINING_SAMPLE), arguments.eod_token
     )
@@ -103,7 +106,7 @@ def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> N
     tokenized = time.monotonic()
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({tokenized - start:.1f} s)", flush=True)
 
-    plan = Plan(folder, info, dtype, arguments.seed, arguments.validation_fraction)
+    plan = Plan(folder, info, dtype, arguments.seed, fraction)
     totals = Totals(info.vocab_size)
     results = encode_documents(_limited(source, arguments), plan, arguments.workers)
     shards = _write(arguments, results, dtype, totals, total)
@@ -135,9 +138,29 @@ def _identity(arguments: argparse.Namespace, source: Source) -> dict:
     }
 
 
-def _sampling(arguments: argparse.Namespace, source: Source) -> Callable[[int], Iterator[str]]:
+def _fraction_held_out(arguments: argparse.Namespace, source: Source) -> float:
+    """--validation-fraction; among few documents, one that holds out at least one and not all.
+
+    With a handful of documents the hash often leaves a split empty. Then the fraction moves to
+    between the two documents whose hashes are nearest to it.
+    """
+    fraction, size = arguments.validation_fraction, 0
+    places: set[float] = set()
+    for document in _limited(source, arguments):
+        size += len(document.text)
+        if document.split or len(places) >= FEW_DOCUMENTS or size > FEW_CHARACTERS:
+            return fraction
+        if document.text:
+            places.add(place_of(document, arguments.seed))
+    ordered = sorted(places)
+    if len(ordered) < 2 or ordered[0] < fraction <= ordered[-1]:
+        return fraction
+    neighbours = ordered[:2] if fraction <= ordered[0] else ordered[-2:]
+    return sum(neighbours) / 2
+
+
+def _sampling(seed: int, fraction: float, source: Source) -> Callable[[int], Iterator[str]]:
     """A function from a number of bytes to a sample of training texts of that size."""
-    seed, fraction = arguments.seed, arguments.validation_fraction
 
     def is_training(document: Document) -> bool:
         return split_of(document, seed, fraction) == "train"

@@ -45,9 +45,13 @@ def test_one_document_cannot_be_split(tmp_path, prepare):
         prepare(tmp_path / "out", *flags(tmp_path / "x.txt", "--workers", 1))
     with pytest.raises(UserError, match="holds no finished data"):
         TokenCorpus.open(tmp_path / "out", "train")
-    more = ("--document-separator", r"\n\n", "--validation-fraction", 0.5, "--workers", 1)
-    out = prepare(tmp_path / "out", *flags(tmp_path / "x.txt", *more))
-    assert sum(len(list(texts_of(out, split))) for split in ("train", "validation")) == 4
+    more = ("--document-separator", r"\n\n", "--workers", 1)
+    for seed, fraction in ((0, 0.01), (1, 0.01), (2, 0.99), (3, 0.99)):
+        chosen = ("--validation-fraction", fraction, "--seed", seed)
+        out = prepare(tmp_path / f"out{seed}", *flags(tmp_path / "x.txt", *more, *chosen))
+        counts = [len(list(texts_of(out, split))) for split in ("train", "validation")]
+        assert sorted(counts) == [1, 3], "of few documents, at least one is held out and one kept"
+        assert (counts[0] > counts[1]) == (fraction < 0.5)
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
