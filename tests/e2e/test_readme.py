@@ -85,8 +85,9 @@ def test_commands_of_the_readme(user_folder):
 def test_quickstart_from_the_environment_to_the_page(tmp_path):
     """`launch/quickstart.sh` itself, with --compare, but three training steps."""
     out = tmp_path / "quick start"  # a path with a space
-    command = ["bash", str(ROOT / "launch/quickstart.sh"), "--compare", "--out", str(out), "--"]
-    output = run([*command, *SHORT, "checkpoint.every_steps=2"], tmp_path, timeout=900)
+    command = ["bash", str(ROOT / "launch/quickstart.sh"), "--compare", "--out", str(out)]
+    command += ["--data", str(tmp_path / "data")]
+    output = run([*command, "--", *SHORT, "checkpoint.every_steps=2"], tmp_path, timeout=900)
     page = (out / "index.html").read_text(encoding="utf-8")
     assert str(out / "index.html") in output
     for name in ("cat", "pythia", "cat-nope"):
