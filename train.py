@@ -6,6 +6,7 @@ The whole program, from top to bottom. Alone, under torchrun, deepspeed or srun 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ def main() -> None:
     config = load_config(arguments.config, arguments.overrides)
     open_data(config)
 
+    # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
+    # other process on two cores, a step took five times as long. Must be set before torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Only now, so that --help and errors in the configuration or the data come at once.
     from cat_lm.training import distributed
 

@@ -29,6 +29,7 @@ class Report:
         self.looked_up = model.config.vocab_size * model.config.hidden_size
         self.flops = flops_per_token(model.config, self.parameters, config.data.context_length)
         self.peak = peak_flops(config, ranks.device)
+        self._mean_seconds: float | None = None
 
     def plan(self, corpus: TokenCorpus, samples_per_epoch: int) -> str:
         """What the run is about to do."""
@@ -63,6 +64,7 @@ class Report:
     ) -> dict[str, Any]:
         """A step's line of metrics.jsonl; times in seconds, loss in nats per token."""
         rate = self.config.tokens_per_step / seconds
+        self._mean_seconds = 0.95 * (self._mean_seconds or seconds) + 0.05 * seconds
         record = {
             "step": step,
             "tokens": step * self.config.tokens_per_step,
@@ -79,7 +81,7 @@ class Report:
     def line(self, record: dict[str, Any]) -> str:
         """A step's line in the log."""
         steps, mfu = self.config.total_steps, record["mfu"]
-        left = (steps - record["step"]) * record["step_seconds"]
+        left = (steps - record["step"]) * self._mean_seconds
         return (
             f"step {record['step']}/{steps}: loss {record['loss']:.4f}, gradient norm "
             f"{record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
