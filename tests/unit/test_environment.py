@@ -277,7 +277,8 @@ def test_no_usable_python_is_one_line_with_every_reason(project):
 def test_scripts_find_the_environment_from_anywhere(project, tmp_path):
     """Another environment active, another folder: PATH and VIRTUAL_ENV are those of .venv."""
     write_executable(project / ".venv" / "bin" / "python", "exit 0")
-    script = f'source "{project}/launch/environment.sh"; echo "$VIRTUAL_ENV"; command -v python'
+    script = f'source "{project}/launch/environment.sh"; '
+    script += 'echo "$VIRTUAL_ENV"; command -v python; echo "$OMP_WAIT_POLICY"'
     result = subprocess.run(
         ["bash", "-euc", script],
         env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": "/elsewhere", "PYTHONHOME": "/elsewhere"},
@@ -286,4 +287,4 @@ def test_scripts_find_the_environment_from_anywhere(project, tmp_path):
         text=True,
     )
     venv = project.resolve() / ".venv"
-    assert result.stdout.split("\n")[:2] == [str(venv), str(venv / "bin" / "python")], result
+    assert result.stdout.splitlines() == [str(venv), str(venv / "bin" / "python"), "passive"]
