@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
+from cat_lm.training.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus
@@ -38,6 +39,8 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
     open_data(config)
+    if config.train.resume not in ("auto", "never"):
+        find_checkpoint(config.train.resume)
 
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
@@ -62,7 +65,7 @@ class Trainer:
         from cat_lm.training.validation import Validation
 
         self.ranks, self.stop = ranks, StopSignal(ranks)
-        precision, reason = resolve_precision(config, ranks.device)
+        precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         config.accumulation_steps(ranks.world_size)  # wrong batch sizes end here
 
@@ -72,7 +75,7 @@ class Trainer:
         folder = Path(config.train.output_dir)
         self.checkpoints = Checkpoints(folder, config, ranks)
         start_from = self.checkpoints.to_resume()
-        self.log = RunLog(folder / "train.log" if ranks.is_first else None)
+        self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
 
         # Model and optimizer, as initialised or as the checkpoint left them.
@@ -83,20 +86,21 @@ class Trainer:
             state = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
             self.step = state["step"]
             self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
-            self.log.line(f"continuing from {start_from}")
+            self.log.line("\n".join([f"continuing from {start_from}", *state["changed"]]))
 
         # What is written on the way.
-        self.metrics = None
-        if ranks.is_first:
-            config.save(folder / "config.yaml")
-            self.metrics = Metrics(folder, config, resumed_step=self.step)
+        self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
+        ranks.on_first(lambda: config.save(folder / "config.yaml"))
         self.report = Report(config, self.engine.model, ranks)
         self.log.line(self.report.plan(self.corpus, self.loader.samples_per_epoch))
 
     def run(self) -> int:
         """Trains to the last step, or to the step after a signal; returns the exit code."""
         config, last_step = self.config, self.config.total_steps
-        # Two batches show a wrong shape or too little memory before any training.
+        if self.step >= last_step:
+            self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
+            return self.close(0)
+        # Two batches show what is wrong with shapes or the held-out data before any training.
         self.validation.run(max_batches=2)
         exit_code = 0
         for batch, waited in self.batches():
@@ -112,9 +116,13 @@ class Trainer:
                 break
         else:
             self.log.line(f"finished: {self.step} steps in {config.train.output_dir}")
+        return self.close(exit_code)
+
+    def close(self, exit_code: int) -> int:
         if self.metrics:
             self.metrics.close()
         self.log.close()
+        self.checkpoints.close()
         return exit_code
 
     def batches(self) -> Iterator[tuple[Batch, float]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ def parse_count(value: Any) -> Any:
     if not match:
         raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
     count = float(match[1].replace("_", "")) * _SUFFIXES[match[2]]
-    if count != int(count):
+    if not count.is_integer():
         raise ValueError("must be a whole number")
     return int(count)
 
@@ -240,23 +239,26 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the values that differ between two dumped configurations."""
-    names = []
+def changed_values(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """What differs between two dumped configurations: dotted name to (old value, new value)."""
+    changes = {}
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            names += changed_keys(a, b, f"{prefix}{key}.")
+            changes |= changed_values(a, b, f"{prefix}{key}.")
         elif a != b:
-            names.append(prefix + key)
-    return names
+            changes[prefix + key] = (a, b)
+    return changes
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML lets a later duplicate of a key win in silence; here it is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        own = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        keys = [self.construct_object(key, deep=True) for key in own]
         for key in keys:
             if keys.count(key) > 1:
                 raise UserError(f"line {node.start_mark.line + 1}: key '{key}' stands twice")
@@ -302,13 +304,20 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
         errors.append(f"override '{override}': must have the form section.key=value")
         return
     try:
-        value = yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError:
+        value = text if _is_text(section, key) else yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, UserError):
         errors.append(f"override '{override}': the value is not valid YAML")
         return
     if not isinstance(values.get(section, {}), dict):
         return  # reported with the section itself
     values[section] = {**values.get(section, {}), key: value}
+
+
+def _is_text(section: str, key: str) -> bool:
+    """Whether a key takes any text, such as a path, in which `#` and `:` mean nothing to YAML."""
+    field = RunConfig.model_fields.get(section)
+    known = field.annotation.model_fields.get(key) if field else None
+    return known is not None and known.annotation is str
 
 
 def _known_keys() -> dict[str, list[str]]:
@@ -323,7 +332,7 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
     errors = []
     for section, content in values.items():
         if section not in known:
-            errors.append(_unknown(section, list(known)))
+            errors.append(_unknown(str(section), list(known)))
         elif not isinstance(content, dict):
             errors.append(f"{section}: must be a section with keys, not {content!r}")
         else:
@@ -357,6 +366,12 @@ def _inconsistencies(config: RunConfig) -> list[str]:
             f"model.hidden_size={model.hidden_size}: must be a multiple of "
             f"model.num_attention_heads={model.num_attention_heads}"
         )
+    rotated = int(model.hidden_size // model.num_attention_heads * model.rotary_pct)
+    if model.position_embedding == "rope" and (rotated < 2 or rotated % 2):
+        errors.append(
+            f"model.rotary_pct={model.rotary_pct}: rotates {rotated} channels of a head; "
+            "must rotate an even number of at least 2"
+        )
     streams = model.conv_streams
     if not streams or set(streams) - set("qkv") or len(set(streams)) != len(streams):
         errors.append(f"model.conv_streams={streams!r}: must be some of q, k and v, as in 'qkv'")
@@ -380,8 +395,10 @@ def _inconsistencies(config: RunConfig) -> list[str]:
             f"optimizer: warm-up and decay take {config.steps_of('warmup')} + "
             f"{config.steps_of('decay')} steps, but the run has only {config.total_steps}"
         )
-    if train.resume not in ("auto", "never") and not os.path.isdir(train.resume):
-        errors.append(f"train.resume={train.resume!r}: must be auto, never or an existing folder")
+    if train.compile and train.zero_stage == 3:
+        errors.append(
+            "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
+        )
     return errors
 
 
@@ -389,7 +406,10 @@ def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> 
     content = getattr(config, section)
     given = [k for k in ("tokens", "steps") if getattr(content, f"{name}_{k}") is not None]
     if len(given) > 1:
-        return [f"{section}: {name}_tokens and {name}_steps exclude each other"]
+        return [
+            f"{section}: {name}_tokens and {name}_steps exclude each other; "
+            f"set the one that does not count to null"
+        ]
     if required and not given:
         return [f"{section}: one of {name}_tokens and {name}_steps is needed"]
     return []

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Callable
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+_DISK_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 class UserError(Exception):

@@ -111,7 +111,7 @@ def _prepare(arguments: argparse.Namespace, source: Source, identity: dict) -> N
     results = encode_documents(_limited(source, arguments), plan, arguments.workers)
     shards = _write(arguments, results, dtype, totals, total)
     _check_counts(totals, source, arguments)
-    manifest = _manifest(identity, source, info, dtype, shards, totals)
+    manifest = _manifest(identity, info, dtype, shards, totals)
     output.finish(arguments.out, manifest)
     _print_summary(arguments.out, manifest, time.monotonic() - tokenized)
 
@@ -203,19 +203,24 @@ def _limited(source: Source, arguments: argparse.Namespace) -> Iterator[Document
     """The first documents, up to --max-documents and --max-bytes.
 
     A validation split of the source's own is limited to the validation fraction of the same.
+    Nothing is read of a split beyond its limit, and no part that lies behind it is opened.
     """
     seen: dict[str | None, Counter] = {}
     for part in source.parts:
-        share = 1.0
-        if part.split == "validation":
-            share = arguments.validation_fraction
-        limits = (("documents", arguments.max_documents), ("bytes", arguments.max_bytes))
+        share = arguments.validation_fraction if part.split == "validation" else 1.0
         counts = seen.setdefault(part.split, Counter())
+        if _limit_reached(counts, share, arguments):
+            continue
         for document in source.read(part):
-            if any(limit and counts[key] >= limit * share for key, limit in limits):
-                break
             counts.update(documents=1, bytes=len(document.text.encode()))
             yield document
+            if _limit_reached(counts, share, arguments):
+                break
+
+
+def _limit_reached(counts: Counter, share: float, arguments: argparse.Namespace) -> bool:
+    limits = {"documents": arguments.max_documents, "bytes": arguments.max_bytes}
+    return any(limit and counts[key] >= limit * share for key, limit in limits.items())
 
 
 def _write(
@@ -257,7 +262,6 @@ def _check_counts(totals: Totals, source: Source, arguments: argparse.Namespace)
 
 def _manifest(
     identity: dict,
-    source: Source,
     info: TokenizerInfo,
     dtype: np.dtype,
     shards: dict[str, list[dict]],
@@ -274,7 +278,7 @@ def _manifest(
         "format_version": FORMAT_VERSION,
         "tool_version": cat_lm.__version__,
         "fingerprint": fingerprint([s for split in SPLITS for s in shards[split]], info.sha256),
-        "source": source.describe(),
+        "source": identity["source"],
         "tokenizer": asdict(info),
         "dtype": dtype.name,
         "unigram_loss": totals.unigram_loss(),

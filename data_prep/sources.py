@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from cat_lm.files import sha256
 from data_prep.documents import (
     TEXT_PER_FILE_BYTE,
     Document,
@@ -28,6 +29,7 @@ from data_prep.documents import (
 
 HUB_PREFIX = "hub:"
 UNKNOWN_SET = "unknown"
+HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
 # out; without them and the tests every build of one Python version has the same files.
 NOT_EVERYWHERE = {
@@ -76,14 +78,27 @@ class Source:
         return int(sum(TEXT_PER_FILE_BYTE.get(suffix_of(p.path), 1.0) * size for p, size in sizes))
 
     def describe(self) -> dict:
-        """What the manifest says of the source; equal for equal input."""
-        listing = "".join(f"{part.name} {part.path.stat().st_size}\n" for part in self.parts)
-        return {
+        """What the manifest says of the source; equal for equal input, on every machine.
+
+        Sources of up to `HASHED_BYTES` are described by the contents of their files. Larger ones
+        only by names and sizes, because reading terabytes to find that nothing is to be done takes
+        hours: there, an edit that keeps a file's size is not noticed.
+
+        Raises UserError where a file cannot be read.
+        """
+        sizes = [part.path.stat().st_size for part in self.parts]
+        listing = "".join(
+            f"{part.name} {size}\n" for part, size in zip(self.parts, sizes, strict=True)
+        )
+        description = {
             "kind": self.kind,
             "files": len(self.parts),
-            "file_bytes": sum(part.path.stat().st_size for part in self.parts),
+            "file_bytes": sum(sizes),
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
+        if sum(sizes) <= HASHED_BYTES:
+            description["contents_sha256"] = _contents_sha256(self.parts)
+        return description
 
 
 class PythonStdlib(Source):
@@ -267,6 +282,17 @@ def sample_texts(
             yield text
         if total >= max_bytes:
             return
+
+
+def _contents_sha256(parts: Iterable[Part]) -> str:
+    """One hash over the hashes of the parts' files, in the parts' order."""
+    total = hashlib.sha256()
+    for part in parts:
+        try:
+            total.update(bytes.fromhex(sha256(part.path)))
+        except OSError as error:
+            raise UserError(f"{part.path}: cannot be read ({error.strerror})") from None
+    return total.hexdigest()
 
 
 def _find_files(path: str, flag: str) -> list[tuple[Path, str]]:

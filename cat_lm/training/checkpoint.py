@@ -1,7 +1,7 @@
 """Checkpoints that are either complete or ignored.
 
     checkpoints/
-      latest                       name of the newest complete one, moved last
+      latest                       name of the newest complete one, for people and other tools
       step-00000100/
         complete.json              marker: every file with its size; written after the rename
         state.json                 step, tokens, data fingerprint, world size, code version
@@ -18,6 +18,7 @@ torch nor DeepSpeed.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -25,20 +26,22 @@ import shutil
 import subprocess
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cat_lm import __version__
-from cat_lm.config import RunConfig, changed_keys
+from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
 from cat_lm.files import sync_directory, write_json, write_text
 
 if TYPE_CHECKING:
+    from cat_lm.model import CatConfig
     from cat_lm.training.distributed import Ranks
     from cat_lm.training.engine import Engine
 
 MARKER = "complete.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-# A run that changes one of these is another run; nothing else makes a resumed run inexact.
+# A run that changes one of these is another run. Others (rates, lengths, micro-batches) may change
+# on resuming; the log then says which.
 _FIXED_KEYS = ("model.", "data.context_length", "data.mask_documents", "train.seed")
 _FIXED_KEYS += ("train.global_batch_size", "train.zero_stage", "train.precision")
 # The result does not depend on it, so the same run may go on with another one.
@@ -50,7 +53,7 @@ def is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -92,64 +95,87 @@ class Checkpoints:
     def __init__(self, run_folder: Path, config: RunConfig, ranks: Ranks) -> None:
         self.folder = run_folder / "checkpoints"
         self.config, self.ranks = config, ranks
-        if ranks.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".step-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        ranks.wait()
+        self._current: Path | None = None  # saved or loaded last by this process
+        self._lock = ranks.on_first(self._open)
+
+    def _open(self) -> IO:
+        """Makes the folder, for this process alone, and removes what a killed one left half-done.
+
+        The lock ends with the process, however it ends.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = open(self.folder / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"train.output_dir={self.config.train.output_dir}: another process trains in it"
+            ) from None
+        for folder in self.folder.iterdir():
+            unmarked = _STEP_FOLDER.fullmatch(folder.name) and not (folder / MARKER).exists()
+            if unmarked or folder.name.startswith(".step-"):
+                shutil.rmtree(folder, ignore_errors=True)
+        return lock
 
     def save(self, engine: Engine, state: dict[str, Any], tokenizer: Path) -> Path:
         """Saves the state after `state["step"]` steps (a collective) and prunes old ones.
 
         Raises:
-            UserError: it could not be written, on every rank; older checkpoints are untouched.
+            UserError: it could not be written; older checkpoints are untouched. On every rank, but
+                for an error inside DeepSpeed's own save, which has collectives: there on the rank
+                that failed, whose exit makes the launcher end the others.
         """
+        from cat_lm.training.distributed import quiet
+
         final = self.folder / f"step-{state['step']:08d}"
-        if self.ranks.agree_on(is_complete(final)):
+        if final == self._current:
             return final
         temporary = self.folder / f".{final.name}.saving"
-        errors = self._everywhere(lambda: self._prepare(temporary))
-        errors = errors or self._everywhere(
-            lambda: self._write(temporary, engine, state, tokenizer)
-        )
-        if not errors and self.ranks.is_first:
-            errors = _attempt(lambda: self._publish(temporary, final))
-        errors = self.ranks.agree_on(errors)
-        if errors:
+        try:
+            self.ranks.on_first(lambda: self._prepare(temporary))
+            weights = engine.full_precision_weights()
+            with quiet():
+                engine.deepspeed.save_checkpoint(str(temporary), tag="engine", save_latest=False)
+            self.ranks.everywhere(
+                lambda: self._write(temporary, engine.model.config, weights, state, tokenizer)
+            )
+            self.ranks.on_first(lambda: self._publish(temporary, final))
+        except Exception as error:
             if self.ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             kept = complete_checkpoints(self.folder)
             raise UserError(
-                f"{final}: the checkpoint could not be written ({errors[0]}); "
+                f"{final}: the checkpoint could not be written "
+                f"({' '.join(str(error).split()) or type(error).__name__}); "
                 f"newest complete one: {kept[-1].name if kept else 'none'}"
-            )
+            ) from error
+        self._current = final
+        self.ranks.on_first(self._prune)
         return final
 
-    def _everywhere(self, action) -> list[str]:
-        """Runs `action` on every rank; the errors of all ranks, on every rank."""
-        return [error for errors in self.ranks.gather(_attempt(action)) for error in errors]
+    def close(self) -> None:
+        """Lets another process train in the folder."""
+        if self._lock:
+            self._lock.close()
 
     def _prepare(self, temporary: Path) -> None:
-        if self.ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / "model").mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "model").mkdir(parents=True)
 
-    def _write(self, temporary: Path, engine: Engine, state: dict, tokenizer: Path) -> None:
+    def _write(
+        self, temporary: Path, model_config: CatConfig, weights: dict, state: dict, tokenizer: Path
+    ) -> None:
+        """Everything but DeepSpeed's files; then each rank flushes and checks its own."""
         import torch
         from safetensors.torch import save_file
 
-        from cat_lm.training.distributed import quiet
-
-        with quiet():
-            engine.deepspeed.save_checkpoint(str(temporary), tag="engine", save_latest=False)
         random_states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_states["cuda"] = torch.cuda.get_rng_state()
         torch.save(random_states, temporary / _random_file(self.ranks.rank))
-        weights = engine.full_precision_weights()
         if self.ranks.is_first:
             save_file(weights, temporary / "model/model.safetensors", {"format": "pt"})
-            engine.model.config.save_pretrained(temporary / "model")
+            model_config.save_pretrained(temporary / "model")
             shutil.copytree(tokenizer, temporary / "tokenizer")
             self.config.save(temporary / "run_config.yaml")
             state = {**state, "world_size": self.ranks.world_size, "code": _code_version()}
@@ -169,22 +195,28 @@ class Checkpoints:
                 raise OSError(f"{path.name} is damaged")
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        files = [path for path in temporary.rglob("*") if path.is_file()]
-        sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
-        shutil.rmtree(final, ignore_errors=True)  # one that was never marked
+        paths = list(temporary.rglob("*"))
+        sizes = {
+            str(path.relative_to(temporary)): path.stat().st_size
+            for path in paths
+            if path.is_file()
+        }
+        for folder in (temporary, *(path for path in paths if path.is_dir())):
+            sync_directory(folder)
+        shutil.rmtree(final, ignore_errors=True)  # of this step, but not of this run's past
         os.rename(temporary, final)
         sync_directory(self.folder)
         write_json(final / MARKER, {"files": dict(sorted(sizes.items()))})
         write_text(self.folder / "latest", final.name + "\n")
-        self._prune()
 
     def _prune(self) -> None:
         rule = self.config.checkpoint
         for folder in complete_checkpoints(self.folder)[: -rule.keep_last]:
-            if rule.keep_every_steps and step_of(folder) % rule.keep_every_steps == 0:
+            kept = rule.keep_every_steps and step_of(folder) % rule.keep_every_steps == 0
+            if kept or folder == self._current:
                 continue
+            # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
             doomed = self.folder / f".{folder.name}.deleting"
-            (folder / MARKER).unlink()  # from here on nobody takes it for a whole one
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -192,49 +224,54 @@ class Checkpoints:
         """The checkpoint that `train.resume` asks for, the same on every rank.
 
         Raises:
-            UserError: a checkpoint was named and is not complete, or there are checkpoints and
-                `train.resume` is `never`.
+            UserError: a checkpoint was named and is not complete; or the run's folder has
+                checkpoints that a start from there would mix with its own.
         """
-        wish = self.config.train.resume
-        if wish not in ("auto", "never"):
-            return Path(self.ranks.agree_on(str(find_checkpoint(wish))))
-        names = [path.name for path in complete_checkpoints(self.folder)]
-        newest = self.ranks.agree_on(names[-1] if names else None)
-        if newest is None:
-            return None
-        if wish == "never":
+        return self.ranks.agree_on(self.ranks.on_first(self._to_resume))
+
+    def _to_resume(self) -> Path | None:
+        wish, own = self.config.train.resume, complete_checkpoints(self.folder)
+        if wish == "auto":
+            return own[-1] if own else None
+        start = None if wish == "never" else find_checkpoint(wish)
+        if own and (start is None or step_of(own[-1]) > step_of(start)):
             raise UserError(
-                f"train.output_dir={self.config.train.output_dir}: already holds {newest}; "
+                f"train.output_dir={self.config.train.output_dir}: already holds {own[-1].name}; "
                 "train.resume=auto continues it, another train.output_dir starts anew"
             )
-        return self.folder / newest
+        return start
 
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> dict[str, Any]:
         """Restores model, optimizer and generators; returns the saved `state`.
 
+        Settings that do not make it another run (rates, decay, lengths) are the configuration's;
+        `state["changed"]` lists them as lines for the log.
+
         Raises:
-            UserError: the checkpoint belongs to other data, another model or recipe, or was
-                written by another number of ranks.
+            UserError: the checkpoint belongs to other data, another model or batch, or was written
+                by another number of ranks.
         """
         import torch
 
         from cat_lm.training.distributed import quiet
 
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        self._check_compatible(folder, state, fingerprint)
+        state["changed"] = self._check_compatible(folder, state, fingerprint)
         with quiet():
             loaded, _ = engine.deepspeed.load_checkpoint(
                 str(folder), tag="engine", load_lr_scheduler_states=False
             )
         if loaded is None:
             raise UserError(f"{folder}: DeepSpeed could not load it")
+        engine.apply_optimizer_settings()
+        self._current = folder
         random_states = torch.load(folder / _random_file(self.ranks.rank), weights_only=True)
         torch.set_rng_state(random_states["cpu"])
         if "cuda" in random_states and torch.cuda.is_available():
             torch.cuda.set_rng_state(random_states["cuda"])
         return state
 
-    def _check_compatible(self, folder: Path, state: dict[str, Any], fingerprint: str) -> None:
+    def _check_compatible(self, folder: Path, state: dict, fingerprint: str) -> list[str]:
         import yaml
 
         if state["data"]["fingerprint"] != fingerprint:
@@ -249,10 +286,15 @@ class Checkpoints:
                 f"{self.ranks.world_size}; start it with {state['world_size']}"
             )
         old = yaml.safe_load((folder / "run_config.yaml").read_text(encoding="utf-8"))
-        changed = changed_keys(old, self.config.model_dump(mode="json"))
-        fixed = [key for key in changed if key.startswith(_FIXED_KEYS) and key not in _FREE_KEYS]
+        changes = changed_values(old, self.config.model_dump(mode="json"))
+        fixed = [
+            f"{name} (was {a}, is {b})"
+            for name, (a, b) in changes.items()
+            if name.startswith(_FIXED_KEYS) and name not in _FREE_KEYS
+        ]
         if fixed:
             raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
+        return [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
 
 
 def _code_version() -> dict[str, str | None]:
@@ -272,14 +314,6 @@ def _code_version() -> dict[str, str | None]:
 
 def _random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
-
-
-def _attempt(action) -> list[str]:
-    try:
-        action()
-    except (OSError, RuntimeError) as error:
-        return [" ".join(str(error).split())]
-    return []
 
 
 def _verify_weights(path: Path, weights: dict) -> None:

@@ -11,10 +11,11 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed
@@ -72,10 +73,35 @@ class Ranks:
         if self.world_size > 1:
             torch.distributed.barrier()
 
+    def everywhere(self, action: Callable[[], Any]) -> Any:
+        """Runs `action` on every rank and returns its result; a collective.
+
+        Raises:
+            UserError: it failed on some rank; raised on all of them, so that none waits for the
+                others. So `action` itself must hold no collective.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:
+            error = str(raised) if isinstance(raised, UserError) else describe_error(raised)
+        errors = [error for error in self.gather(error) if error is not None]
+        if errors:
+            raise UserError(errors[0])
+        return result
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        """As `everywhere`, but only the first rank acts; the others get None."""
+        return self.everywhere(action if self.is_first else lambda: None)
+
     def describe(self) -> str:
         on_gpu = self.device.type == "cuda"
         kind = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {kind}"
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager
@@ -96,10 +122,9 @@ def start() -> Iterator[Ranks]:
     if on_gpu:
         torch.cuda.set_device(device)
     _start_deepspeed(on_gpu, rank, world_size)
-    try:
-        yield Ranks(rank, local_rank, world_size, device)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield Ranks(rank, local_rank, world_size, device)
+    # Not after an error: another rank may still wait in a collective, and the launcher ends it.
+    torch.distributed.destroy_process_group()
 
 
 def _place_from_environment() -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
@@ -50,7 +51,10 @@ def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
         use_cache=False,
     )
     torch.manual_seed(config.train.seed)
-    model = CatForCausalLM(model_config)
+    try:
+        model = CatForCausalLM(model_config)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"model: {' '.join(str(error).split())}") from error
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -110,9 +114,19 @@ class Engine:
                 config=config.deepspeed(ranks.world_size),
             )
         self.model = model
+        # The weights are the same on every rank; the dropout from here on must not be.
+        torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
         if config.train.compile:
             # In place: the names in the state dict stay the same.
             model.compile()
+
+    def apply_optimizer_settings(self) -> None:
+        """Gives the optimizer the configuration's settings again; a checkpoint brings its own."""
+        optimizer = self.config.optimizer
+        decays = (optimizer.weight_decay, 0.0)  # in the order of `parameter_groups`
+        for group, weight_decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["betas"], group["eps"] = optimizer.betas, optimizer.eps
+            group["weight_decay"] = weight_decay
 
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """One optimizer step on this rank's rows of the global batch."""

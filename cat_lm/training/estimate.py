@@ -33,6 +33,11 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
+def lookup_parameters(config: CatConfig) -> int:
+    """Parameters of the input embedding where it multiplies nothing: untied from the head."""
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+
+
 def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> float:
     """Floating-point operations of forward and backward per token.
 
@@ -41,14 +46,13 @@ def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> 
     channel of each convolved stream.
     """
     layers, width = config.num_hidden_layers, config.hidden_size
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * width
     attention = 12 * layers * context_length * width
     convolution = 0
     if config.conv_type != "none":
         heads_read = config.num_attention_heads if config.conv_type == "multihead" else 1
         convolution = 6 * config.conv_window * heads_read * width * layers
         convolution *= len(config.conv_streams)
-    return 6 * (parameters - looked_up) + attention + convolution
+    return 6 * (parameters - lookup_parameters(config)) + attention + convolution
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:

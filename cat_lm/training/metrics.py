@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.files import replacing
+from cat_lm.files import replacing, write_text
 
 
 class RunLog:
@@ -85,8 +87,16 @@ class Metrics:
 
 
 def keep_records(path: Path, up_to_step: int) -> None:
-    """Drops records of later steps, and a last line that a kill has cut."""
+    """Drops records of later steps, and a last line that a kill has cut.
+
+    A run that starts from nothing puts the records of an earlier one aside: its checkpoints may
+    have been deleted on purpose, its records must not be.
+    """
     if not path.exists():
+        return
+    if up_to_step == 0 and path.stat().st_size:
+        aside = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
+        path.rename(next(name for name in aside if not name.exists()))
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -111,10 +121,13 @@ def _start_wandb(run_folder: Path, config: RunConfig) -> Any:
             f"logging.wandb_project={config.logging.wandb_project}: wandb is not installed; "
             "pip install 'cat_lm[wandb]'"
         ) from None
+    identity = run_folder / "wandb_id"
+    if not identity.exists():
+        write_text(identity, uuid.uuid4().hex)
     return wandb.init(
         project=config.logging.wandb_project,
         name=run_folder.name,
-        id=run_folder.name,
+        id=identity.read_text(encoding="utf-8"),
         dir=str(run_folder),
         resume="allow",
         config=config.model_dump(mode="json"),

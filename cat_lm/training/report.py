@@ -15,6 +15,7 @@ from cat_lm.training.engine import StepResult
 from cat_lm.training.estimate import (
     count_parameters,
     flops_per_token,
+    lookup_parameters,
     memory_per_rank,
     peak_flops,
 )
@@ -26,7 +27,7 @@ class Report:
     def __init__(self, config: RunConfig, model: CatForCausalLM, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.parameters = count_parameters(model)
-        self.looked_up = model.config.vocab_size * model.config.hidden_size
+        self.computing = self.parameters - lookup_parameters(model.config)
         self.flops = flops_per_token(model.config, self.parameters, config.data.context_length)
         self.peak = peak_flops(config, ranks.device)
         self._mean_seconds: float | None = None
@@ -44,7 +45,7 @@ class Report:
         return "\n".join(
             (
                 f"model: {self.parameters:,} parameters "
-                f"({self.parameters - self.looked_up:,} without the input embedding), "
+                f"({self.computing:,} without what is only looked up), "
                 f"convolution: {convolution}, positions: {model.position_embedding}",
                 f"data: {corpus.num_tokens:,} tokens, {corpus.num_documents:,} documents in "
                 f"{corpus.folder}; the run sees {tokens:,} tokens, {epochs:.2f} epochs",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 from types import FrameType
 
 from cat_lm.training.distributed import Ranks
@@ -21,20 +21,19 @@ class StopSignal:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._received = 0
+        self._exit_code = 0
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._received == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = max(self._received, number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = INTERRUPTED_EXIT_CODE if number == signal.SIGINT else REQUEUE_EXIT_CODE
+        self._exit_code = self._exit_code or code
+        # Not print: the signal may have come in the middle of another one.
         name = signal.Signals(number).name
-        print(f"{name} received: a checkpoint follows after this step", file=sys.stderr)
+        os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
 
     def agreed(self) -> int:
         """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""
-        received = int(self._ranks.maximum(self._received))
-        if not received:
-            return 0
-        return INTERRUPTED_EXIT_CODE if received == signal.SIGINT else REQUEUE_EXIT_CODE
+        return int(self._ranks.maximum(self._exit_code))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cat_lm.config import changed_keys, load_config
+from cat_lm.config import changed_values, load_config
 from cat_lm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,9 @@ def test_all_errors_at_once():
         ("train.max_steps=null", "one of max_tokens and max_steps"),
         ("train.micro_batch_size=5", "must divide"),
         ("train.zero_stage=4", "train.zero_stage"),
-        ("train.resume=somewhere", "auto, never"),
+        ("train.max_steps=1e400", "whole number"),
+        ("model.rotary_pct=0.3", "even number"),
+        ("train.compile=true", "does not go with"),
         ("model.num_attention_heads=3", "multiple of"),
         ("model.conv_streams=qx", "q, k and v"),
         ("model.conv_streams=qq", "q, k and v"),
@@ -82,7 +84,15 @@ def test_all_errors_at_once():
     ],
 )
 def test_wrong_values(override, part):
-    assert part in error_of(QUICKSTART, override)
+    more = ["train.zero_stage=3"] if "compile" in override else []
+    assert part in error_of(QUICKSTART, override, *more)
+
+
+def test_paths_are_taken_as_they_are():
+    overrides = ["data.path=/a #1: b/data", "train.output_dir=2024", "train.resume=/x/y: z"]
+    config = load_config(QUICKSTART, overrides)
+    assert config.data.path == "/a #1: b/data" and config.train.output_dir == "2024"
+    assert config.train.resume == "/x/y: z"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +101,7 @@ def test_wrong_values(override, part):
         ("", "is empty"),
         ("model: [", "not valid YAML"),
         ("model: 3", "must be a section"),
+        ("1: {a: 2}", "1: unknown key"),
         ("model: {hidden_size: 1}\nmodel: {}", "stands twice"),
         ("base: 3", "must be a file name"),
         ("base: missing.yaml", "no such configuration file"),
@@ -126,10 +137,10 @@ def test_resolved_config_reads_back(tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_changed_keys():
+def test_changed_values():
     a = load_config(QUICKSTART).model_dump(mode="json")
     b = load_config(QUICKSTART, ["train.seed=1", "optimizer.lr=1"]).model_dump(mode="json")
-    assert changed_keys(a, b) == ["optimizer.lr", "train.seed"]
+    assert changed_values(a, b) == {"optimizer.lr": (2e-3, 1.0), "train.seed": (0, 1)}
 
 
 def test_paper_rows_follow_the_recipe():

@@ -1,5 +1,6 @@
 """The preparation as a whole: same result for any number of workers, kills, errors, arguments."""
 
+import argparse
 import collections
 import contextlib
 import hashlib
@@ -20,9 +21,10 @@ from cat_lm.data import TokenCorpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from data_prep import output, pipeline
-from data_prep.documents import Document
+from data_prep.documents import Document, Reading
 from data_prep.encode import chunks, split_of
 from data_prep.prepare import parse_arguments
+from data_prep.sources import open_source
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
 
 
@@ -196,6 +198,9 @@ def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, p
     with pytest.raises(UserError, match="the manifest says"):
         prepare(out, *flags(path))
     (out / "train-00000.bin").write_bytes(whole)
+    path.write_bytes(path.read_bytes().replace(b"e", b"a", 1))  # names and sizes are what they were
+    with pytest.raises(UserError, match=r"made otherwise \(source was"):
+        prepare(out, *flags(path))
     write_jsonl(path, generated_text(101))
     with pytest.raises(UserError, match="made otherwise"):
         prepare(out, *flags(path))
@@ -268,6 +273,31 @@ def test_limits(tmp_path, prepare, many_documents):
     out = prepare(tmp_path / "b", *flags(many_documents, "--max-bytes", 10_000, "--workers", 1))
     size = sum(TokenCorpus.open(out, split).num_bytes for split in ("train", "validation"))
     assert 10_000 <= size < 10_500
+
+
+@pytest.mark.parametrize("limit", [{"max_documents": 3}, {"max_bytes": 5}])
+def test_files_behind_a_limit_are_not_opened(tmp_path, limit):
+    for split in ("train", "validation"):
+        for number in range(6):
+            file = tmp_path / split / f"chunk{number}" / "x.jsonl"
+            file.parent.mkdir(parents=True)
+            write_jsonl(file, [f"{number}a", f"{number}b"])
+    source = open_source("slimpajama", str(tmp_path), Reading())
+    opened = []
+
+    def reading(part, read=source.read):
+        opened.append(part.name)
+        return read(part)
+
+    source.read = reading
+    arguments = argparse.Namespace(
+        **{"max_documents": None, "max_bytes": None, "validation_fraction": 0.3} | limit
+    )
+    found = [(document.split, document.text) for document in pipeline._limited(source, arguments)]
+    assert found == [*(("train", text) for text in ("0a", "0b", "1a")), ("validation", "0a")]
+    assert opened == [
+        f"{name}/x.jsonl" for name in ("train/chunk0", "train/chunk1", "validation/chunk0")
+    ]
 
 
 def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_documents):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -214,6 +215,24 @@ def test_a_hub_that_cannot_be_reached_is_one_error(monkeypatch):
     monkeypatch.setattr("data_prep.sources._resolve_revision", unreachable)
     with pytest.raises(UserError, match=r"cannot be read from the Hub \(no route to host\)"):
         open_source("slimpajama", "hub:owner/name", Reading())
+
+
+def test_equal_input_has_an_equal_description_wherever_it_lies(tmp_path, monkeypatch):
+    def describe(folder):
+        source = open_source("files", str(tmp_path / folder), Reading())
+        return {key: value for key, value in source.describe().items() if key != "path"}
+
+    for folder, content in (("a", "one two"), ("b", "one two"), ("c", "two one")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(content)
+        (tmp_path / folder / "y.txt").write_text("y")
+    os.utime(tmp_path / "b" / "x.txt", (0, 0))
+    assert describe("a") == describe("b")
+    differing = {key for key in describe("a") if describe("a")[key] != describe("c")[key]}
+    assert differing == {"contents_sha256"}
+    monkeypatch.setattr("data_prep.sources.HASHED_BYTES", 7)  # as with terabytes: not read
+    assert "contents_sha256" not in describe("a")
+    assert describe("a") == describe("c")
 
 
 def test_the_standard_library_has_no_tests_and_a_fixed_order():

@@ -1,0 +1,211 @@
+"""Saves that are cut off or fail at each of their steps, and folders that hold another run."""
+
+from __future__ import annotations
+
+import pkgutil
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
+from tests.distributed.ranks import run_on_ranks
+from tests.runs import losses, run_values
+
+# Every action of a save and a prune that touches the disk.
+ACTIONS = (
+    "cat_lm.training.checkpoint.Checkpoints._prepare",
+    "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint",
+    "safetensors.torch.save_file",
+    "shutil.copytree",
+    "cat_lm.training.checkpoint.Checkpoints._flush",
+    "cat_lm.training.checkpoint.sync_directory",
+    "os.rename",
+    "cat_lm.training.checkpoint.write_json",
+    "cat_lm.training.checkpoint.write_text",
+    "cat_lm.training.checkpoint.Checkpoints._prune",
+    "shutil.rmtree",
+)
+
+
+class Killed(BaseException):
+    """Ends a run without any of its error handling, as SIGKILL does."""
+
+
+@contextmanager
+def failing(action: str, after: bool, error: BaseException):
+    """`action` raises `error` instead of its work, or after it."""
+    original = pkgutil.resolve_name(action)
+
+    def fail(*arguments, **options):
+        if after:
+            original(*arguments, **options)
+        raise error
+
+    with mock.patch(action, fail):
+        yield
+
+
+def train(ranks, values: dict, saving=None, at_step: int = 0) -> None:
+    """Runs train.py's Trainer; the save of `at_step` happens inside the context `saving()`."""
+    from train import Trainer
+
+    class Watched(Trainer):
+        def save(self):
+            if saving is None or self.step != at_step:
+                return super().save()
+            with saving():
+                return super().save()
+
+    trainer = Watched(RunConfig.model_validate(values), ranks)
+    try:
+        trainer.run()
+    finally:
+        trainer.checkpoints.close()  # the end of a process does it
+
+
+def killed_everywhere(ranks, data: str, folder: str) -> list[str]:
+    """Kills the third save, which also prunes, before and after each action; then goes on."""
+    done = []
+    for number, action in enumerate(ACTIONS):
+        for after in (False, True):
+            run = Path(folder) / f"{number}-{after}"
+            values = run_values(data, run, max_steps=8, resume="auto")
+            values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
+            values["validation"]["every_steps"] = 8
+            try:
+                train(ranks, values, lambda a=action, b=after: failing(a, b, Killed()), at_step=6)
+            except Killed:
+                done.append(run.name)
+            newest = find_checkpoint(run)
+            assert newest.name in ("step-00000004", "step-00000006"), (action, newest)
+            train(ranks, values)
+            names = {path.name for path in (run / "checkpoints").iterdir()}
+            assert names == {".lock", "latest", "step-00000006", "step-00000008"}, (action, names)
+    return done
+
+
+def test_a_save_killed_at_any_action_costs_nothing(tiny_corpus, tmp_path):
+    run_on_ranks(train, 1, reference := run_values(tiny_corpus, tmp_path / "whole", max_steps=8))
+    assert reference["validation"]["every_steps"] == 6
+    runs = run_on_ranks(killed_everywhere, 1, str(tiny_corpus), str(tmp_path))[0]
+    assert len(runs) == 2 * len(ACTIONS)
+    steps = [row for row in losses(tmp_path / "whole") if len(row) == 3]
+    for run in runs:
+        assert [row for row in losses(tmp_path / run) if len(row) == 3] == steps, run
+
+
+def failed_on_last_rank(ranks, data: str, folder: str) -> list[str]:
+    """The messages of runs in which one action of a save fails on the last rank alone."""
+    messages = []
+    for number, action in enumerate(("torch.save", "cat_lm.training.checkpoint.os.fsync")):
+        values = run_values(data, Path(folder) / str(number), max_steps=4)
+        values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
+        full = OSError(28, "No space left on device")
+        is_last = ranks.rank == ranks.world_size - 1
+
+        @contextmanager
+        def saving(action=action, full=full, is_last=is_last):
+            original = pkgutil.resolve_name(action)
+
+            def fail(*arguments, **options):
+                ours = action != "torch.save" or "random-" in str(arguments[1])
+                if is_last and ours:
+                    raise full
+                return original(*arguments, **options)
+
+            with mock.patch(action, fail):
+                yield
+
+        try:
+            train(ranks, values, saving, at_step=4)
+            messages.append("")
+        except UserError as error:
+            messages.append(str(error))
+        left = [path.name for path in complete_checkpoints(Path(folder) / f"{number}/checkpoints")]
+        assert left == ["step-00000002"], left
+    return messages
+
+
+def test_a_save_that_fails_on_one_rank_ends_all_of_them(tiny_corpus, tmp_path):
+    for messages in run_on_ranks(failed_on_last_rank, 2, str(tiny_corpus), str(tmp_path)):
+        for message in messages:
+            assert "could not be written" in message and "No space left" in message
+            assert "newest complete one: step-00000002" in message
+
+
+def paths(ranks, data: str, folder: str) -> list[str]:
+    """What starting from a named checkpoint answers, in its own folder and in others."""
+    first, other = Path(folder) / "first", Path(folder) / "other"
+    values = run_values(data, first, max_steps=6)
+    values["checkpoint"] = {"every_steps": 2, "keep_last": 3}
+    train(ranks, values)
+    start = first / "checkpoints/step-00000002"
+    answers = []
+    for output_dir, changes in ((first, {}), (other, {"optimizer": {"lr": 1e-4}}), (other, {})):
+        again = run_values(data, output_dir, max_steps=6, resume=str(start))
+        again["checkpoint"] = values["checkpoint"]
+        for section, content in changes.items():
+            again[section] |= content
+        try:
+            train(ranks, again)
+            answers.append("trained")
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_a_named_checkpoint_starts_a_run_of_its_own(tiny_corpus, tmp_path):
+    own, branched, again = run_on_ranks(paths, 1, str(tiny_corpus), str(tmp_path))[0]
+    assert "already holds step-00000006; train.resume=auto continues it" in own
+    assert branched == "trained" and "already holds step-00000006" in again
+    log = (tmp_path / "other/train.log").read_text()
+    assert "optimizer.lr: was 0.003, is 0.0001" in log
+    first, other = losses(tmp_path / "first"), losses(tmp_path / "other")
+    assert [row[0] for row in other if len(row) == 3] == [3, 4, 5, 6]
+    assert other[0] == first[2] and other[1] != first[3]  # step 3 reads the same weights
+    # The checkpoint it began with may be gone: the run's own records still load.
+    shutil.rmtree(tmp_path / "first")
+    from cat_lm.config import load_config
+
+    assert load_config(tmp_path / "other/config.yaml").train.resume.endswith("step-00000002")
+
+
+def two_at_once(ranks, data: str, folder: str) -> str:
+    from cat_lm.training.checkpoint import Checkpoints
+
+    values = run_values(data, Path(folder) / "run")
+    held = Checkpoints(Path(folder) / "run", RunConfig.model_validate(values), ranks)
+    try:
+        train(ranks, values)
+    except UserError as error:
+        return str(error)
+    finally:
+        held.close()
+    return ""
+
+
+def test_two_processes_do_not_train_in_one_folder(tiny_corpus, tmp_path):
+    message = run_on_ranks(two_at_once, 1, str(tiny_corpus), str(tmp_path))[0]
+    assert "another process trains in it" in message
+
+
+def test_records_of_a_run_without_checkpoints_are_put_aside(tiny_corpus, tmp_path):
+    values = run_values(tiny_corpus, tmp_path / "run", max_steps=3)
+    run_on_ranks(train, 1, values)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    run_on_ranks(train, 1, values)
+    assert (tmp_path / "run/metrics.1.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("content", ["[]", '{"files": 3}', "{", '{"files": {"gone": 1}}'])
+def test_markers_that_mean_nothing(tmp_path, content):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "complete.json").write_text(content)
+    assert complete_checkpoints(tmp_path) == []
