@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
     """The prompt as a batch of one: input_ids and attention_mask, each [1, T] int64.
 
-    No special tokens are added: training text has none but the end-of-document token.
-    Raises UserError where the prompt gives no token.
+    No special tokens are added: training text has none but the end-of-document token. What looks
+    like one in the prompt is ordinary text, as in data preparation. Raises UserError where the
+    prompt gives no token.
     """
     inputs = tokenizer(
-        prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False
+        prompt,
+        return_tensors="pt",
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_token_type_ids=False,
     )
     if inputs["input_ids"].shape[1] == 0:
         raise UserError("prompt: is empty; give some text to continue")

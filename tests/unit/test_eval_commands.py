@@ -16,9 +16,11 @@ import torch
 
 from cat_lm.errors import UserError
 from cat_lm.export import export_model
+from cat_lm.generate import continue_text
 from cat_lm.pretrained import load_model, load_tokenizer
 from eval import length_sweep
 from eval.length_sweep import sweep
+from eval.samples import sample_continuations
 from eval.streams import split_stream, text_stream
 from tests.finished_runs import CONTEXT, finished_run, tiny_model
 
@@ -75,6 +77,23 @@ class TestGenerate:
         inputs = tokenizer("The dog", return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
         assert out == tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+
+    def test_special_tokens_in_a_prompt_are_text(self, models, monkeypatch):
+        model, tokenizer = load_model(models[0]), load_tokenizer(models[0])
+        prompt = f"a{tokenizer.eos_token}b"
+        seen = []
+
+        def generate(input_ids, **_):
+            seen.append(input_ids[0].tolist())
+            return torch.cat([input_ids, torch.tensor([[ord("!")]])], dim=1)
+
+        monkeypatch.setattr(model, "generate", generate)
+        assert continue_text(model, tokenizer, prompt, 1, {}) == "!"
+        samples = sample_continuations(
+            model, tokenizer, [{"prompt": prompt}], max_new_tokens=1, seed=0
+        )
+        assert samples == [{"prompt": prompt, "continuation": "!"}]
+        assert seen == [list(prompt.encode())] * 2, "the bytes of the text, no end of document"
 
     def test_seed_decides_the_samples(self, models, monkeypatch, capsys):
         def sampled(seed: int) -> str:
