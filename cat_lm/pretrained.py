@@ -7,6 +7,7 @@ arguments first.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def quiet_transformers() -> None:
-    """Keeps transformers' own notes and progress bars out of a command's output."""
+    """Keeps transformers' own notes and progress bars out of a command's output.
+
+    DeepSpeed's too: where it is installed, saving a model imports it (accelerate looks whether the
+    model is its engine), and without a GPU it warns that it has found none.
+    """
+    import torch
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
