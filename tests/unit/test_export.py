@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +154,77 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    # Killed while it wrote, between the two renames before, and after them.
+    half = tmp_path / ".out.tmp"
+    (half / "sub").mkdir(parents=True)
+    (half / "model.safetensors.part").write_bytes(b"half")
+    shutil.copytree(out, tmp_path / ".out.old")
+    export(tiny_model(257, seed=2), tokenizer_folder, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not {"sub", "model.safetensors.part"} & {path.name for path in out.iterdir()}
+
+
+def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, monkeypatch):
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    out.rename(tmp_path / ".out.old")
+    monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
+    with pytest.raises(UserError, match="read back is not the one written"):
+        export(tiny_model(257, seed=2), tokenizer_folder, out)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_exports_into_one_folder_exclude_each_other(tmp_path, tokenizer_folder, monkeypatch):
+    def load(folder, **options):
+        with pytest.raises(UserError, match="another export is writing"):
+            export(tiny_model(257, seed=2), tokenizer_folder, tmp_path / "out")
+        return load_model(folder, **options)
+
+    monkeypatch.setattr("cat_lm.export.load_model", load)
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    stored, expected = load_file(out / "model.safetensors"), tiny_model(257, seed=1).state_dict()
+    assert all(torch.equal(stored[name], expected[name]) for name in stored)
+
+
+def test_a_link_stays_and_its_folder_is_replaced(tmp_path, tokenizer_folder):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "model")
+    for seed in (1, 2):
+        export(tiny_model(257, seed=seed), tokenizer_folder, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "out"}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+    assert (tmp_path / "out").is_symlink()
+
+
+def test_all_files_and_folders_are_on_disk_before_the_rename(
+    tmp_path, tokenizer_folder, monkeypatch
+):
+    synced, tokenizer = set(), load_tokenizer(tokenizer_folder)
+    fsync, replace = os.fsync, os.replace
+
+    def save(folder, really=tokenizer.save_pretrained):
+        really(folder)
+        (folder / "templates").mkdir()
+        (folder / "templates" / "chat.jinja").write_text("{{ messages }}")
+
+    def replaced(source, target):
+        if target == tmp_path / "out":
+            made = {source, *source.rglob("*")}
+            assert len(made) > 6
+            assert {path.stat().st_ino for path in made} <= synced
+        replace(source, target)
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", save)
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "replace", replaced)
+    out = export_model(tiny_model(257), tokenizer, tmp_path / "out")
+    assert tmp_path.stat().st_ino in synced
+    assert (out / "templates" / "chat.jinja").is_file()
+
+
 @pytest.mark.parametrize("damage", ["missing", "unexpected"])
 def test_weights_that_do_not_fit_are_an_error(tmp_path, tokenizer_folder, damage):
     out = export(tiny_model(257), tokenizer_folder, tmp_path / "out")
@@ -182,6 +256,33 @@ def test_command_refuses_what_is_no_checkpoint(tmp_path, tokenizer_folder):
         assert result.stderr.count("\n") == 1
         assert str(path) in result.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, tokenizer_folder):
+    """A limit on the size of files stands for the full disk: the weights do not fit, others do."""
+    run = tmp_path / "run"
+    checkpoint(run, tiny_model(257), tokenizer_folder)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
+
+    result = run_command("cat_lm.export", str(run), str(tmp_path / "out"), preexec_fn=limit)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"error: OUT {tmp_path / 'out'}: cannot be written: ")
+    assert "File too large" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_command_says_what_it_wrote_and_nothing_else(tmp_path, tokenizer_folder, monkeypatch):
+    """DeepSpeed, which accelerate imports when a model is saved, has a note on absent GPUs."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
+    result = run_command("cat_lm.export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert re.fullmatch(r".*/out: [\d,]+ parameters in float32, read back.*\n", result.stdout)
 
 
 def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
