@@ -50,7 +50,7 @@ def main() -> None:
 
     with distributed.start() as ranks:
         exit_code = Trainer(config, ranks).run()
-    raise SystemExit(exit_code)
+    distributed.leave(exit_code)
 
 
 class Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,9 +116,14 @@ def bf16_loops(ranks):
         engine = Engine(build_model(config, VOCAB), config, ranks)
         weights = engine.full_precision_weights()
         assert all(weight.dtype == torch.float32 for weight in weights.values())
+        dtypes = []
+        engine.model.gpt_neox.layers[0].mlp.dense_h_to_4h.register_forward_hook(
+            lambda module, inputs, output, dtypes=dtypes: dtypes.append(output.dtype)
+        )
         steps = [
             engine.train_step(rows_of(global_batch(s), ranks), lr) for s, lr in enumerate(RATES)
         ]
+        assert set(dtypes) == {torch.bfloat16}, "computed in another precision"
         history.append([step.loss for step in steps])
     return history
 
@@ -140,11 +146,11 @@ class InfiniteOnLastRank:
         return value * math.inf if self.bad and self.is_last else value
 
 
-def bad_steps(ranks):
-    """A loss that is not finite on one rank only, in one micro-batch of the second step."""
+def bad_steps(ranks, precision):
+    """A loss that is not finite on one rank only, in every micro-batch of the second step."""
     outcome = []
     for stage in (0, 1, 2, 3):
-        config = make_config(stage, 2)
+        config = make_config(stage, 2, precision)
         engine = Engine(build_model(config, VOCAB), config, ranks)
         engine._loss = last = InfiniteOnLastRank(engine, ranks)
         engine.train_step(rows_of(global_batch(0), ranks), 1e-2)
@@ -166,11 +172,86 @@ def bad_steps(ranks):
     return outcome
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size):
-    for outcomes in run_on_ranks(bad_steps, world_size):
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size, precision):
+    for outcomes in run_on_ranks(bad_steps, world_size, precision):
         for stage, outcome in enumerate(outcomes):
             assert all(outcome.values()), (stage, outcome)
+
+
+def option_losses(ranks, options):
+    """Losses of three steps with each set of options at each stage; and what dropout draws."""
+    losses, draws = {}, []
+    for name, (model, data, train) in options.items():
+        for stage in (0, 1, 2, 3):
+            values = make_config(stage, 2).model_dump()
+            values["model"] |= model
+            values["data"] |= data
+            values["train"] |= train
+            config = RunConfig.model_validate(values)
+            engine = Engine(build_model(config, VOCAB), config, ranks)
+            draws.append(torch.rand(1).item())
+            steps = []
+            for step in range(3):
+                batch = rows_of(global_batch(step), ranks)
+                if config.data.mask_documents:
+                    batch["document_ids"] = np.cumsum(batch["input_ids"] < 5, axis=1)
+                steps.append(engine.train_step(batch, 3e-3).loss)
+            losses[name, stage] = steps
+    return losses, draws
+
+
+def test_options_act_the_same_under_every_stage():
+    options = {
+        "plain": ({}, {}, {}),
+        "checkpointed": ({}, {}, {"activation_checkpointing": True}),
+        "tied": ({"tie_word_embeddings": True}, {}, {}),
+        "masked": ({}, {"mask_documents": True}, {}),
+        "multihead": ({"conv_type": "multihead", "conv_init": "uniform"}, {}, {}),
+        "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
+    }
+    (losses, draws), (_, other_draws) = run_on_ranks(option_losses, 2, options)
+    for name in options:
+        for stage in (1, 2, 3):
+            assert losses[name, stage] == pytest.approx(losses[name, 0], rel=1e-4), (name, stage)
+        if name not in ("plain", "checkpointed"):
+            assert losses[name, 0][1] != pytest.approx(losses["plain", 0][1], rel=1e-4), name
+    assert losses["checkpointed", 0] == pytest.approx(losses["plain", 0], rel=1e-6)
+    assert not set(draws) & set(other_draws), "ranks must not draw the same dropout"
+
+
+def settings_after_load(ranks, folder):
+    """Optimizer settings and generator of a run that resumes with other settings."""
+    from cat_lm.training.checkpoint import Checkpoints
+
+    tokenizer = f"{folder}/tokenizer"
+    found = []
+    for resumed in (False, True):
+        values = make_config(1, 2).model_dump()
+        values["train"]["output_dir"] = f"{folder}/run"
+        values["train"]["resume"] = "auto"
+        if resumed:
+            values["optimizer"] |= {"weight_decay": 0.5, "betas": (0.5, 0.6)}
+        config = RunConfig.model_validate(values)
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
+        if resumed:
+            state = checkpoints.load(checkpoints.to_resume(), engine, "f")
+            groups = engine.optimizer.param_groups
+            found = [(g["weight_decay"], tuple(g["betas"])) for g in groups]
+            found.append(sorted(line.split(":")[0] for line in state["changed"]))
+        else:
+            engine.train_step(rows_of(global_batch(0), ranks), 1e-3)
+            checkpoints.save(engine, {"step": 1, "data": {"fingerprint": "f"}}, Path(tokenizer))
+        checkpoints.close()
+    return found
+
+
+def test_settings_changed_on_resume_are_applied_and_named(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    found = run_on_ranks(settings_after_load, 1, str(tmp_path))[0]
+    assert found[:2] == [(0.5, (0.5, 0.6)), (0.0, (0.5, 0.6))]
+    assert found[2] == ["optimizer.betas", "optimizer.weight_decay"]
 
 
 def test_decay_groups_exempt_biases_norms_and_filters():

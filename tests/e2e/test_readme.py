@@ -84,7 +84,7 @@ def test_commands_of_the_readme(user_folder):
 
 def test_quickstart_from_the_environment_to_the_page(tmp_path):
     """`launch/quickstart.sh` itself, with --compare, but three training steps."""
-    out = tmp_path / "quick start"  # a path with a space
+    out = tmp_path / "quick #1: start"  # a path that YAML would read otherwise
     command = ["bash", str(ROOT / "launch/quickstart.sh"), "--compare", "--out", str(out)]
     command += ["--data", str(tmp_path / "data")]
     output = run([*command, "--", *SHORT, "checkpoint.every_steps=2"], tmp_path, timeout=900)
@@ -97,10 +97,22 @@ def test_quickstart_from_the_environment_to_the_page(tmp_path):
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
 
 
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(links) >= 3
+    for link in links:
+        assert (ROOT / link).is_file(), link
+
+
 def test_configurations_that_the_readme_names_are_valid():
     names = set(re.findall(r"configs/[\w/]+\.yaml", README)) | {"configs/quickstart.yaml"}
     assert len(names) >= 2
     for name in names:
         load_config(ROOT / name)
+    nodes, tasks = re.findall(r"--nodes=(\d+) --ntasks-per-node=(\d+)", README)[0]
+    gpus = re.findall(r"--nproc-per-node (\d+)", README)[0]
+    for row in (ROOT / "configs/pretrain").glob("*.yaml"):
+        for world_size in (int(nodes) * int(tasks), int(gpus), 1):
+            assert load_config(row).accumulation_steps(world_size) >= 1
     for name in re.findall(r"(?:torchrun|deepspeed|srun)[^\n]*?(configs/\S+\.yaml)(.*)", README):
         load_config(ROOT / name[0], [part for part in name[1].split() if "=" in part])
