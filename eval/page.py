@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from cat_lm.config import changed_keys
+from cat_lm.config import changed_values
 from eval.figures import (
     NARROW,
     RUN_COLOURS,
@@ -276,7 +276,7 @@ def _filters(runs: Sequence[Run]) -> str:
 
 def _configuration(runs: Sequence[Run]) -> str:
     dumps = [run.config.model_dump(mode="json") for run in runs]
-    names = [name for dump in dumps[1:] for name in changed_keys(dumps[0], dump)]
+    names = [name for dump in dumps[1:] for name in changed_values(dumps[0], dump)]
     names = [name for name in dict.fromkeys(names) if name != "train.output_dir"]
     table = ""
     if names:
