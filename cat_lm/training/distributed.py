@@ -186,6 +186,8 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     # On CPU ranks DeepSpeed reads the local world size to divide the cores.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    # Said in every step of ZeRO-3 about torch functions that DeepSpeed calls.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with quiet():
         import_deepspeed().init_distributed(
             dist_backend="nccl" if on_gpu else "gloo",
@@ -215,8 +217,6 @@ def import_deepspeed():
     where there is a compiler, a crash where there is none. Only its tensor-parallel inference
     calls that operator; training reduces through gloo. So it is not built on either machine.
     """
-    # Said on every step of ZeRO-3 about torch functions that DeepSpeed calls.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from deepspeed.utils import logger
 

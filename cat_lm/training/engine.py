@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +88,13 @@ def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str
     return ("bf16" if native else "fp32"), f"this {device.type} {has}"
 
 
+def _check_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU; without a compiler it would fail in the first step."""
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    if device.type == "cpu" and not any(shutil.which(name) for name in compilers):
+        raise UserError("train.compile=True: there is no C++ compiler, which a CPU needs for it")
+
+
 class Engine:
     """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
 
@@ -117,6 +126,7 @@ class Engine:
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
         if config.train.compile:
+            _check_compiler(ranks.device)
             # In place: the names in the state dict stay the same.
             model.compile()
 

@@ -126,6 +126,19 @@ def resize_in_marker(checkpoint: Path, name: str) -> None:
     marker.write_text(json.dumps(content))
 
 
+def test_validation_with_more_ranks_than_windows(tiny_corpus, tmp_path):
+    """One held-out window: the second rank has none, and the number is still that of one rank."""
+    found = []
+    for world_size in (1, 2):
+        run = tmp_path / str(world_size)
+        values = run_values(tiny_corpus, run, max_steps=3, micro_batch_size=4)
+        values["model"]["hidden_dropout"] = 0.0
+        values["validation"] = {"every_steps": 3, "max_tokens": 32}
+        run_on_ranks(train, world_size, values)
+        found.append([row[1] for row in losses(run) if len(row) == 2])
+    assert len(found[0]) == 1 and found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_kept_and_incomplete_checkpoints(tiny_corpus, tmp_path):
     """Old ones are pruned, damaged ones are passed over, the newest complete one is found."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=20)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import signal
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed
+from cat_lm.training.engine import _check_compiler
 from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate
+from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
 from tests.runs import run_values
 
 
@@ -113,6 +118,52 @@ def test_tensorboard_and_missing_wandb(tmp_path):
     except ImportError:
         with pytest.raises(UserError, match=r"cat_lm\[wandb\]"):
             Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+
+
+def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
+    alone = distributed.Ranks(0, 0, 1, torch.device("cpu"))
+    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGINT)}
+    try:
+        stop = StopSignal(alone)
+        assert stop.agreed() == 0
+        os.kill(os.getpid(), SIGTERM)
+        assert stop.agreed() == REQUEUE_EXIT_CODE
+        os.kill(os.getpid(), SIGINT)
+        assert stop.agreed() == REQUEUE_EXIT_CODE  # the first signal decides
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), SIGINT)
+        assert "SIGTERM received" in capfd.readouterr().err
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("key=1: must be 2"), 2, "error: key=1: must be 2"),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "error: a/b: No space left"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_commands_end_in_one_line(error, code, line, capsys):
+    @command
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(line) and len(printed.splitlines()) == 1
+
+
+def test_compiling_needs_a_compiler_on_a_cpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler"):
+        _check_compiler(torch.device("cpu"))
+    _check_compiler(torch.device("cuda"))
 
 
 def paper_model(**changes) -> tuple[CatConfig, int]:
