@@ -114,7 +114,7 @@ def check_methods(methods: Sequence[str]) -> None:
     """Raises UserError for a method that does not exist, naming those that do."""
     for method in methods:
         if method not in METHODS:
-            raise UserError(f"--methods {method}: unknown; there is {', '.join(METHODS)}")
+            raise UserError(f"--methods {method}: unknown; known: {', '.join(METHODS)}")
 
 
 class _Scorer:

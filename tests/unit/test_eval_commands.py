@@ -303,7 +303,7 @@ class TestSweep:
         for arguments, message in (
             ((models[0], "--text", text, *base, bytes_ + 1), f"it has {bytes_} tokens"),
             ((models[0], "--text", text, *base, "64", "--max-tokens", "60"), "--max-tokens is 60"),
-            ((models[0], "--text", text, *base, "64", "--methods", "yarn"), "there is none"),
+            ((models[0], "--text", text, *base, "64", "--methods", "yarn"), "known: none"),
             ((models[0], "--text", tmp_path / "no.txt", *base, "8"), "no.txt: no such file"),
             ((models[0], "--data", tmp_path, *base, "8"), "no manifest.json"),
             ((tmp_path, "--text", text, *base, "8"), "not a model folder"),
