@@ -147,7 +147,7 @@ def test_kept_and_incomplete_checkpoints(tiny_corpus, tmp_path):
     folder = tmp_path / "run/checkpoints"
     names = [path.name for path in complete_checkpoints(folder)]
     assert names == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
-    assert sorted(p.name for p in folder.iterdir()) == [*sorted(["latest", *names])]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([".lock", "latest", *names])
     assert (folder / "latest").read_text().strip() == names[-1]
 
     newest = folder / names[-1]
