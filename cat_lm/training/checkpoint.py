@@ -107,10 +107,12 @@ class Checkpoints:
         lock = open(self.folder / ".lock", "w")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
             ) from None
+        except OSError:
+            pass  # some cluster file systems have no locks; a run there must start all the same
         for folder in self.folder.iterdir():
             unmarked = _STEP_FOLDER.fullmatch(folder.name) and not (folder / MARKER).exists()
             if unmarked or folder.name.startswith(".step-"):

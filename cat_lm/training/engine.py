@@ -30,28 +30,13 @@ class StepResult:
 def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
     section = config.model
-    model_config = CatConfig(
-        vocab_size=section.vocab_size or vocab_size,
-        hidden_size=section.hidden_size,
-        num_hidden_layers=section.num_hidden_layers,
-        num_attention_heads=section.num_attention_heads,
-        intermediate_size=section.intermediate_size or 4 * section.hidden_size,
-        max_position_embeddings=config.data.context_length,
-        rotary_pct=section.rotary_pct,
-        rope_theta=section.rope_theta,
-        position_embedding=section.position_embedding,
-        conv_type=section.conv_type,
-        conv_window=section.conv_window,
-        conv_streams=section.conv_streams,
-        conv_init=section.conv_init,
-        use_parallel_residual=section.use_parallel_residual,
-        tie_word_embeddings=section.tie_word_embeddings,
-        layer_norm_eps=section.layer_norm_eps,
-        hidden_dropout=section.hidden_dropout,
-        attention_dropout=section.attention_dropout,
-        attn_implementation=section.attn_implementation,
-        use_cache=False,
-    )
+    fields = section.model_dump() | {
+        "vocab_size": section.vocab_size or vocab_size,
+        "intermediate_size": section.intermediate_size or 4 * section.hidden_size,
+        "max_position_embeddings": config.data.context_length,
+    }
+    # The section's keys are CatConfig's, so that a new one cannot be forgotten here.
+    model_config = CatConfig(**fields, use_cache=False)
     torch.manual_seed(config.train.seed)
     try:
         model = CatForCausalLM(model_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pkgutil
 import shutil
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
@@ -192,6 +194,16 @@ def two_at_once(ranks, data: str, folder: str) -> str:
 def test_two_processes_do_not_train_in_one_folder(tiny_corpus, tmp_path):
     message = run_on_ranks(two_at_once, 1, str(tiny_corpus), str(tmp_path))[0]
     assert "another process trains in it" in message
+
+
+def test_a_file_system_without_locks_is_no_reason_not_to_train(tmp_path):
+    from cat_lm.training.checkpoint import Checkpoints
+    from cat_lm.training.distributed import Ranks
+
+    config = RunConfig.model_validate(run_values(tmp_path, tmp_path / "run"))
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "not implemented")):
+        Checkpoints(tmp_path / "run", config, Ranks(0, 0, 1, torch.device("cpu"))).close()
+    assert (tmp_path / "run/checkpoints").is_dir()
 
 
 def test_records_of_a_run_without_checkpoints_are_put_aside(tiny_corpus, tmp_path):
