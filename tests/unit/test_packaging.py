@@ -36,9 +36,10 @@ def requirements(section: str, key: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def base_and_test() -> list[Requirement]:
-    extras = requirements("options.extras_require", "test")
-    return requirements("options", "install_requires") + extras
+def tested() -> list[Requirement]:
+    """What the pins cover: the package with the extras `eval` and `test`."""
+    extras = [requirements("options.extras_require", extra) for extra in ("eval", "test")]
+    return requirements("options", "install_requires") + extras[0] + extras[1]
 
 
 def pins() -> dict[str, Version]:
@@ -50,10 +51,11 @@ def pins() -> dict[str, Version]:
     return result
 
 
-def needed_by(name: str) -> list[Requirement]:
-    """What an installed distribution needs on Python 3.11 or 3.12; not torch's CUDA libraries."""
+def needed_by(name: str, extra: str) -> list[Requirement]:
+    """What a distribution or its extra needs on Python 3.11 or 3.12; not torch's CUDA libraries."""
     environments = [
-        {"python_version": v, "python_full_version": f"{v}.1"} for v in ("3.11", "3.12")
+        {"python_version": v, "python_full_version": f"{v}.1", "extra": extra}
+        for v in ("3.11", "3.12")
     ]
     result = []
     for text in importlib.metadata.distribution(name).requires or []:
@@ -61,7 +63,7 @@ def needed_by(name: str) -> list[Requirement]:
         marker = requirement.marker
         of_cuda = name == "torch" and requirement.name.startswith(("nvidia", "cuda", "triton"))
         if not of_cuda and (
-            marker is None or any(marker.evaluate({"extra": "", **e}) for e in environments)
+            marker is None or any(marker.evaluate(e) for e in environments)
         ):
             result.append(requirement)
     return result
@@ -69,24 +71,26 @@ def needed_by(name: str) -> list[Requirement]:
 
 def test_ranges_hold_the_tested_versions():
     pinned = pins()
-    for requirement in base_and_test():
+    for requirement in tested():
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 def test_pins_are_the_whole_closure_and_agree_with_each_other():
     pinned, closure = pins(), set()
-    todo = [canonicalize_name(requirement.name) for requirement in base_and_test()]
+    todo = tested()
     while todo:
-        name = todo.pop()
-        if name in closure:
-            continue
-        closure.add(name)
-        for requirement in needed_by(name):
-            child = canonicalize_name(requirement.name)
-            assert child in pinned, f"{name} needs {requirement}, which requirements.txt lacks"
-            assert pinned[child] in requirement.specifier, f"{name} needs {requirement}"
-            todo.append(child)
-    assert closure == set(pinned)
+        wanted = todo.pop()
+        for extra in ("", *wanted.extras):
+            name = canonicalize_name(wanted.name)
+            if (name, extra) in closure:
+                continue
+            closure.add((name, extra))
+            for requirement in needed_by(name, extra):
+                child = canonicalize_name(requirement.name)
+                assert child in pinned, f"{name} needs {requirement}, which requirements.txt lacks"
+                assert pinned[child] in requirement.specifier, f"{name} needs {requirement}"
+                todo.append(requirement)
+    assert {name for name, _ in closure} == set(pinned)
 
 
 def test_pyproject_names_only_the_build_system():
