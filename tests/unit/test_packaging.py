@@ -62,9 +62,7 @@ def needed_by(name: str, extra: str) -> list[Requirement]:
         requirement = Requirement(text)
         marker = requirement.marker
         of_cuda = name == "torch" and requirement.name.startswith(("nvidia", "cuda", "triton"))
-        if not of_cuda and (
-            marker is None or any(marker.evaluate(e) for e in environments)
-        ):
+        if not of_cuda and (marker is None or any(marker.evaluate(e) for e in environments)):
             result.append(requirement)
     return result
 
