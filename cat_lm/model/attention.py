@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXAttention,
@@ -16,6 +16,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 from cat_lm.model.cache import ConvStateMixin
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.convolution import ConvolvedProjection
+from cat_lm.model.map_mixing import attend_mixing_maps, sum_over_maps
+from cat_lm.model.rope_scaling import logit_temperature
 
 
 class CatAttention(GPTNeoXAttention):
@@ -30,6 +32,7 @@ class CatAttention(GPTNeoXAttention):
         if config.convolved_streams:
             self.query_key_value = ConvolvedProjection(config)
         self.dense.writes_residual = True
+        self.scaling /= logit_temperature(config)
 
     def forward(
         self,
@@ -54,16 +57,28 @@ class CatAttention(GPTNeoXAttention):
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
         """
-        # [B, T, H, D] to [B, H, T, D]
-        query, key, value = (
-            stream.transpose(1, 2)
-            for stream in self._project(hidden_states, padding_mask, document_ids, layer_past)
+        follows_cache = _follows_cache(layer_past, self.layer_idx)
+        streams = self._project(
+            hidden_states,
+            position_embeddings,
+            padding_mask,
+            document_ids,
+            layer_past,
+            follows_cache,
         )
-        if position_embeddings is not None:
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        # [B, T, H, D] to [B, H, T, D]
+        query, key, value = (stream.transpose(1, 2) for stream in streams[:3])
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
 
+        dropout = self.attention_dropout if self.training else 0.0
+        if self.config.mixes_maps and follows_cache:
+            output, maps = attend_mixing_maps(
+                query, key, value, streams[3], attention_mask, self.scaling, dropout
+            )
+            return self._output(output), maps
+        if self.config.mixes_maps:
+            value = streams[3].transpose(1, 2)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -74,24 +89,50 @@ class CatAttention(GPTNeoXAttention):
             value,
             attention_mask,
             scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             **kwargs,
         )
-        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.dense(output), maps
+        if self.config.mixes_maps:
+            output = sum_over_maps(output)
+        return self._output(output), maps
+
+    def _output(self, heads: Tensor) -> Tensor:
+        """[B, T, H, D] to [B, T, C]."""
+        return self.dense(heads.flatten(2).contiguous())
 
     def _project(
         self,
         hidden_states: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
         cache: Cache | None,
+        follows_cache: bool,
     ) -> tuple[Tensor, ...]:
+        """Rotated queries and keys, and values, each [B, T, H, D]; see `ConvolvedProjection`."""
         if not isinstance(self.query_key_value, ConvolvedProjection):
             projected = self.query_key_value(hidden_states)
             heads = self.config.num_attention_heads
-            return projected.view(*projected.shape[:2], heads, 3, -1).unbind(dim=3)
+            projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
+            query, key, value = projected.unbind(dim=3)
+            if rotary is not None:
+                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         state = None
         if cache is not None and isinstance(cache.layers[self.layer_idx], ConvStateMixin):
             state = cache.layers[self.layer_idx]
-        return self.query_key_value(hidden_states, padding_mask, document_ids, state)
+        return self.query_key_value(
+            hidden_states, rotary, padding_mask, document_ids, state, follows_cache
+        )
+
+
+def _follows_cache(cache: Cache | None, layer_index: int) -> bool:
+    """Whether attention reads keys that are not among the new ones.
+
+    A static layer's keys always are more than the new ones: those that are still to come.
+    """
+    if cache is None:
+        return False
+    if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):
+        return True
+    return cache.get_seq_length(layer_index) > 0

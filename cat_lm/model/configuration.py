@@ -7,7 +7,11 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
-CONV_TYPES = ("none", "head", "multihead")
+from cat_lm.model.rope_scaling import check_rope_parameters, check_temperature
+
+CONV_TYPES = ("none", "head", "multihead", "depthwise")
+CONV_MIXINGS = ("embeddings", "maps")
+CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform")
 POSITION_EMBEDDINGS = ("rope", "none")
 STREAMS = "qkv"
@@ -19,14 +23,34 @@ class CatConfig(GPTNeoXConfig):
 
     conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
         each head with one causal filter, shared by the channels of the head; `"multihead"` mixes
-        heads, with one filter for each pair of them.
+        heads, with one filter for each pair of them; `"depthwise"` has one filter for each channel,
+        the short convolution of Primer (on queries, keys and values), of Mamba and DeltaNet, and of
+        Canon layers at position B (arXiv:2512.17351).
     conv_window (`int`, defaults to 21): W, the number of taps of a filter; at least 1.
     conv_streams (`str`, defaults to `"qkv"`): which of queries, keys and values are convolved.
+    conv_mixing (`str`, defaults to `"embeddings"`): what a multi-head convolution mixes.
+        `"embeddings"`: the queries, keys and values of all heads before attention, as in the
+        paper's definition (section 3.1). `"maps"`: the attention maps after the softmax, over heads
+        and keys, A'_i[t, m] = sum_h sum_j F[j,i,h] A_h[t, m+j], in place of the convolution of the
+        values; queries and keys, if `conv_streams` names them, are mixed as embeddings. The paper
+        says only that its Table 2 also looks at mixing maps and gives no equation, so this form is
+        inferred, and which of the two its MH-CAT rows used is not known.
+    conv_activation (`str`, defaults to `"none"`): `"silu"` applies SiLU to what a depthwise
+        convolution gives, bias included, as Mamba and DeltaNet do.
     conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
-        convolutions, `"uniform"` draws the taps from ±1/sqrt(W), for multihead ±1/sqrt(W H).
+        convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
+        multihead ±1/sqrt(W H).
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
         `rope_parameters["partial_rotary_factor"]`.
+    attention_temperature (`float`, defaults to 1): t of softmax(q·k / (t sqrt(D))); below 1 it
+        sharpens attention. YaRN's for a factor s is (0.1 ln s + 1)^-2: 0.875, 0.771, 0.685 for
+        s = 2, 4, 8. See `cat_lm.model.rope_scaling`.
+    temperature_scope (`str`, defaults to `"logits"`): what the temperature acts on: `"logits"`, or
+        `"rotary"`, the part of the logits that the rotated channels give.
+    rope_parameters (`dict`, *optional*): as in transformers, with `rope_type` `"default"`,
+        `"linear"` (position interpolation) or `"yarn"`; an unknown key is an error. YaRN without
+        `attention_factor` has transformers' own temperature, on the rotated channels.
 
     `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.initialization`.
     Wrong values raise a `ValueError` that says what is supported.
@@ -39,8 +63,12 @@ class CatConfig(GPTNeoXConfig):
     conv_type: str = "head"
     conv_window: int = 21
     conv_streams: str = "qkv"
+    conv_mixing: str = "embeddings"
+    conv_activation: str = "none"
     conv_init: str = "identity"
     position_embedding: str = "rope"
+    attention_temperature: float | int = 1.0
+    temperature_scope: str = "logits"
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_rotary_pct_given_once(self.rope_parameters, kwargs)
@@ -48,10 +76,15 @@ class CatConfig(GPTNeoXConfig):
             _check_choice("conv_init", self.conv_init, CONV_INITS)
         _check_choice("conv_type", self.conv_type, CONV_TYPES)
         _check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
+        _check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
+        _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
         _check_streams(self.conv_streams)
+        _check_mixing_and_activation(self)
         if self.conv_window < 1:
             raise ValueError(f"conv_window={self.conv_window}: a filter needs at least 1 tap")
+        check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
+        check_temperature(self)
         if self.position_embedding == "rope":
             _check_rotary_width(self.rotary_pct, self.hidden_size, self.num_attention_heads)
 
@@ -62,10 +95,21 @@ class CatConfig(GPTNeoXConfig):
 
     @property
     def convolved_streams(self) -> str:
-        """The streams that are convolved, in the order q, k, v; empty without convolutions."""
+        """The streams that have filters, in the order q, k, v; empty without convolutions."""
         if self.conv_type == "none":
             return ""
         return "".join(stream for stream in STREAMS if stream in self.conv_streams)
+
+    @property
+    def mixes_maps(self) -> bool:
+        """Whether the values' filters mix attention maps."""
+        return self.conv_type == "multihead" and self.conv_mixing == "maps"
+
+    @property
+    def embedding_streams(self) -> str:
+        """The streams that are convolved before attention, and need their past when decoding."""
+        streams = self.convolved_streams
+        return streams.replace("v", "") if self.mixes_maps else streams
 
 
 def _check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
@@ -78,6 +122,24 @@ def _check_streams(streams: str) -> None:
         raise ValueError(
             f"conv_streams={streams!r} must name some of q, k and v, each once, such as 'qkv' "
             "or 'v'; for no convolution set conv_type='none'"
+        )
+
+
+def _check_mixing_and_activation(config: CatConfig) -> None:
+    if config.conv_mixing == "maps" and config.conv_type != "multihead":
+        raise ValueError(
+            f"conv_mixing='maps' needs conv_type='multihead', not {config.conv_type!r}; "
+            "a convolution that mixes no heads has conv_mixing='embeddings'"
+        )
+    if config.conv_mixing == "maps" and "v" not in config.conv_streams:
+        raise ValueError(
+            f"conv_mixing='maps' needs the stream v, whose filters mix the maps; "
+            f"conv_streams={config.conv_streams!r} must name it, as in 'v' or 'qkv'"
+        )
+    if config.conv_activation != "none" and config.conv_type != "depthwise":
+        raise ValueError(
+            f"conv_activation={config.conv_activation!r} needs conv_type='depthwise', "
+            f"not {config.conv_type!r}; the others have conv_activation='none'"
         )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
+from cat_lm.model.configuration import CatConfig
+from cat_lm.model.rope_scaling import rotary_magnitude
+
 
 class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
     """GPT-NeoX's rotary embedding whose frequencies stay in fp32.
@@ -12,7 +15,19 @@ class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
     `model.to(torch.bfloat16)`, which training engines call, would round the frequencies too. The
     angle at position 2,000 would then be off by radians, and differ from that of the same weights
     loaded with `from_pretrained`, which keeps these buffers in fp32.
+
+    With `temperature_scope: rotary`, cosines and sines carry the attention temperature.
     """
+
+    def __init__(self, config: CatConfig):
+        super().__init__(config)
+        if config.rope_parameters.get("factor", 1) == 1 and self.rope_type != "default":
+            # YaRN's mixture of a frequency with itself is off by a rounding error.
+            self.rope_type = "default"
+            inverse_frequencies, _ = self.compute_default_rope_parameters(config)
+            self.inv_freq.copy_(inverse_frequencies)
+            self.original_inv_freq.copy_(inverse_frequencies)
+        self.attention_scaling *= rotary_magnitude(config)
 
     def _apply(self, fn, recurse=True):
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}

@@ -1,0 +1,291 @@
+"""Longer contexts than those trained on: scaled rotary positions and attention temperature.
+
+The one definition of position interpolation (PI, Chen et al. 2023, arXiv:2306.15595) and YaRN
+(Peng et al. 2023, arXiv:2309.00071) for the length sweep, long-context training and export. A
+method is a few fields of `CatConfig`, so that a model scaled here, trained with these fields or
+exported with them is the same model:
+
+    pi               rope_parameters: rope_type linear, frequencies divided by the factor s
+    pi+temperature   the same, and attention_temperature
+    yarn             rope_parameters: rope_type yarn, and attention_temperature
+    temperature      attention_temperature alone, for models without positions
+
+The frequencies themselves are computed by transformers, whose YaRN is the published code. With D
+rotated channels, base b and training length L, it takes dim(r) = D ln(L / 2 pi r) / (2 ln b),
+low = floor(dim(32)), high = ceil(dim(1)), both clamped to [0, D − 1], and divides the frequency of
+pair i by s as far as clip((i − low) / (high − low), 0, 1) says.
+
+The temperature t of softmax(q·k / (t sqrt(D))) is 1 / m², m = 0.1 ln s + 1. transformers multiplies
+cosines and sines by m instead, which reaches only the rotated channels: a quarter of them in
+Pythia. `temperature_scope` says which is meant: `logits` (the publication's formula, and the only
+one without positions) or `rotary` (transformers' own).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from cat_lm.model.configuration import CatConfig
+
+TEMPERATURE_SCOPES = ("logits", "rotary")
+ROPE_METHODS = ("none", "pi", "pi+temperature", "yarn")
+NOPE_METHODS = ("none", "temperature")
+METHODS = tuple(dict.fromkeys(ROPE_METHODS + NOPE_METHODS))
+
+# `type` is what transformers used to call `rope_type`, and still reads.
+_BASE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_REQUIRED_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+}
+_OPTIONAL_KEYS = {
+    "default": set(),
+    "linear": set(),
+    "yarn": {"attention_factor", "beta_fast", "beta_slow", "truncate"},
+}
+
+
+def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The methods that exist for models of this configuration; the first is always `none`.
+
+    GPT-NeoX and CAT with rotary positions have `ROPE_METHODS`, CAT without positions has
+    `NOPE_METHODS`. Other architectures, and models that are scaled already (another scaling on top
+    would be neither's method), have only `none`: the model as it is.
+    """
+    if config.model_type not in ("gpt_neox", "cat_neox") or is_scaled(config):
+        return ("none",)
+    return ROPE_METHODS if _has_rope(config) else NOPE_METHODS
+
+
+def is_scaled(config: PreTrainedConfig) -> bool:
+    """Whether positions or attention differ from those of a model without any scaling."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled_rope = rope.get("rope_type", "default") != "default" and _has_rope(config)
+    return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1
+
+
+def yarn_magnitude(factor: float) -> float:
+    """m = 0.1 ln s + 1, the square root of 1/t (YaRN, equation 22); 1 for s <= 1."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def yarn_temperature(factor: float) -> float:
+    """t = 1 / m²: attention logits are q·k / (t sqrt(D))."""
+    return yarn_magnitude(factor) ** -2
+
+
+def scaled_fields(
+    config: PreTrainedConfig,
+    method: str,
+    factor: float,
+    training_length: int,
+    temperature_scope: str = "logits",
+) -> dict[str, Any]:
+    """The fields of `CatConfig` that make a model of this configuration use `method`.
+
+    Args:
+        config: of a model that is not scaled yet (see `methods_for`).
+        factor: s >= 1, the length to be read over the length trained on. 1 changes nothing.
+        training_length: tokens; YaRN's dividing line between frequencies depends on it.
+        temperature_scope: what the temperature acts on.
+
+    Returns:
+        The fields; empty where the model stays as it is.
+
+    Raises:
+        ValueError: the method or the scope does not exist for this model, or the factor is below 1.
+    """
+    if method not in methods_for(config):
+        known = ", ".join(methods_for(config))
+        raise ValueError(f"method {method!r} does not exist for {_kind(config)}; it has {known}")
+    _check_scope(temperature_scope, _has_rope(config))
+    if not factor >= 1 or math.isinf(factor):
+        raise ValueError(f"factor {factor}: must be at least 1")
+    if method == "none" or factor == 1:
+        return {}
+    rope = dict(config.rope_parameters)
+    if method == "yarn":
+        in_rope = temperature_scope == "rotary"
+        # Stored even where it is 1: without it, transformers would apply its own.
+        rope |= {
+            "rope_type": "yarn",
+            "factor": float(factor),
+            "original_max_position_embeddings": training_length,
+            "attention_factor": yarn_magnitude(factor) if in_rope else 1.0,
+        }
+        if in_rope:
+            return {"rope_parameters": rope}
+    elif method.startswith("pi"):
+        rope |= {"rope_type": "linear", "factor": float(factor)}
+    fields = {"rope_parameters": rope}
+    if method != "pi":
+        fields["attention_temperature"] = yarn_temperature(factor)
+        fields["temperature_scope"] = temperature_scope
+    return fields
+
+
+def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """A copy of `config` with `fields` (of `scaled_fields`); `config` itself where there are none.
+
+    GPT-NeoX becomes CAT without convolutions, the same model, whose attention has a temperature.
+    """
+    from cat_lm.model.configuration import CatConfig
+
+    if not fields:
+        return config
+    values = config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        values.pop(name, None)
+    if not isinstance(config, CatConfig):
+        values["conv_type"] = "none"
+    return CatConfig(**values | dict(fields))
+
+
+def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
+    """What a model in memory really does, read off its modules and not off what was asked for.
+
+    Returns:
+        rope_type (None without rotary positions), rope_factor, original_length, attention_factor
+        (on cosines and sines, where it is YaRN's or the temperature's), attention_temperature (t of
+        the logits, 1 where they are not scaled).
+
+    Raises:
+        RuntimeError: layers differ, or the modules do not do what the configuration says.
+    """
+    from cat_lm.model.modeling import CatForCausalLM
+
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    found = {
+        "rope_type": None,
+        "rope_factor": None,
+        "original_length": None,
+        "attention_factor": None,
+        "attention_temperature": 1.0,
+    }
+    if rotary is not None and isinstance(getattr(rotary, "rope_type", None), str):
+        rope = rotary.config.rope_parameters or {}
+        found["rope_type"] = rope.get("rope_type", "default")
+        found["rope_factor"] = rope.get("factor", 1.0)
+        found["original_length"] = rope.get("original_max_position_embeddings")
+        found["attention_factor"] = rotary.attention_scaling
+    if isinstance(model, CatForCausalLM):
+        found["attention_temperature"] = _logit_temperature(model)
+    return found
+
+
+def _logit_temperature(model: PreTrainedModel) -> float:
+    attentions = [layer.attention for layer in model.base_model.layers]
+    factors = {attention.scaling * math.sqrt(attention.head_size) for attention in attentions}
+    expected = logit_temperature(model.config)
+    if any(not math.isclose(factor * expected, 1, rel_tol=1e-9) for factor in factors):
+        raise RuntimeError(f"attention scales logits by {factors}, not by 1/{expected}")
+    return expected
+
+
+def logit_temperature(config: CatConfig) -> float:
+    """t by which attention divides its logits."""
+    return float(config.attention_temperature) if config.temperature_scope == "logits" else 1.0
+
+
+def rotary_magnitude(config: CatConfig) -> float:
+    """The factor on cosines and sines that the temperature asks for: t^(-1/2), or 1."""
+    return (
+        float(config.attention_temperature) ** -0.5 if config.temperature_scope == "rotary" else 1.0
+    )
+
+
+def check_rope_parameters(
+    rope: Mapping[str, Any] | None, rope_scaling: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ValueError for unknown or missing keys and for values that mean nothing.
+
+    transformers only warns of unknown keys, and takes `max_position_embeddings` where YaRN's
+    original length is missing, which in a long-context run is the wrong length.
+
+    Args:
+        rope: the configuration's `rope_parameters`.
+        rope_scaling: their old name, which transformers takes instead where it is given.
+    """
+    if rope and rope_scaling:
+        raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")
+    rope = {k: v for k, v in (rope or rope_scaling or {}).items() if v is not None}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in _REQUIRED_KEYS:
+        known = ", ".join(_REQUIRED_KEYS)
+        raise ValueError(f"rope_parameters.rope_type={rope_type!r} is not supported; use {known}")
+    required = _REQUIRED_KEYS[rope_type]
+    unknown = sorted(rope.keys() - required - _OPTIONAL_KEYS[rope_type] - _BASE_KEYS)
+    if unknown:
+        known = ", ".join(sorted(_BASE_KEYS - {"type"} | required | _OPTIONAL_KEYS[rope_type]))
+        raise ValueError(
+            f"rope_parameters.{unknown[0]}: unknown with rope_type {rope_type}; known: {known}"
+        )
+    missing = sorted(required - rope.keys())
+    if missing:
+        raise ValueError(f"rope_parameters.{missing[0]}: missing; rope_type {rope_type} needs it")
+    _check_at_least("factor", rope.get("factor", 1), 1)
+    for name in ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"):
+        _check_at_least(name, rope.get(name, 1), 0, strictly=True)
+    if rope.get("beta_fast", 32) <= rope.get("beta_slow", 1):
+        raise ValueError("rope_parameters.beta_fast must be greater than beta_slow")
+
+
+def check_temperature(config: CatConfig) -> None:
+    """Raises ValueError where temperature, its scope and the positions contradict each other."""
+    temperature, has_rope = config.attention_temperature, _has_rope(config)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"attention_temperature={temperature}: must be above 0 (1 for none)")
+    _check_scope(config.temperature_scope, has_rope)
+    rope = config.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default" and not has_rope:
+        raise ValueError(
+            f"rope_parameters.rope_type={rope_type!r} with position_embedding='none': there are no "
+            "positions to scale; attention_temperature alone exists for such a model"
+        )
+    if rope_type == "yarn" and temperature != 1:
+        magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
+        if magnitude != 1:
+            raise ValueError(
+                f"attention_temperature={temperature} and rope_parameters.attention_factor="
+                f"{magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a temperature "
+                "twice; set attention_factor to 1.0 or attention_temperature to 1"
+            )
+
+
+def _check_scope(scope: str, has_rope: bool) -> None:
+    if scope not in TEMPERATURE_SCOPES:
+        known = ", ".join(TEMPERATURE_SCOPES)
+        raise ValueError(f"temperature_scope={scope!r} is not supported; choose one of {known}")
+    if scope == "rotary" and not has_rope:
+        raise ValueError(
+            "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
+            "use 'logits'"
+        )
+
+
+def _check_at_least(name: str, value: Any, low: float, strictly: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value < math.inf or (strictly and value == low):
+        raise ValueError(
+            f"rope_parameters.{name}={value!r}: must be a number "
+            f"{'above' if strictly else 'of at least'} {low}"
+        )
+
+
+def _has_rope(config: PreTrainedConfig) -> bool:
+    return getattr(config, "position_embedding", "rope") == "rope"
+
+
+def _kind(config: PreTrainedConfig) -> str:
+    if config.model_type not in ("gpt_neox", "cat_neox"):
+        return f"model type {config.model_type}"
+    if is_scaled(config):
+        return "a model that is scaled already"
+    return "a model with rotary positions" if _has_rope(config) else "a model without positions"
