@@ -178,7 +178,7 @@ def attach_conv_state(cache: Cache, config: CatConfig) -> None:
     Raises `ValueError` for a cache that holds tokens already (their convolution inputs are unknown)
     and for kinds of cache layers that have no counterpart with convolution state.
     """
-    if not config.convolved_streams or config.conv_window == 1:
+    if not config.embedding_streams or config.conv_window == 1:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = ConvDynamicLayer

@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import ConvStateMixin
 from cat_lm.model.configuration import STREAMS, CatConfig
-from cat_lm.ops import head_conv, multihead_conv
-
-# Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
-_STREAM_SLICES = {
-    "q": slice(0, 1),
-    "k": slice(1, 2),
-    "v": slice(2, 3),
-    "qk": slice(0, 2),
-    "kv": slice(1, 3),
-    "qv": slice(0, 3, 2),
-    "qkv": slice(0, 3),
-}
+from cat_lm.model.map_mixing import mixed_values
+from cat_lm.ops import (
+    BACKENDS,
+    choose_backend,
+    depthwise_conv,
+    head_conv_qkv,
+    multihead_conv,
+    rotate,
+)
+from cat_lm.ops.qkv import STREAM_SLICES
 
 
 def identity_filters(config: CatConfig) -> Tensor:
-    """A stream's filters that change nothing: [H, W], or [W, H, H] for `multihead`."""
+    """A stream's filters that change nothing: [H, W], [W, H, H] or, depthwise, [H, D, W]."""
     heads, window = config.num_attention_heads, config.conv_window
     if config.conv_type == "multihead":
         filters = torch.zeros(window, heads, heads)
         filters[0] = torch.eye(heads)
-    else:
-        filters = torch.zeros(heads, window)
-        filters[:, 0] = 1.0
+        return filters
+    shape: tuple[int, ...] = (heads, window)
+    if config.conv_type == "depthwise":
+        shape = (heads, config.hidden_size // heads, window)
+    filters = torch.zeros(shape)
+    filters[..., 0] = 1.0
     return filters
 
 
+def describe_backend(
+    config: CatConfig, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
+) -> str:
+    """What will compute the convolutions of a model, and why, in one line for a log.
+
+    Args:
+        config: the model's.
+        device, dtype: where and in what the projections are computed.
+        backend: what `CatForCausalLM.set_conv_backend` was given.
+
+    Raises:
+        ValueError: the backend asked for cannot serve.
+    """
+    if not config.convolved_streams:
+        return "no convolutions"
+    heads = config.num_attention_heads
+    # Values whose attention maps are mixed are convolved head by head.
+    parts = [(config.conv_type, config.embedding_streams, "")]
+    if config.mixes_maps:
+        parts.append(("head", "v", " for the mixing of attention maps"))
+    lines = []
+    for conv_type, streams, purpose in parts:
+        if not streams:
+            continue
+        choice = choose_backend(
+            conv_type,
+            device=device,
+            dtype=dtype,
+            window=config.conv_window,
+            heads=heads,
+            head_dim=config.hidden_size // heads,
+            backend=backend,
+        )
+        what = BACKENDS[choice.name].describe(conv_type, dtype, config.conv_window)
+        lines.append(
+            f"{conv_type} convolution of {', '.join(streams)}{purpose} (W={config.conv_window}): "
+            f"{choice.name}, {choice.reason}; {what}"
+        )
+    return "; ".join(lines)
+
+
 class ConvolvedProjection(nn.Linear):
-    """GPT-NeoX's `query_key_value` with convolutions of the chosen streams.
+    """GPT-NeoX's `query_key_value` with convolutions of the chosen streams, and rotary positions.
 
     For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
     for each head (`conv_type: head`):
@@ -51,92 +91,121 @@ class ConvolvedProjection(nn.Linear):
 
         y_s[b,t,i,:] = bias_{s,i} + sum_h sum_j F_s[j,i,h] x_s[b,t−j,h,:]
 
-    The filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, are parameters of this module,
-    beside `weight` and `bias`, so that whoever gathers a module's parameters before its forward
-    (ZeRO-3, FSDP) gathers all that the forward reads.
+    (`conv_mixing: maps` uses the values' filters otherwise: see `cat_lm.model.map_mixing`.) With
+    one filter for each channel (`conv_type: depthwise`), and with `conv_activation: silu` its SiLU:
+
+        y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
+
+    Queries and keys are then rotated. The filters `q_filter`, `k_filter`, `v_filter`, lag 0 first,
+    are parameters of this module, beside `weight` and `bias`, so that whoever gathers a module's
+    parameters before its forward (ZeRO-3, FSDP) gathers all that the forward reads.
     """
 
     def __init__(self, config: CatConfig):
         super().__init__(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
         self.num_heads = config.num_attention_heads
+        self.conv_type = config.conv_type
         self.window = config.conv_window
         self.streams = config.convolved_streams
-        self.mixes_heads = config.conv_type == "multihead"
+        self.embedding_streams = config.embedding_streams
+        self.activation = config.conv_activation
+        self.mixes_maps = config.mixes_maps
+        self.conv_backend = "auto"
         for stream in self.streams:
             self.register_parameter(f"{stream}_filter", nn.Parameter(identity_filters(config)))
 
     def filters(self) -> list[nn.Parameter]:
-        """The filters of the convolved streams, in the order q, k, v."""
+        """The filters of the streams that have them, in the order q, k, v."""
         return [getattr(self, f"{stream}_filter") for stream in self.streams]
 
     def forward(
         self,
         hidden_states: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         state: ConvStateMixin | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects and convolves.
+        follows_cache: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Projects, convolves and rotates.
 
         Args:
             hidden_states: [B, T, C].
+            rotary: cosines and sines, [B or 1, T, rotated channels]; None for no rotation.
             padding_mask: [B, T] bool, False at padding, which the convolution reads as zeros.
             document_ids: [B, T]; the convolution reads zeros across a change of the id.
             state: the layer's cache; its last W−1 inputs stand before these, and it is updated.
+            follows_cache: for the mixing of maps, whether attention also reads cached values.
 
         Returns:
-            Queries, keys and values, each [B, T, H, D].
+            Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
+            padding, and a fourth tensor follows: `mixed_values` of them [B, T, H, H D], or, after
+            a cache, the values' filters [W, H, H], with which `attend_mixing_maps` goes on.
         """
         batch, time, _ = hidden_states.shape
         projected = F.linear(hidden_states, self.weight).view(batch, time, self.num_heads, 3, -1)
         if padding_mask is not None:
             projected = projected.masked_fill(~padding_mask[:, :, None, None, None], 0.0)
         bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
+        initial_state = self._exchange_state(projected, padding_mask, state)
 
-        chosen = _STREAM_SLICES[self.streams]
-        convolved = self._convolve(
-            projected[:, :, :, chosen],
-            None if bias is None else bias[:, chosen],
-            padding_mask,
-            document_ids,
-            state,
+        if self.conv_type == "head":
+            return head_conv_qkv(
+                projected,
+                [getattr(self, f"{stream}_filter", None) for stream in STREAMS],
+                bias,
+                rotary=rotary,
+                document_ids=document_ids,
+                initial_state=initial_state,
+                backend=self.conv_backend,
+            )
+        query, key, value = (
+            self._stream(stream, projected, bias, document_ids, initial_state) for stream in STREAMS
         )
-        outputs = dict(zip(self.streams, convolved, strict=True))
-        for index, stream in enumerate(STREAMS):
-            if stream not in outputs:
-                unchanged = projected[:, :, :, index]
-                outputs[stream] = unchanged if bias is None else unchanged + bias[:, index]
-        return outputs["q"], outputs["k"], outputs["v"]
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        if not self.mixes_maps:
+            return query, key, value
+        if padding_mask is not None:
+            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
+        if follows_cache:
+            # A copy, because an engine may take the parameter away after this forward.
+            return query, key, value, self.v_filter.clone()
+        mixed = mixed_values(value, self.v_filter, document_ids, self.conv_backend)
+        return query, key, value, mixed
 
-    def _convolve(
+    def _exchange_state(
+        self, projected: Tensor, padding_mask: Tensor | None, state: ConvStateMixin | None
+    ) -> Tensor | None:
+        """The W−1 inputs before these, [B, W−1, H, S, D], of the S streams convolved here."""
+        if state is None or self.window == 1 or not self.embedding_streams:
+            return None
+        inputs = projected[:, :, :, STREAM_SLICES[self.embedding_streams]]
+        return state.exchange_conv_inputs(inputs, self.window, padding_mask)
+
+    def _stream(
         self,
-        inputs: Tensor,
+        stream: str,
+        projected: Tensor,
         bias: Tensor | None,
-        padding_mask: Tensor | None,
         document_ids: Tensor | None,
-        state: ConvStateMixin | None,
-    ) -> Sequence[Tensor]:
-        """The chosen streams, inputs [B, T, H, S, D] and bias [H, S, D], as S x [B, T, H, D]."""
-        initial_state = None
-        if state is not None and self.window > 1:
-            initial_state = state.exchange_conv_inputs(inputs, self.window, padding_mask)
-        if self.mixes_heads:
-            return [
-                multihead_conv(
-                    inputs[:, :, :, index],
-                    filters,
-                    None if bias is None else bias[:, index],
-                    document_ids=document_ids,
-                    initial_state=None if initial_state is None else initial_state[:, :, :, index],
-                )
-                for index, filters in enumerate(self.filters())
-            ]
-        # One call for all streams: [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
-        outputs = head_conv(
-            inputs.flatten(2, 3),
-            torch.stack(self.filters(), dim=1).flatten(0, 1),
-            None if bias is None else bias.flatten(0, 1),
+        initial_state: Tensor | None,
+    ) -> Tensor:
+        """One stream of a multi-head or depthwise convolution, before rotation, [B, T, H, D]."""
+        index = STREAMS.index(stream)
+        inputs = projected[:, :, :, index]
+        bias = None if bias is None else bias[:, index]
+        if stream not in self.embedding_streams:
+            return inputs if bias is None else inputs + bias.to(inputs.dtype)
+        if initial_state is not None:
+            initial_state = initial_state[:, :, :, self.embedding_streams.index(stream)]
+        convolve = multihead_conv if self.conv_type == "multihead" else depthwise_conv
+        outputs = convolve(
+            inputs,
+            getattr(self, f"{stream}_filter"),
+            bias,
             document_ids=document_ids,
-            initial_state=None if initial_state is None else initial_state.flatten(2, 3),
+            initial_state=initial_state,
+            backend=self.conv_backend,
         )
-        return outputs.unflatten(2, inputs.shape[2:4]).unbind(dim=3)
+        return F.silu(outputs) if self.activation == "silu" else outputs

@@ -59,6 +59,7 @@ def sequence_layout(
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
     """
+    check_attention(config)
     time = inputs_embeds.shape[1]
     documents = _documents(document_ids, position_ids, attention_mask, cache)
     padding_mask = _padding_mask(config, attention_mask, padding_mask, time)
@@ -82,6 +83,16 @@ def sequence_layout(
         and_mask_function=same_document,
     )
     return SequenceLayout(position_ids, prepared_mask, padding_mask, documents, attention_kwargs)
+
+
+def check_attention(config: CatConfig) -> None:
+    """Raises ValueError for an attention function that cannot serve the configuration."""
+    if config.mixes_maps and "flash" in config._attn_implementation:
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} cannot mix attention maps "
+            "(conv_mixing='maps'): its values must be as wide as its keys; use 'sdpa', "
+            "'flex_attention' or 'eager'"
+        )
 
 
 def _documents(

@@ -22,10 +22,12 @@ from transformers.utils.output_capturing import capture_outputs
 from cat_lm.model.attention import CatAttention
 from cat_lm.model.cache import CatCache, attach_conv_state
 from cat_lm.model.configuration import CatConfig
+from cat_lm.model.convolution import ConvolvedProjection
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
-from cat_lm.model.masks import sequence_layout
+from cat_lm.model.masks import check_attention, sequence_layout
 from cat_lm.model.rope import CatRotaryEmbedding
+from cat_lm.ops import BACKENDS
 
 
 class CatLayer(GPTNeoXLayer):
@@ -57,6 +59,7 @@ class CatModel(CatPreTrainedModel, GPTNeoXModel):
     def __init__(self, config: CatConfig):
         # GPTNeoXModel's own constructor would build every layer once more.
         super(GPTNeoXModel, self).__init__(config)
+        check_attention(config)
         self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)
         self.emb_dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(
@@ -145,6 +148,21 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         # Saving would undo the renaming; files of this model have the names of its state_dict.
         model._weight_conversions = None
         return loaded
+
+    def set_conv_backend(self, name: str) -> None:
+        """Sets the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
+
+        A backend asked for by name that cannot serve raises ValueError when the model runs;
+        `cat_lm.model.convolution.describe_backend` tells before.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in ("auto", *BACKENDS):
+            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(BACKENDS)}")
+        for module in self.modules():
+            if isinstance(module, ConvolvedProjection):
+                module.conv_backend = name
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Sets the head; a plain linear layer, as resizing makes one, gets the loss."""

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from cat_lm.model import CatCache
-from tests.unit.tiny_models import cat_model, random_ids
+from cat_lm.model import CatCache, map_mixing
+from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -31,25 +31,57 @@ def chunks_of(total, longest, seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("streams", ["qkv", "v", "qv"])
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 21])
-@pytest.mark.parametrize("conv_type", ["head", "multihead"])
-def test_steps_and_chunks_equal_the_whole(conv_type, window, streams):
-    model = cat_model(conv_type=conv_type, conv_window=window, conv_streams=streams)
-    ids = random_ids(2, 64)
-    whole = model(ids, use_cache=False).logits
-    plans = [[1] * 64, [10] + [1] * 54, chunks_of(64, max(1, window - 2), 0), chunks_of(64, 30, 1)]
-    for plan in plans:
-        logits, cache = decode(model, ids, plan)
-        torch.testing.assert_close(logits, whole, **CLOSE)
-        assert cache.get_seq_length() == 64
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 8, 16, 21])
+@each_variant()
+def test_steps_and_chunks_equal_the_whole(variant, window):
+    check_decoding(cat_model(**variant, conv_window=window))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
+@pytest.mark.parametrize("streams", ["v", "qv", "k"])
+@each_variant("none")
+def test_steps_and_chunks_of_some_streams(variant, streams):
+    if variant.get("conv_mixing") == "maps":
+        streams = streams.replace("k", "kv")
+    check_decoding(cat_model(**variant, conv_window=6, conv_streams=streams))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "flex_attention"])
+@each_variant()
+def test_steps_and_chunks_on_other_attention_functions(
+    variant, attn_implementation, plain_flex_attention
+):
+    check_decoding(cat_model(**variant, conv_window=6, attn_implementation=attn_implementation))
+
+
+def check_decoding(model, total=50):
+    ids = random_ids(2, total)
+    whole = model(ids, use_cache=False).logits
+    window = model.config.conv_window
+    plans = [
+        [1] * total,
+        [10] + [1] * (total - 10),
+        chunks_of(total, max(1, window - 2), 0),
+        chunks_of(total, 30, 1),
+    ]
+    for plan in plans:
+        logits, cache = decode(model, ids, plan)
+        torch.testing.assert_close(logits, whole, **CLOSE)
+        assert cache.get_seq_length() == total
+
+
+@torch.no_grad()
+def test_a_long_chunk_after_a_cache_is_mixed_in_blocks(monkeypatch):
+    monkeypatch.setattr(map_mixing, "QUERY_BLOCK", 7)
+    check_decoding(cat_model(**VARIANTS["maps"]))
+
+
+@torch.no_grad()
+@each_variant()
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
-def test_every_kind_of_cache(position_embedding, conv_type):
-    model = cat_model(conv_type=conv_type, position_embedding=position_embedding)
+def test_every_kind_of_cache(position_embedding, variant):
+    model = cat_model(**variant, position_embedding=position_embedding)
     ids = random_ids(2, 40)
     whole = model(ids, use_cache=False).logits
     caches = [
@@ -65,8 +97,9 @@ def test_every_kind_of_cache(position_embedding, conv_type):
 
 
 @torch.no_grad()
-def test_bfloat16_decoding():
-    model = cat_model().bfloat16()
+@each_variant()
+def test_bfloat16_decoding(variant):
+    model = cat_model(**variant).bfloat16()
     ids = random_ids(1, 40)
     whole = model(ids, use_cache=False).logits.float()
     logits, _ = decode(model, ids, [20] + [1] * 20)
@@ -89,8 +122,9 @@ def test_caches_that_cannot_serve_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache_type", ["dynamic", "static"])
-def test_reorder(cache_type):
-    model, ids = cat_model(), random_ids(3, 30)
+@each_variant()
+def test_reorder(variant, cache_type):
+    model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
     if cache_type == "static":
         cache = StaticCache(config=model.config, max_cache_len=40)
@@ -102,8 +136,9 @@ def test_reorder(cache_type):
 
 
 @torch.no_grad()
-def test_batch_selection_repetition_and_reset():
-    model, ids = cat_model(), random_ids(3, 30)
+@each_variant()
+def test_batch_selection_repetition_and_reset(variant):
+    model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
     decode(model, ids[:, :20], [20], cache)
     cache.batch_select_indices(torch.tensor([2, 0]))
@@ -117,8 +152,9 @@ def test_batch_selection_repetition_and_reset():
 
 
 @torch.no_grad()
-def test_crop_with_and_without_recording():
-    model, ids = cat_model(conv_window=5), random_ids(1, 40)
+@each_variant("none")
+def test_crop_with_and_without_recording(variant):
+    model, ids = cat_model(**variant, conv_window=5), random_ids(1, 40)
     whole = model(ids).logits
     cache = CatCache(model.config)
     decode(model, ids[:, :10], [10], cache)
@@ -147,9 +183,11 @@ def test_crop_to_the_beginning():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cache_type", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_prompts_continue_as_if_alone(side):
-    model = cat_model()
+@each_variant()
+def test_padded_prompts_continue_as_if_alone(variant, side, cache_type):
+    model = cat_model(**variant)
     lengths, steps = [12, 5, 1], 9
     rows = [random_ids(1, length + steps, seed=length) for length in lengths]
     ids = torch.zeros(3, 12 + steps, dtype=torch.long)
@@ -160,6 +198,8 @@ def test_padded_prompts_continue_as_if_alone(side):
         mask[row, prompt], ids[row, prompt] = 1, tokens[0, :length]
         ids[row, 12:] = tokens[0, length:]
     cache, outputs = None, []
+    if cache_type == "static":
+        cache = StaticCache(config=model.config, max_cache_len=30)
     for start, stop in ((0, 12), (12, 13), (13, 17), (17, 21)):
         output = model(
             ids[:, start:stop],
@@ -179,7 +219,7 @@ def generate(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
 
 
-@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
+@each_variant()
 @pytest.mark.parametrize(
     "how",
     [
@@ -190,16 +230,17 @@ def generate(model, ids, **kwargs):
     ],
     ids=["greedy", "beam", "beams", "lookup"],
 )
-def test_generate_with_and_without_cache(how, conv_type):
-    model = cat_model(conv_type=conv_type, conv_window=6)
+def test_generate_with_and_without_cache(how, variant):
+    model = cat_model(**variant, conv_window=6)
     ids = random_ids(1, 9)
     cached = generate(model, ids, **how)
     greedy = {name: value for name, value in how.items() if name != "prompt_lookup_num_tokens"}
     assert torch.equal(cached, generate(model, ids, use_cache=False, **greedy))
 
 
-def test_generate_by_sampling():
-    model, ids = cat_model(), random_ids(2, 9)
+@each_variant()
+def test_generate_by_sampling(variant):
+    model, ids = cat_model(**variant), random_ids(2, 9)
     samples = []
     for use_cache in (True, False):
         torch.manual_seed(3)
@@ -207,17 +248,19 @@ def test_generate_by_sampling():
     assert torch.equal(*samples)
 
 
-def test_generate_with_an_assistant():
+@each_variant()
+def test_generate_with_an_assistant(variant):
     """Assisted decoding drafts tokens and takes them back: the cache is cropped."""
-    model, assistant = cat_model(), cat_model(seed=1)
+    model, assistant = cat_model(**variant), cat_model(**variant, seed=1)
     ids = random_ids(1, 9)
     assert torch.equal(generate(model, ids, assistant_model=assistant), generate(model, ids))
 
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_generate_a_left_padded_batch(num_beams, cache_implementation):
-    model = cat_model()
+@each_variant()
+def test_generate_a_left_padded_batch(variant, num_beams, cache_implementation):
+    model = cat_model(**variant)
     lengths = [12, 7, 1]
     rows = [random_ids(1, length, seed=length) for length in lengths]
     ids = torch.zeros(3, 12, dtype=torch.long)

@@ -4,20 +4,29 @@ import pytest
 import torch
 
 from cat_lm.model.masks import sequence_layout
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.unit.tiny_models import cat_model, each_variant, random_ids
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("window", [1, 2, 5, 21, 64])
-@pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
-@pytest.mark.parametrize("conv_type", ["head", "multihead"])
-def test_causality(streams, window, attn_implementation, conv_type):
-    model = cat_model(
-        conv_type=conv_type,
-        conv_streams=streams,
-        conv_window=window,
-        attn_implementation=attn_implementation,
+@each_variant("none")
+def test_causality(variant, window, attn_implementation, plain_flex_attention):
+    check_causality(
+        cat_model(**variant, conv_window=window, attn_implementation=attn_implementation)
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv"])
+@each_variant("none")
+def test_causality_of_every_choice_of_streams(variant, streams):
+    if variant.get("conv_mixing") == "maps":
+        streams = "v" + streams.replace("v", "")  # the stream whose filters mix the maps
+    check_causality(cat_model(**variant, conv_streams=streams, conv_window=5))
+
+
+def check_causality(model):
     ids = random_ids(1, 50)
     changed = ids.clone()
     changed[0, 30] = 1 + changed[0, 30] % 96
@@ -36,12 +45,15 @@ def test_a_value_filter_reaches_exactly_its_window():
     assert gradient[0].any(dim=1).nonzero().flatten().tolist() == [7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
-@pytest.mark.parametrize("conv_type", ["head", "multihead"])
-def test_documents_are_isolated_bit_for_bit(position_embedding, attn_implementation, conv_type):
+@each_variant()
+def test_documents_are_isolated_bit_for_bit(
+    variant, position_embedding, attn_implementation, plain_flex_attention
+):
     model = cat_model(
-        conv_type=conv_type,
+        **variant,
         position_embedding=position_embedding,
         attn_implementation=attn_implementation,
     )
@@ -59,10 +71,13 @@ def test_documents_are_isolated_bit_for_bit(position_embedding, attn_implementat
     assert not torch.equal(mixed[0][0, 25:], mixed[1][0, 25:])
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("conv_type", ["head", "multihead"])
-def test_a_packed_document_equals_the_document_alone(attn_implementation, conv_type):
-    model = cat_model(conv_type=conv_type, attn_implementation=attn_implementation)
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@each_variant()
+def test_a_packed_document_equals_the_document_alone(
+    variant, attn_implementation, plain_flex_attention
+):
+    model = cat_model(**variant, attn_implementation=attn_implementation)
     first, second, third = random_ids(1, 25), random_ids(1, 1, seed=1), random_ids(1, 30, seed=2)
     packed = torch.cat([first, second, third], dim=1)
     document_ids = torch.tensor([[0] * 25 + [1] + [0] * 30])  # an id may come back
@@ -71,9 +86,11 @@ def test_a_packed_document_equals_the_document_alone(attn_implementation, conv_t
         torch.testing.assert_close(ours, model(document).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_restarting_positions_isolate_as_document_ids_do():
+@torch.no_grad()
+@each_variant()
+def test_restarting_positions_isolate_as_document_ids_do(variant):
     """transformers isolates attention on restarting positions; the convolution must agree."""
-    model = cat_model()
+    model = cat_model(**variant)
     ids = random_ids(2, 40)
     document_ids = torch.zeros(2, 40, dtype=torch.long)
     document_ids[0, 13:] = 1
@@ -83,11 +100,14 @@ def test_restarting_positions_isolate_as_document_ids_do():
     assert torch.equal(by_positions, model(ids, document_ids=document_ids).logits)
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("conv_type", ["head", "multihead"])
-def test_padding_changes_nothing_at_real_tokens(side, attn_implementation, conv_type):
-    model = cat_model(conv_type=conv_type, attn_implementation=attn_implementation)
+@each_variant()
+def test_padding_changes_nothing_at_real_tokens(
+    variant, side, attn_implementation, plain_flex_attention
+):
+    model = cat_model(**variant, attn_implementation=attn_implementation)
     lengths = [40, 33, 7, 1]
     rows = [random_ids(1, length, seed=length) for length in lengths]
     ids = torch.zeros(4, 40, dtype=torch.long)
@@ -101,8 +121,10 @@ def test_padding_changes_nothing_at_real_tokens(side, attn_implementation, conv_
         torch.testing.assert_close(batch[row, span], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_tokens_are_not_read():
-    model = cat_model()
+@torch.no_grad()
+@each_variant()
+def test_padding_tokens_are_not_read(variant):
+    model = cat_model(**variant)
     ids = random_ids(1, 30)
     mask = torch.ones(1, 30, dtype=torch.long)
     mask[:, :10] = 0
@@ -112,8 +134,10 @@ def test_padding_tokens_are_not_read():
     assert torch.equal(first[:, 10:], second[:, 10:])
 
 
-def test_padding_and_documents_together():
-    model = cat_model()
+@torch.no_grad()
+@each_variant()
+def test_padding_and_documents_together(variant):
+    model = cat_model(**variant)
     tokens = random_ids(1, 30)
     ids = torch.cat([torch.zeros(1, 6, dtype=torch.long), tokens], dim=1)
     mask = (torch.arange(36) >= 6).long()[None]

@@ -1,5 +1,6 @@
 """Small models for the tests of `cat_lm.model`."""
 
+import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -16,6 +17,23 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+# Every kind of model, by the configuration fields that make it.
+VARIANTS = {
+    "none": {"conv_type": "none"},
+    "head": {"conv_type": "head"},
+    "depthwise": {"conv_type": "depthwise"},
+    "silu": {"conv_type": "depthwise", "conv_activation": "silu"},
+    "multihead": {"conv_type": "multihead"},
+    "maps": {"conv_type": "multihead", "conv_mixing": "maps"},
+}
+
+
+def each_variant(*without):
+    """Parametrises a test over all of VARIANTS but those named."""
+    chosen = [pytest.param(f, id=name) for name, f in VARIANTS.items() if name not in without]
+    return pytest.mark.parametrize("variant", chosen)
 
 
 def cat_model(seed=0, **fields):

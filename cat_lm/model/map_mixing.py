@@ -1,0 +1,150 @@
+"""Multi-head convolution of attention maps (`conv_mixing: maps`).
+
+With A_h the maps of head h after the softmax, V_i the values of head i and F [W, H_out, H_in] the
+filters, lag 0 first, the maps are mixed over heads and over W keys:
+
+    A'_i[t,m] = sum_h sum_j F[j,i,h] A_h[t,m+j],        Y_i = A'_i V_i.
+
+This is causal, as A_h[t,m+j] is zero for m+j > t. Summing over m first moves the filter from the
+maps to the values:
+
+    Y_i = sum_h A_h (F_{i,h} * V_i),     (F_{i,h} * V_i)[m] = sum_j F[j,i,h] V_i[m−j],
+
+so that any attention function serves, which need not hold maps of T × T: head h attends to the H D
+channels of all F_{i,h} * V_i side by side (`mixed_values`), and its outputs are summed over h
+(`sum_over_maps`). With the values of earlier tokens in a cache, few queries meet many keys, and it
+is the maps that are small: then they are mixed as the first line reads (`attend_mixing_maps`).
+
+V_i includes its bias. With one head this is therefore the convolution of the values
+(`conv_mixing: embeddings`), except that the filter meets the bias too: with a bias b, outputs
+differ by b (sum_j F_j − 1), and within W−1 tokens of the start by what the filter reads there.
+
+The paper (CAT, section 3.1) says that Table 2 also examines convolving maps, without an equation.
+This is the reading under which maps of one head are what one head's embeddings are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm.ops import head_conv
+
+# Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
+QUERY_BLOCK = 128
+
+
+def mixed_values(
+    value: Tensor, filters: Tensor, document_ids: Tensor | None, backend: str
+) -> Tensor:
+    """F_{i,h} * V_i for all i side by side, for every h.
+
+    Args:
+        value: V [B, T, H, D] with its bias, zeros at padding.
+        filters: F [W, H, H].
+        document_ids: [B, T]; zeros are read across a change of the id.
+        backend: as for `cat_lm.ops.head_conv`.
+
+    Returns:
+        [B, T, H, H D], head h in dimension 2.
+    """
+    mixed = [
+        head_conv(value, taps, document_ids=document_ids, backend=backend)
+        for taps in filters.permute(2, 1, 0).unbind(0)  # for each h: [H_out, W]
+    ]
+    return torch.stack(mixed, dim=2).flatten(3)
+
+
+def sum_over_maps(output: Tensor) -> Tensor:
+    """Y_i from what attention makes of `mixed_values`: [B, T, H, H D] to [B, T, H, D]."""
+    return output.unflatten(3, (output.shape[2], -1)).sum(dim=2)
+
+
+def attend_mixing_maps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    filters: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T queries to S keys whose maps are mixed.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H, S, D], values zero at padding.
+        filters: [W, H, H].
+        attention_mask: as for transformers' `eager`, `sdpa` or `flex_attention`.
+        scaling: of the scores.
+        dropout: the part of the maps that is dropped.
+
+    Returns:
+        Y [B, T, H, D], and the maps A [B, H, T, S] before they are mixed.
+    """
+    time = query.shape[2]
+    visible = _visible_keys(attention_mask, query, key)
+    place = None if visible is None else _places_of_real_keys(visible[:, 0, -1])
+    outputs, maps = [], []
+    for start in range(0, time, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, time))
+        scores = query[:, :, rows] @ key.mT * scaling
+        if visible is not None:
+            # Not -inf: a query of a padding token may see nothing, and must not become NaN.
+            lowest = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(~visible[:, :, rows], lowest)
+        attention = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        attention = F.dropout(attention, dropout, training=dropout > 0)
+        outputs.append(_mixed_maps(attention, filters, place) @ value)
+        maps.append(attention)
+    return _joined(outputs).transpose(1, 2), _joined(maps)
+
+
+def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
+    """A' of A [B, H, T, S]; `place` [B, S] as `_places_of_real_keys` gives it."""
+    batch, heads, time, keys = maps.shape
+    if place is not None:
+        # m+j counts real keys: padding that a prompt ended in does not stand between them.
+        place = place[:, None, None, :].expand(batch, heads, time, keys)
+        closed_up = maps.new_zeros(batch, heads, time, keys + 1)
+        maps = closed_up.scatter(3, place, maps)[..., :keys]
+    windows = F.pad(maps, (0, filters.shape[0] - 1)).transpose(1, 2).flatten(0, 1)
+    # conv1d correlates: tap j meets the map at m + j.
+    mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
+    mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
+    return mixed if place is None else F.pad(mixed, (0, 1)).gather(3, place)
+
+
+def _places_of_real_keys(is_real: Tensor) -> Tensor:
+    """Each real key's number among the real ones; S for the others. [B, S] bool to [B, S]."""
+    return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
+
+
+def _visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
+    """Which keys each query may see, [B, 1, T, S] bool; None if all of them."""
+    batch, _, time, _ = query.shape
+    keys = key.shape[2]
+    if attention_mask is None:
+        # transformers leaves the mask out for one query, and for queries that start with the keys.
+        if time == 1:
+            return None
+        visible = torch.ones(time, keys, dtype=torch.bool, device=query.device).tril()
+    elif not isinstance(attention_mask, Tensor):
+        from torch.nn.attention.flex_attention import create_mask
+
+        visible = create_mask(
+            attention_mask.mask_mod, batch, None, time, keys, device=str(query.device)
+        )
+    elif attention_mask.dtype == torch.bool:
+        visible = attention_mask
+    else:
+        visible = attention_mask >= 0  # `eager` adds it to the scores
+    return visible.expand(batch, 1, time, keys)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
