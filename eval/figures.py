@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 # After Okabe and Ito: distinct under the common kinds of colour blindness, in print and on screen.
-RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00", "#56708a")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+RUN_COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00"),
+    *("#56708a", "#3fa7d6", "#c22f3d", "#4d4d4d", "#7bb661"),
+)
+# Of another number than the colours, so that their pairs repeat late.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 INK, MUTED, GRID, PAPER = "#1c2024", "#5f6871", "#e2e5e9", "#ffffff"
 NEGATIVE, POSITIVE = "#2166ac", "#b2540b"
 
@@ -64,6 +68,10 @@ STYLE = {
 
 def run_colour(index: int) -> str:
     return RUN_COLOURS[index % len(RUN_COLOURS)]
+
+
+def run_marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
 
 
 def loss_figure(

@@ -1,0 +1,199 @@
+"""Runs the study: train, export and sweep for each run, several at once, restartable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cat_lm.errors import UserError
+from cat_lm.files import write_json
+from eval.runs import EVALUATION, read_metrics
+from eval.small_study.plan import ROOT, Job, Study
+
+RESULT = "study.json"  # in a run's folder once all that is asked of it is done
+
+
+def commands(study: Study, job: Job) -> dict[str, list[str]]:
+    """The commands that make one run, by what they are for; a person can type the same."""
+    folder = str(job.folder)
+    config = str(study.config_file(job.model))
+    lengths = ",".join(map(str, study.lengths()))
+    sweep = ["--data", str(study.data), "--lengths", lengths, "--methods", study.size.methods]
+    sweep += ["--max-tokens", str(study.size.sweep_tokens), "--out", f"{folder}/{EVALUATION}"]
+    return {
+        "train": ["train.py", config, *study.overrides(job), "train.resume=auto"],
+        "export": ["-m", "cat_lm.export", folder, f"{folder}/model"],
+        "sweep": ["-m", "eval.length_sweep", folder, *sweep],
+    }
+
+
+class Workers:
+    """Runs jobs on several threads, each of which waits for the processes of one job at a time.
+
+    The processes are sessions of their own: a Ctrl-C reaches this program only, which then asks
+    them to stop, once, and waits until they have saved.
+    """
+
+    def __init__(self, study: Study, parallel: int, threads: int) -> None:
+        self.study, self.parallel = study, parallel
+        self.environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            # A thread that waits by spinning would take the core of another run.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        self._processes: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        task: Callable[[Workers, Job], Any],
+        finished: Callable[[Job, Any], None],
+    ) -> list[str]:
+        """Does `task` for all jobs and hands what it returns to `finished`, in worker threads.
+
+        Returns one line for each job that failed; the others go on. On Ctrl-C or SIGTERM, the
+        running processes are stopped first.
+        """
+        failures: list[str] = []
+
+        def work(job: Job) -> None:
+            if self._stopping:
+                return
+            try:
+                finished(job, task(self, job))
+            except JobFailed as error:
+                if not self._stopping:
+                    failures.append(str(error))
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+
+        with _terminated_as_interrupt(), ThreadPoolExecutor(self.parallel) as pool:
+            futures = [pool.submit(work, job) for job in jobs]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            except BaseException:
+                self._stop()
+                raise
+        return failures
+
+    def process(self, arguments: list[str], log: Path) -> int:
+        """Runs `python ARGUMENTS` with its output at the end of `log`; its exit code."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a", encoding="utf-8") as stream:
+            stream.write(f"$ {shlex.join(['python', *arguments])}\n")
+            stream.flush()
+            with self._lock:
+                if self._stopping:
+                    raise JobFailed("stopped")
+                process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    cwd=ROOT,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                self._processes.add(process)
+            code = process.wait()
+            with self._lock:
+                self._processes.discard(process)
+        if self._stopping and code:
+            raise JobFailed("stopped")
+        return code
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            for process in self._processes:
+                process.terminate()
+        if self._processes:
+            print("stopping: the running trainings save first", file=sys.stderr, flush=True)
+
+
+class JobFailed(Exception):
+    """A job whose command did not do what it should."""
+
+
+def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
+    """One run from its first command to its result, which is also written into its folder.
+
+    A training that ends because its steps were not finite is a result as well. Raises JobFailed
+    where a command fails.
+    """
+    begin = time.perf_counter()
+    result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
+    log = job.folder / "study.log"
+    for stage, arguments in commands(workers.study, job).items():
+        code = workers.process(arguments, log)
+        if code and stage == "train" and diverged(job.folder):
+            result["diverged"] = True
+            break
+        if code:
+            line = shlex.join(["python", *arguments])
+            raise JobFailed(f"{job.name}: {stage} ended with code {code}, see {log}: {line}")
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    write_json(job.folder / RESULT, result)
+    return result
+
+
+def unfinished(jobs: list[Job]) -> list[Job]:
+    return [job for job in jobs if not (job.folder / RESULT).is_file()]
+
+
+def read_result(job: Job) -> dict[str, Any]:
+    """The record of a finished job. Raises UserError where it is damaged."""
+    path = job.folder / RESULT
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}; remove it to make it again") from None
+
+
+def diverged(run: Path) -> bool:
+    """Whether training ended because its last steps were not finite."""
+    metrics = run / "metrics.jsonl"
+    steps = [r for r in read_metrics(metrics) if "val_loss" not in r] if metrics.is_file() else []
+    return bool(steps) and bool(steps[-1].get("skipped"))
+
+
+def steps_done(job: Job) -> int:
+    """How far a run has come, read from the end of its metrics."""
+    try:
+        with open(job.folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().splitlines()
+        return json.loads(lines[-2])["step"]
+    except (OSError, ValueError, IndexError, KeyError):
+        return 0
+
+
+@contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the block like Ctrl-C, so that no process is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)

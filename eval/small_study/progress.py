@@ -1,0 +1,155 @@
+"""How long the study will take: measured before, and told while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cat_lm.errors import UserError
+from cat_lm.files import write_json
+from eval.runs import read_metrics
+from eval.small_study.execute import JobFailed, Workers, steps_done
+from eval.small_study.plan import MODELS, Job, Study
+
+STEPS = 12  # of a trial training
+FORWARD = 1 / 3  # of the work of training on a token: a forward pass alone
+SWEEP_CELLS = 10  # lengths times methods, about
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of each model's run when as many run at once as will."""
+
+    seconds: dict[str, float]
+
+    def text(self, jobs: Sequence[Job], parallel: int) -> str:
+        total = sum(self.seconds[job.model] for job in jobs) / parallel
+        return (
+            f"by {STEPS} trial steps of each kind of convolution, about {duration(total)} for all"
+        )
+
+
+def measure(study: Study, workers: Workers) -> Estimate:
+    """Trains one model of each kind for a few steps, as many at once as later.
+
+    Raises UserError where one of them cannot be trained at all.
+    """
+    kinds: dict[str, Job] = {}
+    folder = study.out / "trial"
+    for model in study.models:
+        job = Job(model, 0, folder / model)
+        kinds.setdefault(study.config(job).model.conv_type, job)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(
+        f"measuring the speed of {', '.join(MODELS[j.model] for j in kinds.values())}", flush=True
+    )
+    rates: dict[str, tuple[float, float]] = {}
+    failures = workers.run(
+        list(kinds.values()), _trial, lambda job, rate: rates.update({job.model: rate})
+    )
+    if failures:
+        raise UserError("a trial training failed")
+    seconds = {}
+    for model in study.models:
+        job = Job(model, 0, folder)
+        config = study.config(job)
+        rate, start = rates[kinds[config.model.conv_type].model]
+        validations = config.total_steps / config.validation.every_steps
+        scored = SWEEP_CELLS * study.size.sweep_tokens
+        scored += validations * (config.validation.max_tokens or 0)
+        trained = config.total_steps * config.tokens_per_step
+        # Three processes: training, export, sweep.
+        seconds[model] = (trained + FORWARD * scored) / rate + 3 * start
+    write_json(study.out / "estimate.json", {"seconds": seconds, "parallel": workers.parallel})
+    shutil.rmtree(folder, ignore_errors=True)
+    return Estimate(seconds)
+
+
+def _trial(workers: Workers, job: Job) -> tuple[float, float]:
+    """A short training of the job's model: its tokens a second, and the seconds around it."""
+    study = workers.study
+    begin = time.perf_counter()
+    steps = [f"train.max_steps={STEPS}", "train.max_tokens=null", "train.resume=never"]
+    steps += ["optimizer.warmup_steps=0", "optimizer.warmup_tokens=null"]
+    steps += ["validation.every_steps=1000", "validation.max_tokens=4096"]
+    arguments = ["train.py", str(study.config_file(job.model)), *study.overrides(job), *steps]
+    log = job.folder.parent / f"{job.model}.log"
+    if code := workers.process(arguments, log):
+        raise JobFailed(f"{job.model}: trial training ended with code {code}, see {log}")
+    wall = time.perf_counter() - begin
+    records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "val_loss" not in r]
+    training = sum(record["step_seconds"] for record in records)
+    rate = statistics.median(record["tokens_per_second"] for record in records)
+    return rate, max(0.0, wall - training)
+
+
+class Progress:
+    """Tells how far the study is: a line for each finished run, on a terminal a bar of steps."""
+
+    def __init__(self, jobs: Sequence[Job], todo: Sequence[Job], estimate: Estimate, study: Study):
+        self.total, self.todo, self.estimate = len(jobs), list(todo), estimate
+        self.study = study
+        self.done: dict[Job, float] = {}
+        self.begin = time.perf_counter()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Progress:
+        from tqdm import tqdm
+
+        steps = {job: self.study.config(job).total_steps for job in self.todo}
+        self.bar = tqdm(total=sum(steps.values()), unit="step", disable=None)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if not self.bar.disable:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.bar.close()
+
+    def finished(self, job: Job, result: dict[str, Any]) -> None:
+        """A line about a finished run, and about the time that the others will take."""
+        with self._lock:
+            self.done[job] = result["seconds"]
+            number = self.total - len(self.todo) + len(self.done)
+            what = "diverged" if result["diverged"] else _loss(job)
+            self.bar.write(
+                f"[{number}/{self.total}] {job.name}: {what}, {duration(result['seconds'])}; "
+                f"about {duration(self.remaining())} left",
+                file=sys.stdout,
+            )
+            sys.stdout.flush()
+
+    def remaining(self) -> float:
+        """Seconds: the estimate of what is left, corrected by how it did so far."""
+        estimate = self.estimate.seconds
+        expected = sum(estimate[job.model] for job in self.done)
+        left = sum(estimate[job.model] for job in self.todo if job not in self.done)
+        return left / expected * (time.perf_counter() - self.begin) if expected else left
+
+    def _watch(self) -> None:
+        start = sum(steps_done(job) for job in self.todo)
+        while not self._ended.wait(2):
+            self.bar.n = sum(steps_done(job) for job in self.todo) - start
+            self.bar.refresh()
+
+
+def duration(seconds: float) -> str:
+    """75 -> 75 s, 600 -> 10 min, 20000 -> 5.6 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _loss(job: Job) -> str:
+    validations = [r for r in read_metrics(job.folder / "metrics.jsonl") if "val_loss" in r]
+    return f"held-out loss {validations[-1]['val_loss']:.3f}" if validations else "no validation"
