@@ -1,0 +1,141 @@
+"""`python -m eval.zero_shot MODEL --tasks table2 --out DIR`: tasks of lm-evaluation-harness.
+
+MODEL is a transformers folder or a run folder with an export. The tasks are the harness's own:
+`table2` for those of the paper's Table 2, or any names that `lm_eval ls tasks` prints, with commas
+between. Their rows come from the Hub, at commits that the result names, or with `--data-dir` from
+local jsonl files without a network; `--prefetch DIR` writes such a folder where there is one.
+
+Several GPUs: `torchrun --nproc-per-node 8 -m eval.zero_shot MODEL ...`, or accelerate's launcher.
+A call that was interrupted is repeated: finished tasks are not computed again.
+
+The harness's own command gives the same numbers:
+
+    lm_eval --model hf --model_args pretrained=MODEL --tasks piqa
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from cat_lm.errors import UserError, command
+from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
+
+RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.zero_shot",
+        description="Zero-shot tasks of lm-evaluation-harness.",
+        epilog="Several GPUs: torchrun --nproc-per-node N -m eval.zero_shot MODEL ...",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="transformers or run folder")
+    parser.add_argument(
+        "--tasks",
+        default="table2",
+        metavar="A,B,...",
+        help="harness tasks, groups or tags; table2 (default): those of the paper's Table 2",
+    )
+    parser.add_argument("--out", metavar="DIR", help="default for a run folder: MODEL/zero_shot")
+    parser.add_argument("--data-dir", metavar="DIR", help="rows from DIR/TASK.jsonl, no network")
+    parser.add_argument("--prefetch", metavar="DIR", help="write such a folder from the Hub")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N rows of every task")
+    parser.add_argument("--batch-size", default="auto", metavar="N", help="rows, or auto (default)")
+    parser.add_argument("--max-length", type=int, metavar="T", help="context; default: config.json")
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the file's"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--samples", action="store_true", help="log every prompt and answer")
+    parser.add_argument(
+        "--bootstrap-iterations",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",
+    )
+    return parser.parse_args(arguments)
+
+
+@command
+def main() -> None:
+    arguments = parse_arguments()
+    try:
+        _main(arguments)
+    except UserError:
+        if int(os.environ.get("RANK", "0")) != 0:
+            raise SystemExit(2) from None  # rank 0 has said it
+        raise
+
+
+def _main(arguments: argparse.Namespace) -> None:
+    names = [name for name in arguments.tasks.split(",") if name]
+    if not names:
+        raise UserError("--tasks: names no task; known are table2 and `lm_eval ls tasks`")
+    if arguments.model is None and arguments.prefetch is None:
+        raise UserError("MODEL: missing; give a transformers folder or a run folder")
+    for option, least in (("limit", 1), ("max_length", 2), ("bootstrap_iterations", 0)):
+        value = getattr(arguments, option)
+        if value is not None and value < least:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} {value}: must be at least {least}")
+    batch_size = _batch_size(arguments.batch_size)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
+    folder = out = None
+    if arguments.model is not None:
+        folder, out = model_folder(arguments.model), _out(arguments)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    quiet_transformers()
+    if arguments.prefetch is not None:
+        from eval.tasks.prefetch import prefetch
+
+        prefetch(names, arguments.prefetch)
+        if folder is None:
+            return
+    from eval.zero_shot_run import Settings, run, table
+
+    data_dir = arguments.data_dir or arguments.prefetch
+    settings = Settings(
+        data_dir=None if data_dir is None else Path(data_dir),
+        limit=arguments.limit,
+        batch_size=batch_size,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_length=arguments.max_length,
+        samples=arguments.samples,
+        bootstrap_iterations=arguments.bootstrap_iterations,
+    )
+    result = run(folder, names, out, settings)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(table(result))
+
+
+def _out(arguments: argparse.Namespace) -> Path:
+    if arguments.out is not None:
+        return Path(arguments.out)
+    if (Path(arguments.model) / "model" / "config.json").is_file():
+        return Path(arguments.model) / RUN_SUBFOLDER
+    raise UserError(f"--out: missing; it may be left out only for a run folder ({arguments.model})")
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise UserError(f"--batch-size {text}: must be auto or a number of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    main()
