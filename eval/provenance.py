@@ -1,4 +1,4 @@
-"""Where a result came from: command, date, versions, machine."""
+"""Where a result came from: command, date, versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import datetime
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("cat_lm", "torch", "transformers", "deepspeed", "numpy")
+PACKAGES = (
+    *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),
+    # Only on a GPU, and only where installed.
+    *("triton", "flash-attn", "flash-linear-attention", "fla-core", "causal-conv1d"),
+)
 
 
 def provenance() -> dict[str, Any]:
-    """The running command, the time, the versions of what it uses, and the machine."""
+    """The running command, the time, the versions of what it uses, the commit, and the machine."""
     return {
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | versions(),
+        "commit": commit(),
         "machine": machine(),
     }
 
@@ -27,7 +33,12 @@ def provenance() -> dict[str, Any]:
 def command_line() -> str:
     """The command as it was typed, `python -m` restored."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    start = ["python", "-m", module.name] if module else ["python", sys.argv[0]]
+    # A package is run through its `__main__`, which nobody types.
+    start = (
+        ["python", "-m", module.name.removesuffix(".__main__")]
+        if module
+        else ["python", sys.argv[0]]
+    )
     return shlex.join([*start, *sys.argv[1:]])
 
 
@@ -40,6 +51,26 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `+changes` where tracked files differ; None without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def machine() -> str:

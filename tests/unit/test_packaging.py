@@ -197,9 +197,13 @@ def test_modules_load_without_deepspeed():
 
 
 def commands() -> list[str]:
-    """Every module that can be run, found by its last lines."""
+    """Every module or package that can be run, found by its last lines."""
     return [
-        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+        path.relative_to(REPOSITORY)
+        .as_posix()
+        .removesuffix(".py")
+        .replace("/", ".")
+        .removesuffix(".__main__")
         for path in source_files()
         if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]

@@ -1,0 +1,258 @@
+"""`python -m eval.speed conv|train|decode [--json FILE]`: speed and memory, measured side by side.
+
+Exit codes: 0 everything asked for was measured, 1 a kernel was wrong and is refused, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cat_lm.errors import UserError, command
+from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.speed", description="Speed and memory, measured side by side."
+    )
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True)
+    _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
+    _add_train(benchmarks.add_parser("train", help="a training step of each model"))
+    _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
+    for parser_ in benchmarks.choices.values():
+        parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+        parser_.add_argument(
+            "--threads", type=_positive, metavar="N", help="of a CPU; default: all"
+        )
+        parser_.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
+    return parser
+
+
+def _add_conv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--conv-type",
+        type=_names(CONV_TYPES),
+        default=("head",),
+        metavar="LIST",
+        help=f"of {', '.join(CONV_TYPES)}; qkv is the step from the packed projection to "
+        "attention's inputs: three head convolutions, bias and rotation (default: head)",
+    )
+    parser.add_argument(
+        "--windows",
+        type=_numbers,
+        default=(3, 4, 8, 21, 64),
+        metavar="LIST",
+        help="W (default: 3,4,8,21,64)",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        metavar="B,T,H,D",
+        help="may be given several times (default: of the 370M and of the 1.4B model, "
+        "2,2048,16,64 and 2,2048,16,128 on a CPU, 32,… and 16,… on a GPU)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=_names(DTYPES),
+        default=DTYPES,
+        metavar="LIST",
+        help=f"of {', '.join(DTYPES)} (default: both)",
+    )
+    parser.add_argument(
+        "--kernels",
+        type=_names(KERNELS),
+        default=KERNELS[1:],
+        metavar="LIST",
+        help=f"of {', '.join(KERNELS)} (default: all but the slow reference)",
+    )
+    parser.add_argument("--repeats", type=_positive, default=10, metavar="N")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats: int) -> None:
+    parser.add_argument(
+        "--models",
+        type=_names(models),
+        default=models,
+        metavar="LIST",
+        help=f"of {', '.join(models)} (default: all)",
+    )
+    parser.add_argument("--size", choices=SIZES, default="small")
+    for name in ("hidden-size", "layers", "heads"):
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help="default: the size's")
+    parser.add_argument("--vocab-size", type=_positive, default=VOCAB_SIZE, metavar="N")
+    parser.add_argument("--window", type=_positive, default=21, metavar="W")
+    parser.add_argument("--batch-size", type=_positive, metavar="N")
+    parser.add_argument("--repeats", type=_positive, default=repeats, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
+    )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, tuple(MODELS), repeats=5)
+    parser.set_defaults(batch_size=4)
+    parser.add_argument("--context-length", type=_positive, metavar="N", help="default: the size's")
+    parser.add_argument("--optimizer", action="store_true", help="with AdamW's update")
+    parser.add_argument("--compile", action="store_true", help="under torch.compile")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="of the device in this dtype, for MFU (default: by its name in bf16)",
+    )
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, tuple(MODELS)[:-1], repeats=3)  # not transformers' own
+    parser.set_defaults(batch_size=1)
+    parser.add_argument(
+        "--prompts",
+        type=_numbers,
+        default=(2048, 16384),
+        metavar="LIST",
+        help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",
+    )
+    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="with cache")
+    parser.add_argument(
+        "--uncached-tokens", type=_positive, default=4, metavar="N", help="without cache"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text)
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} must be four numbers B,T,H,D: 4,1024,8,64")
+    return numbers
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.conv import ConvOptions, conv_speed
+
+    asked = ConvOptions(
+        shapes=options.shape or SHAPES[device.type],
+        dtypes=options.dtype,
+        conv_types=options.conv_type,
+        windows=options.windows,
+        kernels=options.kernels,
+        repeats=options.repeats,
+        cuda_graphs=not options.eager,
+    )
+    return conv_speed(asked, device)
+
+
+def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.train import TrainCase, train_speed
+
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        raise UserError(f"--peak-tflops {options.peak_tflops}: must be greater than 0")
+    context_length = options.context_length or SIZES[options.size]["context_length"]
+    case = TrainCase(
+        _model_size(options, device),
+        options.batch_size,
+        context_length,
+        options.optimizer,
+        options.compile,
+    )
+    return train_speed(case, options.models, options.repeats, options.peak_tflops)
+
+
+def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.decode import DecodeCase, decode_speed
+
+    if options.new_tokens < 2:
+        raise UserError("--new-tokens 1: the prompt's pass gives the first token; use at least 2")
+    size = _model_size(options, device)
+    cases = [
+        DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
+        for prompt in options.prompts
+    ]
+    return decode_speed(cases, options.models, options.repeats)
+
+
+def _model_size(options: argparse.Namespace, device: Any) -> Any:
+    from eval.speed.models import ModelSize
+
+    named = SIZES[options.size]
+    hidden_size = options.hidden_size or named["hidden_size"]
+    heads = options.heads or named["heads"]
+    if hidden_size % heads:
+        raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
+    return ModelSize(
+        layers=options.layers or named["layers"],
+        hidden_size=hidden_size,
+        heads=heads,
+        vocab_size=options.vocab_size,
+        window=options.window,
+        dtype=options.dtype,
+        device=str(device),
+        attention=options.attention,
+    )
+
+
+@command
+def main() -> None:
+    options = _parser().parse_args()
+    # Before torch loads: a thread that waits by spinning slows those that work on shared cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from cat_lm.files import write_json
+    from cat_lm.pretrained import quiet_transformers
+    from eval.provenance import provenance
+    from eval.speed import tables
+    from eval.speed.machine import describe, open_device
+
+    quiet_transformers()
+    device = open_device(options.device, options.threads)
+    started = provenance()
+    run = {"conv": run_conv, "train": run_train, "decode": run_decode}[options.benchmark]
+    measured = run(options, device)
+    record = {
+        "benchmark": options.benchmark,
+        **started,
+        "device": describe(device),
+        "repeats": options.repeats,
+        **measured,
+    }
+    print(getattr(tables, f"{options.benchmark}_table")(record))
+    if options.json:
+        write_json(options.json, record)
+        print(f"wrote {options.json}", file=sys.stderr)
+    if record.get("refused"):
+        print(f"error: {len(record['refused'])} kernels are wrong and refused", file=sys.stderr)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

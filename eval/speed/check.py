@@ -1,0 +1,63 @@
+"""Whether a kernel computes the convolution: output and gradients on the tensors to be timed.
+
+The expectation is the definition, lag by lag in float64, a sequence at a time; it shares no code
+with any kernel. Two distances must be within the tolerance: ‖y − ŷ‖ / ‖ŷ‖, which a small error
+everywhere moves, and max|y − ŷ| / max|ŷ|, which one wrong element moves. A result that is not
+finite fails both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Rounding in float32 stays far below; tf32, near 3e-4, does not pass for float32.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 3e-3}
+
+
+def expected_results(conv_type: str, x: Tensor, filters: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """y, dx and dfilters by the definition, in float64, for x and dy [B, T, H, D]."""
+    x, taps, dy = x.detach(), filters.detach().double(), dy.detach()
+    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    dx, dfilters = torch.zeros_like(y), torch.zeros_like(taps)
+    time, window = x.shape[1], taps.shape[0 if conv_type == "multihead" else -1]
+    for row in range(x.shape[0]):
+        inputs, gradients = x[row].double(), dy[row].double()  # [T, H, D]
+        for lag in range(min(window, time)):
+            # What a tap of this lag reads, and what it writes to.
+            read, written = inputs[: time - lag], gradients[lag:]
+            into_y, into_dx = y[row, lag:], dx[row, : time - lag]
+            if conv_type == "multihead":
+                into_y += torch.einsum("ih,thd->tid", taps[lag], read)
+                into_dx += torch.einsum("ih,tid->thd", taps[lag], written)
+                dfilters[lag] += torch.einsum("tid,thd->ih", written, read)
+            else:
+                tap = taps[:, lag, None] if conv_type == "head" else taps[:, :, lag]
+                into_y += tap * read
+                into_dx += tap * written
+                summed = (0, 2) if conv_type == "head" else 0
+                dfilters[..., lag] += (written * read).sum(summed)
+    return {"y": y, "dx": dx, "dfilters": dfilters}
+
+
+def distances(found: Tensor, expected: Tensor) -> dict[str, float]:
+    """The two distances of the module's text; infinite where shapes differ."""
+    if found.shape != expected.shape:
+        return {"norm": float("inf"), "largest": float("inf")}
+    difference = found.detach().double() - expected
+    return {
+        "norm": float(difference.norm() / expected.norm()),
+        "largest": float(difference.abs().max() / expected.abs().max()),
+    }
+
+
+def verdict(errors: dict[str, dict[str, float]], dtype: str) -> str | None:
+    """None for results that are right, else what is wrong with them."""
+    tolerance = TOLERANCES[dtype]
+    wrong = [
+        f"{name} is off by {kinds['norm']:.2g} in norm, {kinds['largest']:.2g} at most"
+        for name, kinds in errors.items()
+        # Not `>`: a NaN must not pass.
+        if not all(value <= tolerance for value in kinds.values())
+    ]
+    return f"{'; '.join(wrong)} (tolerance {tolerance:g})" if wrong else None

@@ -1,0 +1,122 @@
+"""Records as aligned tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def conv_table(record: dict[str, Any]) -> str:
+    """For each case: milliseconds, share of the copy bandwidth, and times as fast as conv1d."""
+    columns = ("quartiles", "of copy", "vs conv1d")
+    header = ("", "forward ms", *columns, "fwd+bwd ms", *columns)
+    lines = [_where(record)]
+    for result in record["cases"]:
+        case, backend = result["case"], result["backend"]
+        shape = [case[name] for name in ("batch", "time", "heads", "head_dim")]
+        lines.append(
+            f"\n{case['conv_type']}, W={case['window']}, {shape}, {case['dtype']}; a copy moves "
+            f"{result['copy_bytes_per_second'] / 1e9:.1f} GB/s\n"
+            f"cat_lm takes {backend['name']}, {backend['reason']}: {backend['runs']}"
+        )
+        timed = [row for row in result["kernels"] if not row["refused"]]
+        rival = next((row for row in timed if row["kernel"] == "conv1d"), None)
+        if timed:
+            cells = [(row["kernel"], *_cells(row, rival)) for row in timed]
+            lines.append(aligned(header, cells))
+        for row in result["kernels"]:
+            if row["refused"]:
+                lines.append(f"refused: {row['kernel']}: {row['refused']}")
+        lines += [f"absent: {name}: {reason}" for name, reason in result["absent"].items()]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], rival: dict[str, Any] | None) -> list[str]:
+    cells = []
+    for direction in ("forward", "forward_backward"):
+        seconds = row[direction]["seconds"]
+        low, high = (f"{value * 1e3:.3f}" for value in seconds["quartiles"])
+        faster = rival and rival[direction]["seconds"]["median"] / seconds["median"]
+        cells += [
+            f"{seconds['median'] * 1e3:.3f}",
+            f"{low}-{high}",
+            f"{row[direction]['of_copy_bandwidth']:.0%}",
+            f"{faster:.2f}" if faster else "",
+        ]
+    return cells
+
+
+def train_table(record: dict[str, Any]) -> str:
+    """Tokens a second, relative speed, MFU and memory of each model."""
+    case = record["case"]
+    size = case["size"]
+    step = "forward and backward" + (", AdamW" if case["optimizer"] else "")
+    title = (
+        f"{_size(size)}, batch {case['batch_size']} x {case['context_length']}, "
+        f"{step}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
+    )
+    header = ("", "tokens/s", "quartiles", "of Pythia", "MFU", "peak MiB")
+    tokens = case["batch_size"] * case["context_length"]
+    rows = []
+    for row in record["results"].values():
+        fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["quartiles"])
+        relative = row["relative_to_pythia"]
+        rows.append(
+            (
+                row["model"],
+                f"{row['tokens_per_second']:.0f}",
+                f"{slow}-{fast}",
+                "" if relative is None else f"{relative:.3f}",
+                "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                f"{row['peak_memory_bytes'] / 2**20:.0f}",
+            )
+        )
+    return "\n".join([title, aligned(header, rows)])
+
+
+def decode_table(record: dict[str, Any]) -> str:
+    """Tokens a second with and without the cache, by model and prompt."""
+    case = record["results"][0]["case"]
+    title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
+    header = ("", "prompt", "prompt s", "cached tokens/s", "uncached tokens/s", "ratio")
+    rows = [
+        (
+            row["model"],
+            str(row["case"]["prompt_tokens"]),
+            f"{row['prompt_seconds']['median']:.3f}",
+            _rate(row["tokens_per_second_cached"]),
+            _rate(row["tokens_per_second_uncached"]),
+            f"{row['cache_speedup']:.1f}",
+        )
+        for row in record["results"]
+    ]
+    return "\n".join([title, aligned(header, rows)])
+
+
+def _rate(values: dict[str, Any]) -> str:
+    low, high = values["quartiles"]
+    return f"{values['median']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _size(size: dict[str, Any]) -> str:
+    return (
+        f"{size['layers']}x{size['hidden_size']}, {size['heads']} heads, vocabulary "
+        f"{size['vocab_size']}, W={size['window']}, {size['dtype']}, {size['attention']}"
+    )
+
+
+def _where(record: dict[str, Any]) -> str:
+    device = record["device"]
+    name = device["name"] if device["type"] == "cuda" else record["machine"]
+    return f"{name}, {device['threads']} threads, {record['repeats']} repeats"
