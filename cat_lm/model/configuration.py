@@ -43,6 +43,8 @@ class CatConfig(GPTNeoXConfig):
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
         `rope_parameters["partial_rotary_factor"]`.
+    rope_theta (`float`, defaults to 10,000): the base of the rotary frequencies. Stored as
+        `rope_parameters["rope_theta"]`.
     attention_temperature (`float`, defaults to 1): t of softmax(q·k / (t sqrt(D))); below 1 it
         sharpens attention. YaRN's for a factor s is (0.1 ln s + 1)^-2: 0.875, 0.771, 0.685 for
         s = 2, 4, 8. See `cat_lm.model.rope_scaling`.
@@ -71,7 +73,9 @@ class CatConfig(GPTNeoXConfig):
     temperature_scope: str = "logits"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _check_rotary_pct_given_once(self.rope_parameters, kwargs)
+        _check_given_once(self.rope_parameters, kwargs)
+        if "rope_theta" in kwargs:
+            kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
         if self.conv_type != "none":
             _check_choice("conv_init", self.conv_init, CONV_INITS)
         _check_choice("conv_type", self.conv_type, CONV_TYPES)
@@ -143,13 +147,12 @@ def _check_mixing_and_activation(config: CatConfig) -> None:
         )
 
 
-def _check_rotary_pct_given_once(rope: dict | None, kwargs: dict[str, Any]) -> None:
-    stored = (rope or {}).get("partial_rotary_factor")
-    given = kwargs.get("rotary_pct")
-    if stored is not None and given is not None and stored != given:
-        raise ValueError(
-            f"rotary_pct={given} contradicts rope_parameters['partial_rotary_factor']={stored}"
-        )
+def _check_given_once(rope: dict | None, kwargs: dict[str, Any]) -> None:
+    names = {"rotary_pct": "partial_rotary_factor", "rope_theta": "rope_theta"}
+    for name, key in names.items():
+        stored, given = (rope or {}).get(key), kwargs.get(name)
+        if stored is not None and given is not None and stored != given:
+            raise ValueError(f"{name}={given} contradicts rope_parameters[{key!r}]={stored}")
 
 
 def _check_rotary_width(rotary_pct: float, hidden_size: int, heads: int) -> None:
