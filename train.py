@@ -58,7 +58,13 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks) -> None:
         from cat_lm.training.checkpoint import Checkpoints
-        from cat_lm.training.engine import Engine, build_model, resolve_precision
+        from cat_lm.training.engine import (
+            Engine,
+            build_model,
+            convolution_backend,
+            resolve_precision,
+        )
+        from cat_lm.training.initial import load_initial_weights, vocab_size
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.stop import StopSignal
@@ -79,7 +85,12 @@ class Trainer:
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
 
         # Model and optimizer, as initialised or as the checkpoint left them.
-        self.engine = Engine(build_model(config, self.corpus.vocab_size), config, ranks)
+        model = build_model(config, vocab_size(config, self.corpus, start_from))
+        self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
+        if config.train.init_from is not None and start_from is None:
+            load_initial_weights(model, config.train.init_from)
+            self.log.line(f"weights: from {config.train.init_from}")
+        self.engine = Engine(model, config, ranks)
         self.validation = Validation(held_out, self.engine, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:

@@ -57,10 +57,21 @@ class ModelSection(Section):
     rotary_pct: float = Field(0.25, gt=0, le=1)
     rope_theta: float = Field(10000.0, gt=0)
     position_embedding: Literal["rope", "none"] = "rope"
-    conv_type: Literal["none", "head", "multihead"] = "none"
+    conv_type: Literal["none", "head", "multihead", "depthwise"] = "none"
     conv_window: Positive = 21
     conv_streams: str = "qkv"
     conv_init: Literal["identity", "uniform"] = "identity"
+    conv_mixing: Literal["embeddings", "maps"] = Field(
+        "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
+    )
+    conv_activation: Literal["none", "silu"] = Field(
+        "none", description="after a depthwise convolution"
+    )
+    rope_parameters: dict[str, Any] | None = Field(
+        None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
+    )
+    attention_temperature: float = Field(1.0, gt=0, description="logits are divided by it")
+    temperature_scope: Literal["logits", "rotary"] = "logits"
     use_parallel_residual: bool = True
     tie_word_embeddings: bool = False
     layer_norm_eps: float = Field(1e-5, gt=0)
@@ -107,6 +118,12 @@ class TrainSection(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     activation_checkpointing: bool = False
     compile: bool = False
+    conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto", description="what computes convolutions; a name that cannot serve ends the run"
+    )
+    init_from: str | None = Field(
+        None, description="model folder whose weights a new run starts from; default: random"
+    )
     resume: str = Field("never", description="never, auto (newest complete checkpoint), or a path")
     log_every_steps: Positive = Field(10, description="lines in the log; metrics.jsonl has all")
     max_skipped_steps: Positive = Field(20, description="non-finite steps in a row before a stop")
@@ -375,6 +392,16 @@ def _inconsistencies(config: RunConfig) -> list[str]:
     streams = model.conv_streams
     if not streams or set(streams) - set("qkv") or len(set(streams)) != len(streams):
         errors.append(f"model.conv_streams={streams!r}: must be some of q, k and v, as in 'qkv'")
+    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
+        errors.append(
+            f"model.conv_mixing=maps: needs conv_type=multihead and the stream v, not "
+            f"conv_type={model.conv_type} and conv_streams={streams}"
+        )
+    if model.conv_activation != "none" and model.conv_type != "depthwise":
+        errors.append(
+            f"model.conv_activation={model.conv_activation}: goes with conv_type=depthwise only, "
+            f"not with conv_type={model.conv_type}"
+        )
     if train.global_batch_size % train.micro_batch_size:
         errors.append(
             f"train.micro_batch_size={train.micro_batch_size}: must divide "

@@ -287,8 +287,11 @@ class Checkpoints:
                 f"{folder}: was written by {state['world_size']} ranks, this run has "
                 f"{self.ranks.world_size}; start it with {state['world_size']}"
             )
-        old = yaml.safe_load((folder / "run_config.yaml").read_text(encoding="utf-8"))
-        changes = changed_values(old, self.config.model_dump(mode="json"))
+        # Validated, so that keys which that version did not know yet have their defaults.
+        old = RunConfig.model_validate(
+            yaml.safe_load((folder / "run_config.yaml").read_text(encoding="utf-8"))
+        )
+        changes = changed_values(old.model_dump(mode="json"), self.config.model_dump(mode="json"))
         fixed = [
             f"{name} (was {a}, is {b})"
             for name, (a, b) in changes.items()

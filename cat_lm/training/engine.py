@@ -13,6 +13,7 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.model.convolution import describe_backend
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 Batch = dict[str, np.ndarray]
@@ -35,16 +36,29 @@ def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
         "intermediate_size": section.intermediate_size or 4 * section.hidden_size,
         "max_position_embeddings": config.data.context_length,
     }
-    # The section's keys are CatConfig's, so that a new one cannot be forgotten here.
-    model_config = CatConfig(**fields, use_cache=False)
     torch.manual_seed(config.train.seed)
     try:
-        model = CatForCausalLM(model_config)
+        # The section's keys are CatConfig's, so that a new one cannot be forgotten here.
+        model = CatForCausalLM(CatConfig(**fields, use_cache=False))
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
+    model.set_conv_backend(config.train.conv_backend)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def convolution_backend(config: RunConfig, model: CatForCausalLM, device: torch.device) -> str:
+    """What will compute the convolutions of this run, and why.
+
+    Raises:
+        UserError: the backend that the configuration names cannot serve.
+    """
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    try:
+        return describe_backend(model.config, device, dtype, config.train.conv_backend)
+    except ValueError as error:
+        raise UserError(f"train.conv_backend={config.train.conv_backend}: {error}") from error
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:

@@ -9,6 +9,7 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.model import CatConfig
+from cat_lm.model.convolution import identity_filters
 
 # Dense bf16 TFLOP/s of one device from the makers' data sheets, the most specific name first.
 _PEAK_BF16_TFLOPS = (
@@ -41,25 +42,39 @@ def lookup_parameters(config: CatConfig) -> int:
 def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> float:
     """Floating-point operations of forward and backward per token.
 
-    6 per parameter that multiplies (all but the embedding that is only looked up), 12·L·T·C for
-    the attention products over the full square (Chowdhery et al., 2022, appendix B), and 6·W per
-    channel of each convolved stream.
+    6 per parameter that multiplies once (all but the embedding that is only looked up and the
+    filters), 12·L·T·C for the attention products over the full square (Chowdhery et al., 2022,
+    appendix B), and 6·W per channel of each convolved stream, H times that where heads are mixed.
+    Mixed attention maps multiply the values of all heads: the half of the attention products that
+    belongs to the values counts H times.
     """
-    layers, width = config.num_hidden_layers, config.hidden_size
-    attention = 12 * layers * context_length * width
-    convolution = 0
+    layers, width, heads = (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+    )
+    values_read = heads if config.conv_type == "multihead" and config.conv_mixing == "maps" else 1
+    attention = 6 * layers * context_length * width * (1 + values_read)
+    convolution = filters = 0
     if config.conv_type != "none":
-        heads_read = config.num_attention_heads if config.conv_type == "multihead" else 1
-        convolution = 6 * config.conv_window * heads_read * width * layers
-        convolution *= len(config.conv_streams)
-    return 6 * (parameters - lookup_parameters(config)) + attention + convolution
+        convolved = layers * len(config.convolved_streams)
+        heads_read = heads if config.conv_type == "multihead" else 1
+        convolution = 6 * config.conv_window * heads_read * width * convolved
+        filters = identity_filters(config).numel() * convolved
+    matrices = parameters - lookup_parameters(config) - filters
+    return 6 * matrices + attention + convolution
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:
     """Peak FLOP/s of one device: `train.peak_tflops`, else by its name in bf16, else unknown."""
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops * 1e12
-    if device.type != "cuda" or config.train.precision != "bf16":
+    return device_peak_flops(device) if config.train.precision == "bf16" else None
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Peak bf16 FLOP/s of a GPU by its name; None for one that is not listed, and for a CPU."""
+    if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for part, peak in _PEAK_BF16_TFLOPS if part in name), None)

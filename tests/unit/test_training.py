@@ -12,11 +12,11 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 import pytest
 import torch
 
-from cat_lm.config import RunConfig
+from cat_lm.config import ModelSection, RunConfig
 from cat_lm.errors import UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed
-from cat_lm.training.engine import _check_compiler
+from cat_lm.training.engine import _check_compiler, build_model
 from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate
@@ -186,7 +186,26 @@ def test_flops_of_the_paper_model():
     assert flops_per_token(plain, parameters, 2048) == 6 * 335_079_424 + 603_979_776
     cat, with_filters = paper_model(conv_type="head", conv_window=21)
     extra = flops_per_token(cat, with_filters, 2048) - flops_per_token(plain, parameters, 2048)
-    assert extra == 6 * 21 * 3 * 24 * 1024 + 6 * 24_192
+    assert extra == 6 * 21 * 3 * 24 * 1024  # each tap of each channel, however many share it
+
+
+@pytest.mark.parametrize(
+    ("options", "a_layer"),
+    [
+        ({"conv_type": "depthwise", "conv_streams": "kv"}, 6 * 5 * 2 * 1024),
+        ({"conv_type": "multihead"}, 6 * 5 * 3 * 1024 * 16),
+        # Mixed maps: the values of all 16 heads for each map, 6·T·C a head.
+        (
+            {"conv_type": "multihead", "conv_mixing": "maps"},
+            (6 * 5 * 3 + 6 * 2048 * 15 / 16) * 16384,
+        ),
+    ],
+)
+def test_flops_of_the_convolutions(options, a_layer):
+    plain, parameters = paper_model(conv_type="none")
+    cat, with_filters = paper_model(conv_window=5, **options)
+    extra = flops_per_token(cat, with_filters, 2048) - flops_per_token(plain, parameters, 2048)
+    assert extra == 24 * a_layer
 
 
 def test_memory_shrinks_with_stages_and_ranks():
@@ -201,3 +220,61 @@ def test_memory_shrinks_with_stages_and_ranks():
     assert states(1, 8) == pytest.approx(6 + 12 / 8, abs=0.1)
     assert states(2, 8) == pytest.approx(2 + 16 / 8, abs=0.1)
     assert states(3, 8) == pytest.approx(18 / 8, abs=0.1)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+MODEL_KEYS = {
+    "hidden_size": {"hidden_size": 48},
+    "num_hidden_layers": {"num_hidden_layers": 3},
+    "num_attention_heads": {"num_attention_heads": 4},
+    "intermediate_size": {"intermediate_size": 24},
+    "vocab_size": {"vocab_size": 99},
+    "rotary_pct": {"rotary_pct": 0.5},
+    "rope_theta": {"rope_theta": 500.0},
+    "rope_parameters": {"rope_parameters": YARN | {"attention_factor": 1.0}},
+    "attention_temperature": {"attention_temperature": 0.9},
+    "temperature_scope": {"temperature_scope": "rotary", "attention_temperature": 0.9},
+    "position_embedding": {"position_embedding": "none"},
+    "conv_type": {"conv_type": "depthwise"},
+    "conv_window": {"conv_window": 3},
+    "conv_streams": {"conv_streams": "v"},
+    "conv_mixing": {"conv_mixing": "maps", "conv_type": "multihead"},
+    "conv_activation": {"conv_activation": "silu", "conv_type": "depthwise"},
+    "conv_init": {"conv_init": "uniform"},
+    "use_parallel_residual": {"use_parallel_residual": False},
+    "tie_word_embeddings": {"tie_word_embeddings": True},
+    "layer_norm_eps": {"layer_norm_eps": 1e-3},
+    "hidden_dropout": {"hidden_dropout": 0.3},
+    "attention_dropout": {"attention_dropout": 0.3},
+    "attn_implementation": {"attn_implementation": "eager"},
+}
+
+
+def test_the_list_of_model_keys_is_whole():
+    assert MODEL_KEYS.keys() == ModelSection.model_fields.keys()
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+def test_every_model_key_changes_the_model(key):
+    """No key that is accepted and does nothing: weights, outputs or the way to them differ."""
+
+    def model(changes: dict) -> CatForCausalLM:
+        values = run_values("unused", "unused")
+        values["model"] |= {"hidden_dropout": 0.0} | changes
+        built = build_model(RunConfig.model_validate(values), vocab_size=50)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in built.parameters():  # away from identity filters and zero biases
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+        return built.train()
+
+    def outputs(built: CatForCausalLM) -> torch.Tensor:
+        torch.manual_seed(0)
+        return built(torch.arange(24)[None], use_cache=False).logits
+
+    companions = {k: v for k, v in MODEL_KEYS[key].items() if k != key}
+    usual, changed = model(companions), model(MODEL_KEYS[key])
+    if key == "attn_implementation":
+        assert changed.config._attn_implementation == "eager"
+    else:
+        first, second = outputs(usual), outputs(changed)
+        assert first.shape != second.shape or not torch.allclose(first, second, atol=1e-3)

@@ -1,0 +1,97 @@
+"""train.init_from: a run that starts from a model's weights, as they are or upcycled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import records, run_values, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def run(*command: object, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def pythia(tiny_corpus, tmp_path_factory) -> Path:
+    """A GPT-NeoX model with the corpus's tokenizer and, as Pythia, a larger vocabulary."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    folder = tmp_path_factory.mktemp("pythia")
+    shutil.copytree(tiny_corpus / "tokenizer", folder, dirs_exist_ok=True)
+    entries = json.loads((tiny_corpus / "manifest.json").read_text())["tokenizer"]["vocab_size"]
+    torch.manual_seed(5)
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(**SHAPE, vocab_size=entries + 7, intermediate_size=128, hidden_act="gelu")
+    )
+    # Far from a fresh initialisation, so that a run without these weights is seen.
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def values(corpus: Path, folder: Path, source: Path, **model) -> dict:
+    result = run_values(corpus, folder, max_steps=2, init_from=str(source))
+    result["model"] |= {"hidden_dropout": 0.0, "conv_type": "none", **model}
+    return result
+
+
+def test_upcycled_model_goes_on_where_the_plain_one_is(tiny_corpus, pythia, tmp_path):
+    run("-m", "cat_lm.upcycle", pythia, tmp_path / "cat", "--conv", "head", "--window", 4)
+    first = {}
+    for name, source, model in (
+        ("plain", pythia, {}),
+        ("cat", tmp_path / "cat", {"conv_type": "head", "conv_window": 4}),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        config = write_config(
+            tmp_path / name, values(tiny_corpus, tmp_path / f"run-{name}", source, **model)
+        )
+        assert f"weights: from {source}" in run("train.py", config)
+        first[name] = records(tmp_path / f"run-{name}")[0]["loss"]
+        # A resumed run takes the checkpoint's weights, and needs the source no more.
+        resumed = values(tiny_corpus, tmp_path / f"run-{name}", tmp_path / "gone", **model)
+        resumed["train"] |= {"max_steps": 3, "resume": "auto"}
+        assert "weights: from" not in run("train.py", write_config(tmp_path / name, resumed))
+    assert first["cat"] == pytest.approx(first["plain"], abs=1e-5)
+    fresh = values(tiny_corpus, tmp_path / "run-fresh", pythia)
+    fresh["train"]["init_from"] = None
+    run("train.py", write_config(tmp_path, fresh))
+    assert abs(records(tmp_path / "run-fresh")[0]["loss"] - first["plain"]) > 0.1
+
+
+def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
+    def error(source: Path, **model) -> str:
+        config = write_config(tmp_path, values(tiny_corpus, tmp_path / "run", source, **model))
+        return run("train.py", config, code=2)
+
+    assert "no such folder" in error(tmp_path / "missing")
+    assert "model.num_hidden_layers is 2 there and 3 here" in error(pythia, num_hidden_layers=3)
+    message = error(pythia, conv_type="head")
+    assert "model.conv_type is 'none' there and 'head' here" in message
+    assert "cat_lm.upcycle" in message and "conv_window" not in message
+    other = shutil.copytree(pythia, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        {"id": 9999, "content": "<new>", "special": True, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+    )
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "its tokenizer" in error(other)
+    assert not (tmp_path / "run" / "checkpoints").exists() or not any(
+        (tmp_path / "run" / "checkpoints").glob("step-*")
+    )
