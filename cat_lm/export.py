@@ -79,7 +79,7 @@ def export_model(
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
-    with _replaced_folder(out) as folder:
+    with replaced_folder(out) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
@@ -188,9 +188,14 @@ def describe_model(config: Mapping[str, Any]) -> str:
     if conv_type == "none":
         return f"GPT-NeoX (Pythia) language model with {positions}"
     streams = ", ".join(config["conv_streams"])
+    details = ""
+    if config.get("conv_mixing", "embeddings") == "maps":
+        details += ", mixing attention maps in place of values"
+    if config.get("conv_activation", "none") != "none":
+        details += f", then {config['conv_activation']}"
     return (
         f"convolution-augmented (CAT) GPT-NeoX language model: {conv_type} convolution of "
-        f"{streams} with window {config['conv_window']}, {positions}"
+        f"{streams} with window {config['conv_window']}{details}, {positions}"
     )
 
 
@@ -250,7 +255,7 @@ def _refuse_foreign(out: Path) -> None:
 
 
 @contextmanager
-def _replaced_folder(out: Path) -> Iterator[Path]:
+def replaced_folder(out: Path) -> Iterator[Path]:
     """A new folder beside `out` that takes its place when the block ends without an error.
 
     Its name depends on `out` alone, so that the next export clears what a killed one has left.

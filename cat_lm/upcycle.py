@@ -1,0 +1,362 @@
+"""`python -m cat_lm.upcycle FOLDER OUT`: a GPT-NeoX (Pythia) folder as a CAT model, or back.
+
+The filters of the new model are the identity, so that it computes what the original computes;
+training then goes on from it (`train.init_from`). `--conv none` turns a CAT model whose filters are
+all still the identity into plain GPT-NeoX. Tensors keep their dtype, the tokenizer comes along. The
+logits of both folders are compared before OUT appears, which is never half a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.errors import UserError, command
+from cat_lm.export import describe_model, replaced_folder
+from cat_lm.pretrained import (
+    WEIGHTS,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    quiet_transformers,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import GPTNeoXConfig, PreTrainedModel
+
+TOLERANCE = 1e-5  # of the largest logit
+CHECKED_TOKENS = (2, 48)
+
+# Constants that old versions of transformers stored with the weights.
+_OLD_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+_NOT_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+_BESIDE_THE_MODEL = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "*.model",
+)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The convolutions of the new model, in the terms of `CatConfig`; `conv_type` none for none."""
+
+    conv_type: str = "head"
+    window: int = 21
+    streams: str = "qkv"
+    mixing: str = "embeddings"
+    activation: str = "none"
+
+
+def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tuple[Path, float]:
+    """Writes the model in `folder` with other convolutions, all of them the identity, to `out`.
+
+    Args:
+        folder: GPT-NeoX, or a CAT model whose filters are the identity: a transformers folder with
+            safetensors or torch weights, in one file or in shards.
+        out: a new folder, or an empty one.
+
+    Returns:
+        The path of `out`, and how far the logits of both are apart, in parts of the largest.
+
+    Raises:
+        UserError: `out` is not empty; `folder` holds no such model, lacks weights, or computes
+            something that the new model cannot; or the new model computes something else.
+    """
+    out = Path(out)
+    _refuse_used(out)
+    folder = model_folder(folder)
+    source = _read_config(folder)
+    _refuse_active(folder, source, convolution)
+    target = _target_config(source, convolution)
+    model = _model_with(target, _target_weights(folder, source, target))
+    with replaced_folder(out) as new:
+        model.save_pretrained(new)
+        _copy_tokenizer(folder, new)
+        difference = _difference_of_logits(folder, new, source.vocab_size)
+        if not difference <= TOLERANCE:  # also where it is NaN
+            raise UserError(
+                f"model {folder}: the new model's logits differ from its own by {difference:.1e} "
+                f"of the largest, more than {TOLERANCE:.0e}; {out} was not written"
+            )
+    return out, difference
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
+
+
+def _read_config(folder: Path) -> GPTNeoXConfig:
+    from transformers import GPTNeoXConfig
+
+    from cat_lm.model import CatConfig
+
+    classes = {"gpt_neox": GPTNeoXConfig, "cat_neox": CatConfig}
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind in classes:
+            return classes[kind].from_pretrained(folder)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"model {folder}: config.json cannot be read: {reason[0]}") from error
+    raise UserError(
+        f"model {folder}: model_type is {kind!r}; only GPT-NeoX ('gpt_neox', as Pythia is) and CAT "
+        "('cat_neox') models can be given convolutions"
+    )
+
+
+def _refuse_active(folder: Path, source: GPTNeoXConfig, convolution: Convolution) -> None:
+    """What makes source or target compute something that no choice of filters undoes."""
+    fields = source.to_dict()
+    if "silu" in (convolution.activation, fields.get("conv_activation")):
+        where = (
+            "--activation" if convolution.activation == "silu" else f"model {folder}: activation"
+        )
+        raise UserError(
+            f"{where} silu: SiLU changes the model whatever its filters, so the two cannot compute "
+            "the same; use --activation none, or train from scratch with model.conv_activation=silu"
+        )
+    if convolution.conv_type != "none":
+        return
+    if source.model_type == "gpt_neox":
+        raise UserError(f"model {folder}: is plain GPT-NeoX already; --conv none has nothing to do")
+    for key, plain in (("position_embedding", "rope"), ("attention_temperature", 1)):
+        value = getattr(source, key)
+        if value != plain:
+            raise UserError(f"model {folder}: has {key}={value!r}; plain GPT-NeoX has {plain!r}")
+
+
+def _target_config(source: GPTNeoXConfig, convolution: Convolution) -> GPTNeoXConfig:
+    from transformers import GPTNeoXConfig
+
+    from cat_lm.model import CatConfig
+
+    fields = {key: value for key, value in source.to_dict().items() if key not in _NOT_FIELDS}
+    if convolution.conv_type == "none":
+        known = GPTNeoXConfig().to_dict().keys()
+        return GPTNeoXConfig(**{key: value for key, value in fields.items() if key in known})
+    fields |= {
+        "conv_type": convolution.conv_type,
+        "conv_window": convolution.window,
+        "conv_streams": convolution.streams,
+        "conv_mixing": convolution.mixing,
+        "conv_activation": convolution.activation,
+        "conv_init": "identity",
+    }
+    try:
+        return CatConfig(**fields)
+    except ValueError as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _target_weights(
+    folder: Path, source: GPTNeoXConfig, target: GPTNeoXConfig
+) -> dict[str, Tensor]:
+    """The tensors of the new model, by the names of its state_dict."""
+    from cat_lm.model import CatConfig
+    from cat_lm.model.convolution import identity_filters
+
+    weights = _read_weights(folder)
+    if source.tie_word_embeddings and "gpt_neox.embed_in.weight" in weights:
+        weights.setdefault("lm_head.weight", weights["gpt_neox.embed_in.weight"])
+    _check_names_and_shapes(folder, weights, _skeleton(source).state_dict())
+    if isinstance(source, CatConfig):
+        unchanged = identity_filters(source)
+        for name in [name for name in _skeleton(source).state_dict() if name.endswith("_filter")]:
+            difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
+            if not difference == 0:
+                raise UserError(
+                    f"model {folder}: {name} is no longer the identity (it differs by "
+                    f"{difference:.1e}); only convolutions that are all still the identity can be "
+                    "taken away or replaced"
+                )
+    for name, tensor in _skeleton(target).state_dict().items():
+        if name.endswith("_filter"):
+            projection = weights[name.rsplit(".", 1)[0] + ".weight"]
+            weights[name] = identity_filters(target).to(projection.dtype)
+            assert weights[name].shape == tensor.shape
+    return weights
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder, with the names of today's GPT-NeoX."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        try:
+            if file.suffix == ".safetensors":
+                tensors = load_file(file)
+            else:
+                tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"model {folder}: {file.name} cannot be read: {reason[0]}") from error
+        weights |= {re.sub(r"^embed_out\.", "lm_head.", name): t for name, t in tensors.items()}
+    return {name: tensor for name, tensor in weights.items() if not _OLD_BUFFERS.search(name)}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read: the first kind that is there."""
+    first = folder / next(name for name in WEIGHTS if (folder / name).is_file())
+    if first.suffix != ".json":
+        return [first]
+    index = json.loads(first.read_text(encoding="utf-8"))
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def _check_names_and_shapes(
+    folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    for kind, names in (
+        ("lacks", [name for name in expected if name not in weights]),
+        ("has unknown", [name for name in weights if name not in expected]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"model {folder}: {kind} weights: {names[0]}{more}")
+    for name, tensor in expected.items():
+        if weights[name].shape != tensor.shape:
+            raise UserError(
+                f"model {folder}: {name} is {list(weights[name].shape)}, but config.json asks for "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _skeleton(config: GPTNeoXConfig) -> PreTrainedModel:
+    """The model without memory for its weights."""
+    import torch
+    from transformers import GPTNeoXForCausalLM
+
+    from cat_lm.model import CatConfig, CatForCausalLM
+
+    kind = CatForCausalLM if isinstance(config, CatConfig) else GPTNeoXForCausalLM
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _model_with(config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
+    model = _skeleton(config)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
+
+
+def _copy_tokenizer(folder: Path, new: Path) -> None:
+    """The tokenizer's files as they are, and generation_config.json."""
+    for pattern in _BESIDE_THE_MODEL:
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, new / file.name)
+    settings = new / "tokenizer_config.json"
+    if not (new / "tokenizer.json").is_file() and not settings.is_file():
+        return
+    # transformers would guess a missing class from the model's type, which is another one now.
+    values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if "tokenizer_class" not in values:
+        values["tokenizer_class"] = type(load_tokenizer(folder)).__name__
+        settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
+    load_tokenizer(new)
+
+
+def _difference_of_logits(folder: Path, new: Path, vocab_size: int) -> float:
+    """The largest difference of the logits in fp32, in parts of the largest logit."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, CHECKED_TOKENS, generator=generator)
+
+    def logits(path: Path) -> Tensor:
+        # One model at a time: the weights of both may not fit into memory.
+        with torch.inference_mode():
+            return load_model(path, device="cpu")(ids, use_cache=False).logits
+
+    expected = logits(folder)
+    return float((logits(new) - expected).abs().max() / expected.abs().max())
+
+
+def model_section(config: GPTNeoXConfig) -> dict[str, Any]:
+    """The `model:` section of a training configuration that goes on from this model."""
+    from cat_lm.config import ModelSection
+
+    values = config.to_dict() | {
+        "rotary_pct": config.rope_parameters["partial_rotary_factor"],
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+    # Defaults are left out; these say too little by themselves.
+    defaults = {name: field.default for name, field in ModelSection.model_fields.items()}
+    return {
+        name: values[name]
+        for name, default in defaults.items()
+        if name in values and (values[name] != default or name.startswith("conv_type"))
+    }
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m cat_lm.upcycle",
+        description="Gives a GPT-NeoX (Pythia) model convolutions that change nothing yet, ready "
+        "for further training, or takes such convolutions away again.",
+    )
+    parser.add_argument("folder", help="transformers folder of a GPT-NeoX or CAT model")
+    parser.add_argument("out", help="folder to write; must be new or empty")
+    parser.add_argument(
+        "--conv",
+        choices=("head", "multihead", "depthwise", "none"),
+        default="head",
+        help="kind of convolution; none makes plain GPT-NeoX (default: head)",
+    )
+    parser.add_argument("--window", type=int, help="taps of a filter (default: 21)")
+    parser.add_argument("--streams", metavar="qkv", help="some of q, k and v (default: qkv)")
+    parser.add_argument(
+        "--mixing",
+        choices=("embeddings", "maps"),
+        help="what a multihead convolution mixes (default: embeddings)",
+    )
+    parser.add_argument(
+        "--activation",
+        choices=("none", "silu"),
+        help="after a depthwise convolution; silu cannot start as the original (default: none)",
+    )
+    arguments = parser.parse_args()
+    given = {
+        name: getattr(arguments, name)
+        for name in ("window", "streams", "mixing", "activation")
+        if getattr(arguments, name) is not None
+    }
+    if arguments.conv == "none" and given:
+        raise UserError(f"--{next(iter(given))}: says nothing with --conv none; leave it out")
+    quiet_transformers()
+    out, difference = upcycle(
+        arguments.folder, arguments.out, Convolution(conv_type=arguments.conv, **given)
+    )
+    _print_result(out, difference)
+
+
+def _print_result(out: Path, difference: float) -> None:
+    import yaml
+
+    config = _read_config(out)
+    print(f"{out}: {describe_model(config.to_dict())}")
+    print(f"logits equal the original's to {difference:.1e} of the largest")
+    if config.model_type == "cat_neox":
+        section = yaml.safe_dump({"model": model_section(config)}, sort_keys=False)
+        print(f"to go on training, with train.init_from={out}:\n{section}", end="")
+
+
+if __name__ == "__main__":
+    main()
