@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.unit.tiny_models import cat_model, random_ids, stock_model, with_weights_of
+from tests.unit.tiny_models import (
+    cat_model,
+    each_variant,
+    random_ids,
+    stock_model,
+    with_weights_of,
+)
 
 IDS = random_ids(2, 70)
 
@@ -16,19 +22,46 @@ def gradients(model, ids):
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("conv_type", ["none", "head", "multihead"])
-def test_logits_and_gradients_equal_stock(conv_type, rotary_pct, attn_implementation):
+@each_variant("silu")
+def test_logits_and_gradients_equal_stock(variant, rotary_pct, attn_implementation):
     fields = {"rotary_pct": rotary_pct, "attn_implementation": attn_implementation}
     stock = stock_model(**fields)
-    model = with_weights_of(stock, conv_type=conv_type, **fields)
+    model = with_weights_of(stock, **variant, **fields)
     logits, expected = model(IDS).logits, stock(IDS).logits
-    if conv_type == "none":
+    if variant["conv_type"] == "none":
         assert torch.equal(logits, expected)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 
     ours, theirs = gradients(model, IDS), gradients(stock, IDS)
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
+@each_variant("silu")
+def test_flex_attention_equals_stock(variant, rotary_pct, plain_flex_attention):
+    fields = {"rotary_pct": rotary_pct, "attn_implementation": "flex_attention"}
+    stock = stock_model(**fields)
+    model = with_weights_of(stock, **variant, **fields)
+    torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position_embedding", ["rope", "none"])
+@each_variant("none")
+def test_attention_functions_agree(variant, position_embedding, plain_flex_attention):
+    """With filters that do something."""
+    ids, mask = random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :9] = 0
+    first, *others = (
+        cat_model(**variant, position_embedding=position_embedding, attn_implementation=name)(
+            ids, attention_mask=mask
+        ).logits[mask.bool()]
+        for name in ("eager", "sdpa", "flex_attention")
+    )
+    for logits in others:
+        torch.testing.assert_close(logits, first, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv", "vkq"])
@@ -52,11 +85,17 @@ def test_every_choice_of_streams_is_identity(streams):
     ],
     ids=["linear", "yarn"],
 )
-@pytest.mark.parametrize("rotary_pct", [0.25, 1.0])
-def test_scaled_positions_equal_stock(rope, rotary_pct):
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
+@each_variant("silu")
+def test_scaled_positions_equal_stock(
+    variant, rope, rotary_pct, attn_implementation, plain_flex_attention
+):
     fields = {"rope_parameters": {**rope, "rope_theta": 10000.0}, "rotary_pct": rotary_pct}
+    fields["attn_implementation"] = attn_implementation
     stock = stock_model(**{**fields, "rope_parameters": dict(fields["rope_parameters"])})
-    model = with_weights_of(stock, **fields)
+    model = with_weights_of(stock, **variant, **fields)
     torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
 
 

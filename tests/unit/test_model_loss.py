@@ -6,7 +6,13 @@ from torch.nn import functional as F
 
 from cat_lm.model import loss as loss_module
 from cat_lm.model.loss import LanguageModelHead, linear_cross_entropy
-from tests.unit.tiny_models import cat_model, random_ids, stock_model, with_weights_of
+from tests.unit.tiny_models import (
+    cat_model,
+    each_variant,
+    random_ids,
+    stock_model,
+    with_weights_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -157,11 +163,12 @@ def test_tied_embeddings_get_both_gradients():
     torch.testing.assert_close(model.lm_head.weight.grad, stock.lm_head.weight.grad)
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
+@each_variant()
+def test_activation_checkpointing_gives_the_same_gradients(variant):
     ids = random_ids(2, 30)
     gradients = []
     for use_checkpoints in (False, True):
-        model = cat_model().train()
+        model = cat_model(**variant).train()
         if use_checkpoints:
             model.gradient_checkpointing_enable()
         model(ids, labels=ids).loss.backward()

@@ -10,7 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
 from cat_lm.model import CatConfig, CatForCausalLM
-from tests.unit.tiny_models import SIZES, cat_model, random_ids, stock_model
+from tests.unit.tiny_models import (
+    SIZES,
+    VARIANTS,
+    cat_model,
+    each_variant,
+    random_ids,
+    stock_model,
+)
 
 PAPER_MODEL = {
     "vocab_size": 32000,
@@ -33,6 +40,9 @@ def test_parameter_counts():
     assert count(conv_type="head", conv_window=21, conv_streams="v") == 367_847_424 + 8_064
     assert count(position_embedding="none") == 367_847_424 + 24_192
     assert count(conv_type="multihead", conv_window=21) == 367_847_424 + 387_072
+    maps = {"conv_type": "multihead", "conv_mixing": "maps"}
+    assert count(**maps, conv_window=21) == 367_847_424 + 387_072
+    assert count(conv_type="depthwise", conv_window=4) == 367_847_424 + 24 * 3 * 1024 * 4
 
 
 @pytest.mark.parametrize(
@@ -44,6 +54,14 @@ def test_parameter_counts():
         ({"conv_streams": "qq"}, "each once"),
         ({"conv_window": 0}, "conv_window=0"),
         ({"conv_init": "zero"}, "choose one of identity, uniform"),
+        ({"conv_mixing": "map"}, "conv_mixing='map' is not supported; choose one of embeddings"),
+        ({"conv_mixing": "maps"}, "needs conv_type='multihead', not 'head'"),
+        (
+            {"conv_type": "multihead", "conv_mixing": "maps", "conv_streams": "qk"},
+            "conv_streams='qk' must name it",
+        ),
+        ({"conv_activation": "silu"}, "conv_activation='silu' needs conv_type='depthwise'"),
+        ({"conv_activation": "relu"}, "choose one of none, silu"),
         ({"position_embedding": "alibi"}, "choose one of rope, none"),
         ({"rotary_pct": 0.0}, "rotary_pct=0.0 rotates 0 of a head's 8 channels"),
         ({"rotary_pct": 0.4}, "rotates 3 of a head's 8 channels"),
@@ -63,6 +81,8 @@ def test_wrong_configurations_are_named(fields, message):
 def test_configuration_survives_saving(tmp_path):
     config = CatConfig(
         **SIZES,
+        conv_type="multihead",
+        conv_mixing="maps",
         conv_window=7,
         conv_streams="kv",
         conv_init="uniform",
@@ -77,11 +97,14 @@ def test_configuration_survives_saving(tmp_path):
     assert loaded.rotary_pct == 0.5
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["model_type"] == "cat_neox"
-    assert stored["conv_type"] == "head" and stored["conv_streams"] == "kv"
+    assert stored["conv_type"] == "multihead" and stored["conv_streams"] == "kv"
+    assert stored["conv_mixing"] == "maps" and stored["conv_activation"] == "none"
 
 
-def test_initial_weights():
-    config = CatConfig(**SIZES | {"hidden_size": 128, "vocab_size": 500, "intermediate_size": 512})
+@each_variant("none")
+def test_initial_weights(variant):
+    sizes = SIZES | {"hidden_size": 128, "vocab_size": 500, "intermediate_size": 512}
+    config = CatConfig(**sizes, **variant)
     torch.manual_seed(0)
     model = CatForCausalLM(config)
     small, wang = math.sqrt(2 / (5 * 128)), 2 / (2 * math.sqrt(128))
@@ -91,7 +114,7 @@ def test_initial_weights():
         elif "norm" in name:
             assert (parameter == 1).all(), name
         elif name.endswith("_filter"):
-            assert (parameter[:, 0] == 1).all() and not parameter[:, 1:].any(), name
+            assert torch.equal(parameter, delta_filters(config)), name
         else:
             residual = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
             std = wang if residual else small
@@ -99,9 +122,21 @@ def test_initial_weights():
             assert abs(parameter.mean().item()) < 0.03 * std, name
 
 
-@pytest.mark.parametrize(("conv_type", "bound"), [("head", 1 / 8), ("multihead", 1 / 16)])
-def test_uniform_filters(conv_type, bound):
-    fields = {"conv_type": conv_type, "conv_init": "uniform", "conv_window": 64}
+def delta_filters(config):
+    """1 at lag 0 of a head, or channel, for itself."""
+    heads, window = config.num_attention_heads, config.conv_window
+    delta = torch.zeros(window).index_fill(0, torch.tensor(0), 1.0)
+    if config.conv_type == "multihead":
+        return delta[:, None, None] * torch.eye(heads)
+    if config.conv_type == "depthwise":
+        return delta.expand(heads, config.hidden_size // heads, window)
+    return delta.expand(heads, window)
+
+
+@each_variant("none")
+def test_uniform_filters(variant):
+    bound = 1 / 16 if variant["conv_type"] == "multihead" else 1 / 8
+    fields = {**variant, "conv_init": "uniform", "conv_window": 64}
     model = CatForCausalLM(CatConfig(**SIZES, **fields))
     filters = torch.cat([p for n, p in model.named_parameters() if n.endswith("_filter")])
     assert filters.abs().max() <= bound
@@ -110,9 +145,10 @@ def test_uniform_filters(conv_type, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
-def test_save_and_load(tmp_path, rotary_pct, dtype):
+@each_variant()
+def test_save_and_load(tmp_path, variant, rotary_pct, dtype):
     """Every parameter and every buffer, also the rotary frequencies, which are not in the file."""
-    model = cat_model(rotary_pct=rotary_pct).to(dtype)
+    model = cat_model(**variant, rotary_pct=rotary_pct).to(dtype)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert type(loaded) is CatForCausalLM
@@ -131,14 +167,20 @@ def assert_same_tensors(model, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_meta_device_and_back(dtype):
-    expected = cat_model().to(dtype)
+@pytest.mark.parametrize("conv_init", ["identity", "uniform"])
+@each_variant()
+def test_meta_device_and_back(variant, conv_init, dtype):
+    expected = cat_model(**variant, conv_init=conv_init).to(dtype)
     with torch.device("meta"):
         model = CatForCausalLM(expected.config).to(dtype)
     model.to_empty(device="cpu")
     for module in model.modules():
         module._is_hf_initialized = False
     model.init_weights()
+    for name, parameter in model.named_parameters():
+        if name.endswith("_filter") and conv_init == "identity":
+            assert torch.equal(parameter, delta_filters(model.config).to(dtype)), name
+        assert parameter.isfinite().all() and parameter.abs().max() <= 1, name
     for name, buffer in expected.named_buffers():
         assert torch.equal(dict(model.named_buffers())[name], buffer), name
     model.load_state_dict(expected.state_dict())
@@ -167,6 +209,12 @@ def test_a_pythia_folder_loads_with_identity_filters(tmp_path):
 
 
 def test_state_dict_has_the_names_of_gpt_neox():
-    ours, theirs = set(cat_model().state_dict()), set(stock_model().state_dict())
-    assert theirs <= ours
-    assert all(name.endswith("_filter") for name in ours - theirs)
+    theirs = set(stock_model().state_dict())
+    filters = {
+        f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
+        for layer in range(2)
+        for stream in "qkv"
+    }
+    for name, variant in VARIANTS.items():
+        ours = set(cat_model(**variant).state_dict())
+        assert ours == (theirs if name == "none" else theirs | filters)
