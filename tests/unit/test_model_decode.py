@@ -6,6 +6,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cat_lm.model import CatCache, map_mixing
+from cat_lm.model.cache import ConvStateMixin
 from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -94,6 +95,20 @@ def test_every_kind_of_cache(position_embedding, variant):
     for cache in caches:
         logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
         torch.testing.assert_close(logits, whole, **CLOSE)
+
+
+def test_maps_mixed_by_values_alone_need_no_convolution_state():
+    model = cat_model(**VARIANTS["maps"], conv_streams="v")
+    ids = random_ids(2, 40)
+    caches = (DynamicCache(), StaticCache(config=model.config, max_cache_len=50))
+    for cache in caches:
+        with torch.no_grad():
+            logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
+            torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
+        assert not any(isinstance(layer, ConvStateMixin) for layer in cache.layers)
+    assistant = cat_model(**VARIANTS["maps"], conv_streams="v", seed=1)
+    drafted = generate(model, ids[:1, :9], assistant_model=assistant)
+    assert torch.equal(drafted, generate(model, ids[:1, :9], use_cache=False))
 
 
 @torch.no_grad()

@@ -99,30 +99,6 @@ def test_scaled_positions_equal_stock(
     torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_the_definition_of_the_attention():
-    """softmax(QKᵀ/sqrt(D))V with Q = F_q * (X W_q) + b_q and so on, written out for one layer."""
-    model = cat_model(conv_window=5, position_embedding="none")
-    attention = model.gpt_neox.layers[0].attention
-    x = torch.randn(1, 20, 32)
-    projection = attention.query_key_value
-    weight = projection.weight.view(4, 3, 8, 32)
-    bias = projection.bias.view(4, 3, 8)
-    streams = {}
-    for index, stream in enumerate("qkv"):
-        filters = getattr(projection, f"{stream}_filter")
-        plain = torch.einsum("tc,hdc->htd", x[0], weight[:, index])
-        convolved = bias[:, index, None].expand(4, 20, 8).clone()
-        for lag in range(5):
-            convolved[:, lag:] += filters[:, lag, None, None] * plain[:, : 20 - lag]
-        streams[stream] = convolved
-    scores = streams["q"] @ streams["k"].mT / 8**0.5
-    scores = scores.masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
-    heads = scores.softmax(-1) @ streams["v"]
-    expected = attention.dense(heads.transpose(0, 1).reshape(1, 20, 32))
-    actual, _ = attention(x, attention_mask=None)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_no_positions_means_no_rotation():
     """Without convolution and positions, a token sees a set: earlier tokens may trade places."""
     ids = random_ids(1, 12)
