@@ -1,0 +1,410 @@
+"""eval.speed: what is timed is right, what is wrong is refused, and the records say what they hold.
+
+No test looks at how long anything took.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cat_lm.training.estimate import count_parameters, flops_per_token
+from eval.speed import check, decode, kernels, models, qkv, train
+from eval.speed.__main__ import main
+from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
+from eval.speed.floor import forward_backward_bytes, forward_bytes
+from eval.speed.kernels import ConvCase, Kernel
+from eval.speed.timing import summary, time_in_turn
+
+TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def speed(monkeypatch, capsys, tmp_path):
+    """Runs the command: its exit code, record (None where none was written), stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, dict | None, str, str]:
+        path = tmp_path / "record.json"
+        path.unlink(missing_ok=True)
+        options = ("--device", "cpu", "--json", path)
+        monkeypatch.setattr(sys, "argv", ["eval.speed", *map(str, (*arguments, *options))])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return code, record, *capsys.readouterr()
+
+    return run
+
+
+def conv_arguments(**changes: str) -> list[str]:
+    options = {"shape": "2,40,3,8", "windows": "3", "dtype": "float32", "repeats": "2"} | changes
+    return ["conv", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+
+
+def conv_case(**changes) -> ConvCase:
+    return replace(ConvCase("head", 2, 12, 3, 4, 5, "float32", "cpu"), **changes)
+
+
+# The expectation
+
+
+def loop_over_numbers(conv_type, x, filters, dy):
+    """y, dx and dfilters, one product of three numbers at a time."""
+    y, dx, dfilters = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(filters)
+    batch, time, heads, width = x.shape
+    for b, t, h, d in torch.cartesian_prod(*map(torch.arange, (batch, time, heads, width))):
+        window = filters.shape[0 if conv_type == "multihead" else -1]
+        for lag in range(min(window, int(t) + 1)):
+            for other in range(heads) if conv_type == "multihead" else [h]:
+                tap = {
+                    "head": (h, lag),
+                    "depthwise": (h, d, lag),
+                    "multihead": (lag, h, other),
+                }[conv_type]
+                y[b, t, h, d] += filters[tap] * x[b, t - lag, other, d]
+                dx[b, t - lag, other, d] += filters[tap] * dy[b, t, h, d]
+                dfilters[tap] += dy[b, t, h, d] * x[b, t - lag, other, d]
+    return {"y": y, "dx": dx, "dfilters": dfilters}
+
+
+@pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead"])
+@pytest.mark.parametrize(("time", "window"), [(6, 3), (2, 4), (1, 1)])
+def test_expected_results_are_the_definition(conv_type, time, window):
+    case = conv_case(conv_type=conv_type, batch=2, time=time, heads=2, head_dim=3, window=window)
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, *case.shape, dtype=torch.float64)
+    filters = torch.randn(case.filter_shape, dtype=torch.float64)
+    expected = loop_over_numbers(conv_type, x, filters, dy)
+    found = check.expected_results(conv_type, x, filters, dy)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_expected_step_is_transformers_rotation_after_the_convolution():
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+    case = conv_case(conv_type="qkv", head_dim=16)
+    inputs = qkv.Inputs(case, seed=0)
+    cosines, sines = (angle.double() for angle in inputs.rotary)
+    outputs = []
+    learned = [tensor.detach().double().requires_grad_() for tensor in inputs.learned]
+    packed, *filters, bias = learned
+    for index in range(3):
+        x = packed[:, :, :, index]
+        y = bias[:, index] + torch.zeros_like(x)
+        for lag in range(case.window):
+            delayed = torch.nn.functional.pad(x, (0, 0, 0, 0, lag, 0))[:, : case.time]
+            y = y + filters[index][:, lag, None] * delayed
+        outputs.append(y.transpose(1, 2))
+    outputs[:2] = apply_rotary_pos_emb(*outputs[:2], cosines, sines)
+    outputs = [output.transpose(1, 2) for output in outputs]
+    upstream = [gradient.double() for gradient in inputs.gradients]
+    gradients = torch.autograd.grad(outputs, learned, upstream)
+    found = qkv.expected_results(inputs)
+    assert set(found) == {*"qkv", *qkv.GRADIENTS}
+    names = (*"qkv", *qkv.GRADIENTS)
+    for name, tensor in zip(names, [*outputs, *gradients], strict=True):
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_floors_count_each_tensor_once_a_pass():
+    assert forward_bytes(100, 100, 7) == 207
+    # Forward; then dy, x and filters in, dx and dfilters out.
+    assert forward_backward_bytes(100, 100, 7, 5) == 207 + 100 + 100 + 7 + 100 + 5
+    inputs = qkv.Inputs(conv_case(conv_type="qkv"), seed=0)
+    packed = 4 * 2 * 12 * 3 * 3 * 4
+    constants = 4 * (3 * 3 * 5 + 3 * 3 * 4) + 2 * 4 * 12 * 2
+    assert inputs.floors()["forward"] == 2 * packed + constants
+
+
+# Kernels
+
+
+def test_choices_are_what_is_there():
+    from cat_lm.ops import BACKENDS
+
+    assert tuple(kernels._FINDERS) == KERNELS
+    assert set(BACKENDS) <= set(KERNELS)
+    assert {*kernels.CONVOLUTIONS, "qkv"} == {*CONV_TYPES}
+
+
+@pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead", "qkv"])
+def test_conv_record(speed, conv_type):
+    names = ["reference", "cpu", "conv1d"]
+    arguments = conv_arguments(
+        conv_type=conv_type, windows="1,5", dtype="float32,bfloat16", kernels=",".join(names)
+    )
+    code, record, out, err = speed(*arguments)
+    assert code == 0, err
+    assert (record["benchmark"], record["repeats"], record["refused"]) == ("conv", 2, [])
+    assert record["device"]["type"] == "cpu" and record["device"]["threads"] >= 1
+    assert {"command", "date", "versions", "commit", "machine"} <= set(record)
+    cases = [(c["case"]["dtype"], c["case"]["window"]) for c in record["cases"]]
+    assert cases == [("float32", 1), ("float32", 5), ("bfloat16", 1), ("bfloat16", 5)]
+    expected = {"reference", "cpu", "conv1d", "conv1d, transposed"}
+    if conv_type == "qkv":
+        expected = {f"{name}, in {way}" for name in names[:2] for way in ("one call", "parts")}
+    for result in record["cases"]:
+        assert {row["kernel"] for row in result["kernels"]} == expected
+        assert result["backend"].keys() == {"name", "reason", "runs"}
+        for row in result["kernels"]:
+            assert row["kernel"] in out
+            for direction, floor in result["floor_bytes"].items():
+                timed = row[direction]
+                assert timed["seconds"]["repeats"] == 2
+                rate = floor / timed["seconds"]["median"]
+                assert timed["bytes_per_second"] == pytest.approx(rate)
+                share = rate / result["copy_bytes_per_second"]
+                assert timed["of_copy_bandwidth"] == pytest.approx(share)
+
+
+def test_absent_kernels_say_why(speed):
+    code, record, out, _ = speed(*conv_arguments(kernels="cpu,triton,fla,causal-conv1d"))
+    (result,) = record["cases"]
+    assert code == 0
+    assert set(result["absent"]) == {"triton", "fla", "causal-conv1d"}
+    assert result["absent"]["fla"] == "runs on a GPU only"
+    assert all(f"absent: {name}: {why}" in out for name, why in result["absent"].items())
+
+
+def shifted(y):
+    return torch.nn.functional.pad(y, (0, 0, 0, 0, 1, 0))[:, :-1]
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.05 * dy
+
+
+def one_wrong_element(y):
+    return torch.index_fill(y, 1, torch.tensor([y.shape[1] - 1]), 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (shifted, "y is off"),
+        (WrongGradient.apply, "dx is off"),
+        (one_wrong_element, "y is off"),
+        (lambda y: y * float("nan"), "y is off by nan"),
+        (lambda y: y[:, 1:], "failed with RuntimeError"),
+    ],
+    ids=["late by one", "gradient", "last element", "nan", "shape"],
+)
+def test_wrong_kernel_is_refused(speed, monkeypatch, spoil, named, dtype):
+    from cat_lm.ops import head_conv
+
+    def convolve(x, filters):
+        return spoil(head_conv(x, filters, backend="reference"))
+
+    wrong = Kernel("wrong", "a kernel that is wrong on purpose", convolve)
+    monkeypatch.setitem(kernels._FINDERS, "cpu", lambda case: [wrong])
+    arguments = conv_arguments(kernels="cpu,conv1d", dtype=dtype, shape="2,300,3,8")
+    code, record, out, err = speed(*arguments)
+    assert code == 1
+    (refused,) = record["refused"]
+    assert refused["kernel"] == "wrong" and refused["reason"].startswith(named)
+    rows = {row["kernel"]: row for row in record["cases"][0]["kernels"]}
+    assert "forward" not in rows["wrong"] and "forward_backward" not in rows["wrong"]
+    assert rows["conv1d"]["refused"] is None and rows["conv1d"]["forward"]["seconds"]["median"] > 0
+    assert "refused: wrong: " in out
+    assert err.endswith("error: 1 kernels are wrong and refused\n")
+
+
+def test_wrong_step_is_refused(speed, monkeypatch):
+    in_one_call = qkv.ops.head_conv_qkv
+
+    def unrotated(*arguments, rotary, **options):
+        return in_one_call(*arguments, rotary=None, **options)
+
+    monkeypatch.setattr(qkv.ops, "head_conv_qkv", unrotated)
+    code, record, _, _ = speed(*conv_arguments(conv_type="qkv", kernels="reference"))
+    assert code == 1
+    (refused,) = record["refused"]
+    assert refused["kernel"] == "reference, in one call"
+    assert refused["reason"].startswith("q is off") and "v is off" not in refused["reason"]
+
+
+# Timing
+
+
+def test_calls_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    timings = time_in_turn(calls, CPU, repeats=3, min_seconds=0, warm_ups=2)
+    assert "".join(order) == "aabb" + "ab" * 3
+    assert all(len(timing.seconds) == 3 for timing in timings.values())
+
+
+def test_short_calls_are_repeated_within_a_round():
+    count = 0
+
+    def call():
+        nonlocal count
+        count += 1
+
+    timing = time_in_turn({"call": call}, CPU, repeats=2, min_seconds=0.001, warm_ups=1)["call"]
+    assert timing.calls_a_repeat > 1
+    assert count == 1 + 2 * timing.calls_a_repeat
+
+
+def test_summary():
+    assert summary([4.0, 1.0, 2.0, 3.0, 5.0]) == {
+        "median": 3.0,
+        "quartiles": [2.0, 4.0],
+        "range": [1.0, 5.0],
+        "repeats": 5,
+    }
+    assert summary([2.0])["quartiles"] == [2.0, 2.0]
+
+
+# Training
+
+
+def test_train_record(speed):
+    names = ("pythia", "mh_cat")
+    code, record, out, err = speed(
+        *("train", *TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 2),
+        *("--models", ",".join(names), "--optimizer", "--peak-tflops", 0.5),
+    )
+    assert code == 0, err
+    assert tuple(record["results"]) == names
+    assert set(record["largest_relative_logit_difference"]) == {"pythia", "mh_cat"}
+    assert max(record["largest_relative_logit_difference"].values()) < 1e-5
+    for name, row in record["results"].items():
+        size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
+        model = models.build(size, name, 16)
+        assert row["parameters"] == count_parameters(model)
+        flops = 32 * flops_per_token(models.cat_config(size, name, 16), row["parameters"], 16)
+        assert row["flops_per_step"] == flops
+        seconds = row["step_seconds"]["median"]
+        assert row["tokens_per_second"] == pytest.approx(32 / seconds)
+        assert row["mfu"] == pytest.approx(flops / seconds / 0.5e12)
+        assert row["peak_memory_bytes"] >= 0
+        assert row["model"] in out
+    assert record["results"]["pythia"]["relative_to_pythia"] == 1
+    assert record["results"]["mh_cat"]["convolution"].startswith("multihead convolution")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "stock"])
+def test_every_model_is_stock_with_identity_filters_and_another_with_drawn_ones(name):
+    size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
+    pair = {name: models.build(size, name, 16), "stock": models.build(size, "stock", 16)}
+    ids = models.random_ids(size, 2, 16)
+    assert models.check_logits(pair, ids, "float32")[name] < 1e-5
+    models.randomize_filters(pair[name])
+    same = torch.allclose(pair[name](input_ids=ids).logits, pair["stock"](input_ids=ids).logits)
+    assert same == (name == "pythia")
+
+
+def test_wrong_model_is_not_timed(speed, monkeypatch):
+    build = models.build
+
+    def spoiled(size, name, positions):
+        model = build(size, name, positions)
+        if name == "cat":
+            for name_, parameter in model.named_parameters():
+                if name_.endswith("q_filter"):
+                    parameter.data = parameter.data.roll(1, dims=-1)
+        return model
+
+    monkeypatch.setattr(train, "build", spoiled)
+    monkeypatch.setattr(train, "time_in_turn", lambda *_, **__: pytest.fail("timed"))
+    code, record, out, err = speed("train", *TINY, "--context-length", 16, "--models", "cat")
+    assert (code, record, out) == (2, None, "")
+    assert "logits differ" in err.splitlines()[-1] and "'cat'" in err
+
+
+# Decoding
+
+
+def test_decode_record(speed):
+    arguments = ("--prompts", "5,9", "--new-tokens", 4, "--uncached-tokens", 2, "--repeats", 2)
+    code, record, out, err = speed("decode", *TINY, *arguments, "--batch-size", 2)
+    assert code == 0, err
+    places = [(row["name"], row["case"]["prompt_tokens"]) for row in record["results"]]
+    decoded = [name for name in MODELS if name != "stock"]
+    assert places == [(name, prompt) for name in decoded for prompt in (5, 9)]
+    for row in record["results"]:
+        cached, uncached = row["tokens_per_second_cached"], row["tokens_per_second_uncached"]
+        assert cached["repeats"] == uncached["repeats"] == row["prompt_seconds"]["repeats"] == 2
+        assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
+        assert row["near_ties"] == 0
+        assert MODELS[row["name"]][0] in out
+
+
+def test_decoding_is_transformers_greedy():
+    size = models.ModelSize(2, 32, 2, 61, 4, "float32", "cpu")
+    model = models.build(size, "mh_cat", 32).eval()
+    models.randomize_filters(model)
+    prompt = models.random_ids(size, 2, 9)
+    with torch.no_grad():
+        tokens = decode.decode_cached(model, prompt, 6).tokens
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=False)
+    assert torch.equal(tokens, expected[:, 9:])
+
+
+def test_wrong_cache_is_not_timed(speed, monkeypatch):
+    from cat_lm.model.cache import ConvDynamicLayer
+
+    exchange = ConvDynamicLayer.exchange_conv_inputs
+
+    def forgetful(self, *arguments, **options):
+        return 20.0 + exchange(self, *arguments, **options)
+
+    monkeypatch.setattr(ConvDynamicLayer, "exchange_conv_inputs", forgetful)
+    monkeypatch.setattr(decode, "decode_uncached", lambda *_: pytest.fail("timed"))
+    arguments = ("--models", "cat", "--prompts", 12, "--new-tokens", 12)
+    code, record, out, err = speed("decode", *TINY, *arguments)
+    assert (code, record, out) == (2, None, "")
+    assert "greedy tokens after a prompt of 12 differ" in err.splitlines()[-1]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("conv", "--windows", "3,0"), "'0' must be a whole number of at least 1"),
+        (("conv", "--shape", "4,1024,8"), "'4,1024,8' must be four numbers"),
+        (("conv", "--dtype", "float16"), "'float16' is not one of float32, bfloat16"),
+        (("conv", "--kernels", "cpu,cudnn"), "'cudnn' is not one of"),
+        (("conv", "--conv-type", "heads"), "'heads' is not one of"),
+        (("train", "--models", "gpt2"), "'gpt2' is not one of"),
+        (("train", "--heads", "7"), "--hidden-size 512: must be a multiple of --heads 7"),
+        (("train", "--peak-tflops", "-1"), "--peak-tflops -1.0: must be greater than 0"),
+        (("decode", "--new-tokens", "1"), "--new-tokens 1: "),
+        (("decode", "--models", "stock"), "'stock' is not one of"),
+        (("sing",), "invalid choice: 'sing'"),
+    ],
+)
+def test_bad_options(speed, arguments, named):
+    code, record, out, err = speed(*arguments)
+    assert (code, record, out) == (2, None, "")
+    last = err.splitlines()[-1]
+    assert "error: " in last and named in last
+
+
+def test_absent_device(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(sys, "argv", ["eval.speed", "conv", "--device", "cuda"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "--device cuda: cannot be used" in capsys.readouterr().err
