@@ -236,7 +236,7 @@ def test_wrong_step_is_refused(speed, monkeypatch):
     assert code == 1
     (refused,) = record["refused"]
     assert refused["kernel"] == "reference, in one call"
-    assert refused["reason"].startswith("q is off") and "v is off" not in refused["reason"]
+    assert refused["reason"].startswith("q is off") and "; v is off" not in refused["reason"]
 
 
 # Timing
