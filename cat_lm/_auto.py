@@ -5,6 +5,9 @@ import each other in circles, so it can be done neither on `import cat_lm` nor w
 Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_model`) are wrapped:
 their first call registers the model and puts the original methods back. Auto modules that are not
 loaded yet are awaited by a finder on `sys.meta_path`.
+
+setup.cfg names `install` as an entry point that torch calls at the end of its own import. Programs
+that know nothing of cat_lm, such as lm_eval, then open the model too.
 """
 
 from __future__ import annotations
@@ -116,12 +119,31 @@ def _call_after_execution(loader, look: Callable[[ModuleType], None]) -> None:
     loader.exec_module = execute_and_look
 
 
+def _call_after_definition(
+    module: ModuleType, last_class: str, look: Callable[[ModuleType], None]
+) -> None:
+    """Looks at a module that is being executed on the first use of it that finds `last_class`."""
+    original = type(module)
+
+    class Executing(original):
+        def __getattribute__(self, name: str):
+            if last_class in original.__getattribute__(self, "__dict__"):
+                self.__class__ = original
+                look(self)
+            return original.__getattribute__(self, name)
+
+    module.__class__ = Executing
+
+
 def install() -> None:
     """Wraps the loaded Auto modules and waits for the others; safe to repeat."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
     sys.meta_path.insert(0, _AutoModuleFinder())
     for name, look in _AWAITED.items():
         module = sys.modules.get(name)
-        # A module that is still being executed has no classes yet.
-        if hasattr(module, "AutoConfig" if "configuration" in name else "AutoModelForCausalLM"):
+        last_class = "AutoConfig" if "configuration" in name else "AutoModelForCausalLM"
+        if hasattr(module, last_class):
             look(module)
+        elif module is not None:
+            # torch, and so this function, may be imported while transformers is.
+            _call_after_definition(module, last_class, look)

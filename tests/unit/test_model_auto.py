@@ -25,6 +25,8 @@ ORDERS = {
     "auto classes first": "from transformers import AutoModelForCausalLM\nimport cat_lm",
     "gpt_neox later": "import cat_lm\nfrom transformers import GPTNeoXConfig, GPTNeoXForCausalLM",
     "the model itself": "from cat_lm.model import CatConfig, CatForCausalLM",
+    "by torch alone": "import torch",
+    "by torch, amid transformers": "from transformers import AutoModelForCausalLM",
     "reloaded": "import importlib, cat_lm, transformers.models.auto.modeling_auto as auto\n"
     "importlib.reload(auto)\nimportlib.reload(cat_lm)",
 }
