@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXAttention,
@@ -118,12 +118,18 @@ class CatAttention(GPTNeoXAttention):
             if rotary is not None:
                 query, key = apply_rotary_pos_emb(query, key, *rotary)
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        state = None
-        if cache is not None and isinstance(cache.layers[self.layer_idx], ConvStateMixin):
-            state = cache.layers[self.layer_idx]
+        layer = _cache_layer(cache, self.layer_idx)
+        state = layer if isinstance(layer, ConvStateMixin) else None
         return self.query_key_value(
             hidden_states, rotary, padding_mask, document_ids, state, follows_cache
         )
+
+
+def _cache_layer(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:
+    """The layer's part of the cache; None too where a cache makes it when it is first filled."""
+    if cache is None or layer_index >= len(cache.layers):
+        return None
+    return cache.layers[layer_index]
 
 
 def _follows_cache(cache: Cache | None, layer_index: int) -> bool:
@@ -131,8 +137,5 @@ def _follows_cache(cache: Cache | None, layer_index: int) -> bool:
 
     A static layer's keys always are more than the new ones: those that are still to come.
     """
-    if cache is None:
-        return False
-    if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):
-        return True
-    return cache.get_seq_length(layer_index) > 0
+    layer = _cache_layer(cache, layer_index)
+    return layer is not None and (isinstance(layer, StaticLayer) or layer.get_seq_length() > 0)

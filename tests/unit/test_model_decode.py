@@ -97,15 +97,25 @@ def test_every_kind_of_cache(position_embedding, variant):
         torch.testing.assert_close(logits, whole, **CLOSE)
 
 
-def test_maps_mixed_by_values_alone_need_no_convolution_state():
-    model = cat_model(**VARIANTS["maps"], conv_streams="v")
+def check_plain_caches(model):
+    """Decoding with transformers' own caches, in which nothing is changed."""
     ids = random_ids(2, 40)
-    caches = (DynamicCache(), StaticCache(config=model.config, max_cache_len=50))
-    for cache in caches:
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=50)):
         with torch.no_grad():
             logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
             torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
         assert not any(isinstance(layer, ConvStateMixin) for layer in cache.layers)
+
+
+@each_variant()
+def test_a_window_of_one_needs_no_convolution_state(variant):
+    check_plain_caches(cat_model(**variant, conv_window=1))
+
+
+def test_maps_mixed_by_values_alone_need_no_convolution_state():
+    model = cat_model(**VARIANTS["maps"], conv_streams="v")
+    ids = random_ids(2, 40)
+    check_plain_caches(model)
     assistant = cat_model(**VARIANTS["maps"], conv_streams="v", seed=1)
     drafted = generate(model, ids[:1, :9], assistant_model=assistant)
     assert torch.equal(drafted, generate(model, ids[:1, :9], use_cache=False))
