@@ -1,8 +1,8 @@
-"""The pictures: drawn once, saved as PNG and SVG, and as SVG that follows a page's colours.
+"""The pictures: drawn once, saved as PNG and SVG, and as SVG inside a page.
 
 Every run keeps one colour and one marker in all pictures, and lines differ by marker as well as
-by colour, so that they can be told apart without seeing colours. Colours in the SVG of a page
-are CSS variables (see eval/report.css), which is how one drawing serves light and dark.
+by colour, so that they can be told apart without seeing colours. Methods of scaling positions
+differ by the style of the line.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from cat_lm.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
 
 # After Okabe and Ito: distinct under the common kinds of colour blindness, in print and on screen.
 RUN_COLOURS = (
@@ -33,7 +32,8 @@ RUN_COLOURS = (
 # Of another number than the colours, so that their pairs repeat late.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 INK, MUTED, GRID, PAPER = "#1c2024", "#5f6871", "#e2e5e9", "#ffffff"
-NEGATIVE, POSITIVE = "#2166ac", "#b2540b"
+
+METHOD_LINES = {"none": "-", "pi": ":", "pi+temperature": "--", "yarn": "-.", "temperature": "--"}
 
 MIN_GROUPS = 20  # documents or windows below which no error bar is drawn
 WIDE, NARROW = (7.4, 3.7), (3.8, 3.3)  # inches: for a desktop column and for a phone
@@ -133,64 +133,10 @@ def length_figure(
             line = [r for r in rows if (r["label"], r["method"]) == (label, method)]
             line = sorted((r for r in line if r["perplexity"] is not None), key=_length)
             values += [row["perplexity"] for row in line]
-            name = label if method == "none" else f"{label}, {method}"
-            _length_line(axes, line, order.index(label), name)
+            _length_line(axes, line, order.index(label), method)
         _length_axes(axes, rows, values)
-        axes.legend(loc="best")
+        _length_legends(axes, order, list(dict.fromkeys(row["method"] for row in rows)), size)
         return figure
-
-
-def filters_figure(filters: Mapping[str, np.ndarray], size: tuple[float, float] = WIDE) -> Figure:
-    """The taps of every layer and head as a heat map, a panel for each stream.
-
-    The colour scale ends at the largest tap behind lag 0, because lag 0 (the token itself) is
-    near 1 in a model that started at the identity and would hide all others.
-
-    Args:
-        filters: stream (q, k, v) -> float [layers, heads, W], lag 0 first.
-    """
-    layers, heads, window = next(iter(filters.values())).shape
-    across = size[0] > 5
-    panel = min(max(1.6, layers * heads * 0.055), 8.0)
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        height = panel + 0.9 if across else (panel * 0.8 + 0.5) * len(filters) + 0.6
-        figure = Figure((size[0], height), layout="constrained")
-        grid = (1, len(filters)) if across else (len(filters), 1)
-        panels = list(figure.subplots(*grid, sharey=True, squeeze=False).flat)
-        limit = filter_scale(filters)
-        for axes, (stream, taps) in zip(panels, filters.items(), strict=True):
-            image = axes.imshow(
-                taps.reshape(layers * heads, window),
-                cmap=_diverging_map(),
-                vmin=-limit,
-                vmax=limit,
-                aspect="auto",
-                interpolation="none",
-                extent=(-0.5, window - 0.5, layers * heads - 0.5, -0.5),
-            )
-            for layer in range(1, layers):
-                axes.axhline(layer * heads - 0.5, color=MUTED, lw=0.5)
-            axes.set_title(f"{stream} filters", fontsize=9, color=INK)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            axes.spines[:].set_visible(True)
-            axes.tick_params(length=0)
-            if axes.get_subplotspec().is_first_col():
-                axes.set_ylabel("layer")
-            if axes.get_subplotspec().is_last_row():
-                axes.set_xlabel("lag (tokens back)")
-        step = max(1, layers // 12)
-        axes.set_yticks(
-            [(layer + 0.5) * heads - 0.5 for layer in range(0, layers, step)],
-            [str(layer) for layer in range(0, layers, step)],
-        )
-        _colour_key(figure, panels, image, across)
-        return figure
-
-
-def filter_scale(filters: Mapping[str, np.ndarray]) -> float:
-    """The largest |tap| behind lag 0 (of all taps where W = 1)."""
-    behind = [np.abs(taps[..., 1:] if taps.shape[-1] > 1 else taps) for taps in filters.values()]
-    return max(float(max(taps.max() for taps in behind)), 1e-8)
 
 
 def save_figure(figure: Figure, stem: Path | str) -> None:
@@ -205,7 +151,7 @@ def save_figure(figure: Figure, stem: Path | str) -> None:
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an inline SVG element whose colours are the page's CSS variables.
+    """The figure as an inline SVG element in the page's font.
 
     Args:
         name: unique on the page; keeps the ids of two drawings apart.
@@ -217,10 +163,6 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    names = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
-    names |= {colour: f"run-{index}" for index, colour in enumerate(RUN_COLOURS)}
-    for colour, variable in names.items():
-        svg = svg.replace(colour, f"var(--{variable})")
     # The font is the page's; only sizes stay.
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
@@ -255,19 +197,57 @@ def _length(row: Mapping[str, Any]) -> int:
     return row["length"]
 
 
-def _length_line(axes: Axes, line: list[Mapping[str, Any]], index: int, name: str) -> None:
+def _length_line(axes: Axes, line: list[Mapping[str, Any]], index: int, method: str) -> None:
     # With bars, side by side, so that they do not hide each other.
     bars_drawn = has_error_bars(line)
     lengths = [row["length"] * (1.02**index if bars_drawn else 1) for row in line]
     values = np.array([row["perplexity"] for row in line])
     colour = run_colour(index)
-    marker = MARKERS[index % len(MARKERS)]
-    axes.plot(lengths, values, color=colour, marker=marker, mec=PAPER, label=name, zorder=3)
+    plain = method == "none"
+    axes.plot(
+        lengths,
+        values,
+        color=colour,
+        ls=METHOD_LINES.get(method, (0, (1, 3))),
+        lw=1.8 if plain else 1.3,
+        marker=run_marker(index),
+        ms=5 if plain else 4,
+        mec=PAPER if plain else colour,
+        mfc=colour if plain else PAPER,
+        zorder=4 if plain else 3,
+    )
     if bars_drawn:
         # An error of e nats in the loss is a factor exp(e) in perplexity.
         errors = np.array([row["standard_error"] for row in line])
         bars = [values * (1 - np.exp(-errors)), values * (np.exp(errors) - 1)]
         axes.errorbar(lengths, values, bars, fmt="none", ecolor=colour, elinewidth=0.9, alpha=0.6)
+
+
+def _length_legends(
+    axes: Axes, labels: Sequence[str], methods: Sequence[str], size: tuple[float, float]
+) -> None:
+    """Runs by colour and marker; where there are several methods, these by the line's style."""
+    handles = [
+        Line2D([], [], color=run_colour(index), marker=run_marker(index), mec=PAPER, label=label)
+        for index, label in enumerate(labels)
+    ]
+    if len(methods) > 1:
+        handles += [
+            Line2D(
+                [],
+                [],
+                color=MUTED,
+                ls=METHOD_LINES.get(method, (0, (1, 3))),
+                lw=1.3,
+                label="not scaled" if method == "none" else method,
+            )
+            for method in methods
+        ]
+    if len(handles) <= 4:
+        axes.legend(handles=handles, loc="best")
+        return
+    columns = 4 if size[0] > 5 else 2
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _length_axes(axes: Axes, rows: Sequence[Mapping[str, Any]], values: list[float]) -> None:
@@ -321,22 +301,3 @@ def _reference(axes: Axes, value: float, text: str) -> None:
         color=MUTED,
         fontsize=8,
     )
-
-
-def _diverging_map() -> ListedColormap:
-    """Blue below zero, orange above, nothing at zero: right on light and on dark pages."""
-    values = np.linspace(-1, 1, 257)
-    strength = np.abs(values) ** 0.8
-    colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
-    return ListedColormap(np.concatenate([colours, strength[:, None]], axis=1))
-
-
-def _colour_key(figure: Figure, panels: Sequence[Axes], image: AxesImage, across: bool) -> None:
-    place = {"shrink": 0.8, "aspect": 30} if across else {"location": "top", "aspect": 30}
-    bar = figure.colorbar(image, ax=list(panels), pad=0.02, extend="both", **place)
-    bar.outline.set_edgecolor(MUTED)
-    bar.outline.set_linewidth(0.5)
-    # As vectors, the neighbouring steps of the key would show seams.
-    bar.solids.set_rasterized(True)
-    bar.ax.tick_params(length=0, labelsize=8)
-    bar.locator = MaxNLocator(4)

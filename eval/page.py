@@ -13,18 +13,15 @@ import yaml
 from matplotlib.figure import Figure
 
 from cat_lm.config import changed_values
-from eval.figures import (
-    NARROW,
-    RUN_COLOURS,
-    WIDE,
-    filter_scale,
-    filters_figure,
-    has_error_bars,
-    length_figure,
-    loss_figure,
-    page_svg,
-    short_count,
+from eval.figures import loss_figure, short_count
+from eval.page_evaluations import (
+    filters_section,
+    lengths_section,
+    missing_export,
+    samples_section,
+    table2_section,
 )
+from eval.page_parts import colour_key, figure_html, note, number, run_name
 from eval.runs import Run, curves, unigram_loss
 
 
@@ -43,16 +40,23 @@ def page(
         made: this report's provenance.
     """
     title = title or ("Training report: " + ", ".join(run.label for run in runs))
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = [
         _results(runs, summary),
         _learning(runs),
-        _lengths(runs, rows),
-        _samples(runs),
-        _filters(runs),
+        table2_section(runs),
+        lengths_section(runs, rows),
+        filters_section(runs),
+        samples_section(runs),
         _configuration(runs),
         _provenance(runs, made),
     ]
+    lede = f'<p class="lede">{_lede(runs, summary)}</p>'
+    return whole_page(title, "".join(sections), lede)
+
+
+def whole_page(title: str, content: str, lede: str = "") -> str:
+    """A page with the report's style in it: `content` and `lede` are HTML, `title` is text."""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -66,9 +70,9 @@ def page(
 <main>
 <header>
 <h1>{escape(title)}</h1>
-<p class="lede">{_lede(runs, summary)}</p>
+{lede}
 </header>
-{"".join(sections)}
+{content}
 </main>
 </body>
 </html>
@@ -95,7 +99,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {escape(best['run'])},"
     text += (
         f" {subject} {best['val_loss']:.3f} nats per token "
-        f"(perplexity {_number(best['val_perplexity'])}, "
+        f"(perplexity {number(best['val_perplexity'])}, "
         f"{best['val_bits_per_byte']:.3f} bits per byte)"
     )
     reference = unigram_loss(runs)
@@ -105,7 +109,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
 def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     columns: list[tuple[str, str, Callable[[Any], str], Callable | None]] = [
         ("val_loss", "held-out loss<small>nats per token</small>", "{:.4f}".format, min),
-        ("val_perplexity", "perplexity<small>per token</small>", _number, min),
+        ("val_perplexity", "perplexity<small>per token</small>", number, min),
         ("val_bits_per_byte", "bits<small>per byte</small>", "{:.4f}".format, min),
         ("parameters", "parameters", "{:,}".format, None),
         ("tokens", "tokens", short_count, None),
@@ -121,24 +125,25 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
             best = better and len(runs) > 1 and value is not None and value == better(known)
             text = "n/a" if value is None else show(value)
             cells.append(f'<td class="best">{text}</td>' if best else f"<td>{text}</td>")
-        lines.append(f"<tr><th>{_key(index)}{_name(run)}</th>{''.join(cells)}</tr>")
+        lines.append(f"<tr><th>{colour_key(index)}{run_name(run)}</th>{''.join(cells)}</tr>")
     reference = unigram_loss(runs)
     if reference is not None:
         lines.append(
             '<tr class="reference"><th>unigram model<small>of the training split</small></th>'
-            f"<td>{reference:.4f}</td><td>{_number(math.exp(reference))}</td>"
+            f"<td>{reference:.4f}</td><td>{number(math.exp(reference))}</td>"
             "<td></td><td></td><td></td><td></td></tr>"
         )
     skipped = [f"{run.label}: {run.skipped}" for run in runs if run.skipped]
     notes = "".join(
         [
-            _note("Best values are bold. One seed each: small differences are not findings.")
+            note("Best values are bold. One seed each: small differences are not findings.")
             if len(runs) > 1
             else "",
-            _note(f"Steps skipped because of a non-finite loss: {escape(', '.join(skipped))}.")
+            note(f"Steps skipped because of a non-finite loss: {escape(', '.join(skipped))}.")
             if skipped
             else "",
             _data_note(runs),
+            missing_export(runs),
         ]
     )
     return (
@@ -156,122 +161,7 @@ def _learning(runs: Sequence[Run]) -> str:
     caption = "Points: loss on the held-out split. Thin lines: training loss, a running mean."
     if reference is not None:
         caption += " Dashed: what a unigram model reaches; the first steps may be cut off."
-    return f"<section><h2>Learning</h2>{_figure(draw, 'loss', caption)}</section>\n"
-
-
-def _lengths(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
-    missing = [run for run in runs if not run.sweep]
-    heading = "<section><h2>Perplexity against context length</h2>"
-    hint = ""
-    if missing:
-        names = " ".join(shlex.quote(str(run.folder)) for run in missing)
-        hint = _note(f"Not measured yet: <code>python -m eval.quickstart {escape(names)}</code>")
-    if not rows:
-        return f"{heading}{hint}</section>\n"
-
-    def draw(size: tuple[float, float]) -> Figure:
-        return length_figure(rows, size, order=[run.label for run in runs])
-
-    row = rows[0]
-    sweep = next(run.sweep for run in runs if run.sweep)
-    caption = (
-        f"{row['tokens']:,} tokens of {escape(sweep['text'])}, the same ones at every length, "
-        "each scored once in windows that do not overlap. Dashed: the length of training. "
-    )
-    if has_error_bars(rows):
-        caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."
-    else:
-        caption += f"Too few {row['group_kind']} ({row['groups']}) for error bars."
-    if len({row["tokens_sha256"] for row in rows}) > 1:
-        caption += " <strong>The runs were scored on different tokens.</strong>"
-    table = _length_table(runs, rows)
-    return f"{heading}{hint}{_figure(draw, 'lengths', caption)}{table}</section>\n"
-
-
-def _length_table(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
-    lengths = sorted({row["length"] for row in rows})
-    cells = {(row["label"], row["method"], row["length"]): row for row in rows}
-    head = "".join(f"<th>{length:,}</th>" for length in lengths)
-    lines = []
-    for index, run in enumerate(runs):
-        for method in dict.fromkeys(r["method"] for r in rows if r["label"] == run.label):
-            found = [cells.get((run.label, method, length)) for length in lengths]
-            values = "".join(
-                f"<td>{_number(row['perplexity'])}<small>{_number(row['bits_per_byte'])}</small>"
-                "</td>"
-                if row
-                else "<td></td>"
-                for row in found
-            )
-            name = run.label if method == "none" else f"{run.label}, {method}"
-            lines.append(f"<tr><th>{_key(index)}{escape(name)}</th>{values}</tr>")
-    return (
-        f'<div class="scroll"><table><thead><tr><th>perplexity per token'
-        f"<small>bits per byte below</small></th>{head}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
-
-
-def _samples(runs: Sequence[Run]) -> str:
-    shown = [(index, run) for index, run in enumerate(runs) if run.samples]
-    if not shown:
-        return ""
-    options = shown[0][1].samples
-    parts = [
-        "<section><h2>Continuations of held-out documents</h2>",
-        f'<p class="meta">Grey: the beginning of a document that was not trained on. Below it, '
-        f"what each model goes on to write: {options['max_new_tokens']} tokens, temperature "
-        f"{options['temperature']}, top-p {options['top_p']}, seed {options['seed']}; nothing "
-        "was chosen by hand.</p>",
-    ]
-    prompts = dict.fromkeys(s["prompt"] for _, run in shown for s in run.samples["samples"])
-    for number, prompt in enumerate(prompts, 1):
-        cards, reference = [], ""
-        for index, run in shown:
-            for sample in run.samples["samples"]:
-                if sample["prompt"] == prompt:
-                    reference = sample["reference"]
-                    cards.append(_sample_card(index, run.label, sample["continuation"]))
-        parts.append(
-            f'<h3>Document {number}</h3><pre class="prompt">{escape(prompt)}</pre>'
-            f'<div class="samples">{"".join(cards)}</div>'
-            f"<details><summary>How the document goes on</summary><pre>{escape(reference)}</pre>"
-            "</details>"
-        )
-    return "".join([*parts, "</section>\n"])
-
-
-def _sample_card(index: int, label: str, text: str) -> str:
-    colour = f"var(--run-{index % len(RUN_COLOURS)})"
-    return (
-        f'<div class="sample" style="border-top-color: {colour}"><h4>{escape(label)}</h4>'
-        f"<pre>{escape(text)}</pre></div>"
-    )
-
-
-def _filters(runs: Sequence[Run]) -> str:
-    parts = []
-    for run in runs:
-        if not run.filters:
-            continue
-        first = [float(taps[..., 0].mean()) for taps in run.filters.values()]
-        caption = (
-            "Weight of the token itself (lag 0) and of the tokens before it; each row is a head. "
-            f"The colours end at the largest tap behind lag 0 ({filter_scale(run.filters):.3f}); "
-            "lag 0 is mostly beyond them, on average "
-            + ", ".join(f"{x:.2f} ({s})" for s, x in zip(run.filters, first, strict=True))
-            + "."
-        )
-
-        def draw(size: tuple[float, float], run: Run = run) -> Figure:
-            return filters_figure(run.filters, size)
-
-        parts.append(
-            f"<h3>{escape(run.label)}</h3>{_figure(draw, f'filters-{run.label}', caption)}"
-        )
-    if not parts:
-        return ""
-    return f"<section><h2>Learned filters</h2>{''.join(parts)}</section>\n"
+    return f"<section><h2>Learning</h2>{figure_html(draw, 'loss', caption)}</section>\n"
 
 
 def _configuration(runs: Sequence[Run]) -> str:
@@ -280,7 +170,7 @@ def _configuration(runs: Sequence[Run]) -> str:
     names = [name for name in dict.fromkeys(names) if name != "train.output_dir"]
     table = ""
     if names:
-        head = "".join(f"<th>{_key(i)}{escape(run.label)}</th>" for i, run in enumerate(runs))
+        head = "".join(f"<th>{colour_key(i)}{escape(run.label)}</th>" for i, run in enumerate(runs))
         lines = "".join(
             f"<tr><th><code>{name}</code></th>"
             + "".join(f"<td>{escape(str(_lookup(dump, name)))}</td>" for dump in dumps)
@@ -328,49 +218,13 @@ def _provenance(runs: Sequence[Run], made: dict[str, Any]) -> str:
     )
 
 
-def _figure(draw: Callable[[tuple[float, float]], Figure], name: str, caption: str) -> str:
-    """Two drawings of one figure; the style shows the one that suits the screen's width."""
-    wide, narrow = (
-        page_svg(draw(size), f"{name}-{kind}", name) for kind, size in (("w", WIDE), ("n", NARROW))
-    )
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{caption}</figcaption></figure>"
-    )
-
-
-def _name(run: Run) -> str:
-    model = run.config.model
-    positions = "RoPE" if model.position_embedding == "rope" else "no positions"
-    kind = "no convolution"
-    if model.conv_type != "none":
-        kind = f"{model.conv_type} convolution of {', '.join(model.conv_streams)}"
-    return f"{escape(run.label)}<small>{kind}; {positions}</small>"
-
-
 def _data_note(runs: Sequence[Run]) -> str:
     if len({run.manifest.get("fingerprint") for run in runs}) == 1:
         return ""
-    return _note("The runs were trained on different data; compare them with care.")
-
-
-def _key(index: int) -> str:
-    return f'<span class="key" style="background: var(--run-{index % len(RUN_COLOURS)})"></span>'
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{text}</p>'
+    return note("The runs were trained on different data; compare them with care.")
 
 
 def _lookup(values: dict[str, Any], dotted: str) -> Any:
     for part in dotted.split("."):
         values = values.get(part, {}) if isinstance(values, dict) else {}
     return values
-
-
-def _number(value: float | None) -> str:
-    """Four digits or so: 1.234, 12.34, 123.4, 1,234."""
-    if value is None:
-        return "n/a"
-    places = next((n for limit, n in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
-    return f"{value:,.{places}f}"

@@ -2,8 +2,11 @@
 
 A run is a folder that train.py wrote. What is shown of it: metrics.jsonl and config.yaml (loss
 curves, final numbers), `model/` (the learned filters), `eval/length_sweep.json` and
-`eval/samples.json` (`python -m eval.quickstart RUN` makes both). OUT gets index.html, which needs
-no network and no other file, the pictures as PNG and SVG, and summary.json and summary.csv.
+`eval/samples.json` (`python -m eval.quickstart RUN` makes both), and `zero_shot/zero_shot.json`
+(`python -m eval.zero_shot RUN`). What a run lacks is named with the command that makes it.
+
+OUT gets index.html, which needs no network and no other file; the pictures as PNG and SVG; the
+paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and summary.csv.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
     Raises UserError for a folder that is no run, and for two runs with the same name.
     """
-    from eval.figures import filters_figure, length_figure, loss_figure, save_figure
-    from eval.page import page
+    from eval import table2
+    from eval.figures import length_figure, loss_figure, save_figure
+    from eval.filters import filters_figure
+    from eval.page import page, whole_page
+    from eval.page_evaluations import table2_section
     from eval.provenance import provenance
     from eval.runs import curves, read_run, sweep_rows, unigram_loss
 
@@ -45,6 +51,10 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     for run in runs:
         if run.filters:
             save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
+    ours, theirs = table2.own_rows(runs), table2.paper_rows()
+    write_text(out / "table2.md", table2.markdown(ours, theirs))
+    write_text(out / "table2.html", whole_page("Table 2", table2_section(runs)))
+    table2.write_csv(out / "table2.csv", ours, theirs)
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
     with replacing(out / "summary.csv") as file:
@@ -58,6 +68,8 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
 def final_numbers(run: Run) -> dict[str, Any]:
     """One row of the table: what the run was and where it ended."""
+    from eval import table2
+
     model = run.config.model
     return {
         "run": run.label,
@@ -65,7 +77,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "conv_streams": model.conv_streams if model.conv_type != "none" else None,
         "conv_window": model.conv_window if model.conv_type != "none" else None,
         "position_embedding": model.position_embedding,
-        "parameters": run.export.get("parameters"),
+        "parameters": run.parameters,
         "tokens": run.tokens,
         "steps": run.steps,
         "skipped_steps": run.skipped,
@@ -73,6 +85,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "val_perplexity": run.final.get("val_perplexity"),
         "val_bits_per_byte": run.final.get("val_bits_per_byte"),
         "tokens_per_second": run.tokens_per_second,
+        "zero_shot_average": table2.own_rows([run])[0].values[table2.AVERAGE],
     }
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
+from eval.filters import Filters, read_filters
 
 EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
+ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Run:
         tokens_per_second: median over the steps.
         manifest: of the prepared data, empty where the data are no longer there.
         export: the record of the exported model, empty without one.
-        sweep: rows of eval.length_sweep, empty without one.
+        sweep: of eval.length_sweep, empty without one.
+        zero_shot: of eval.zero_shot, empty without one.
         samples: of eval.samples, None without them.
-        filters: stream -> taps [layers, heads, W]; empty without convolutions or export.
+        filters: None without convolutions or export.
     """
 
     folder: Path
@@ -50,8 +51,14 @@ class Run:
     manifest: dict[str, Any]
     export: dict[str, Any]
     sweep: dict[str, Any]
+    zero_shot: dict[str, Any]
     samples: dict[str, Any] | None
-    filters: dict[str, np.ndarray] = field(repr=False)
+    filters: Filters | None = field(repr=False)
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the exported model; None without an export."""
+        return self.export.get("parameters")
 
 
 def read_run(folder: Path | str) -> Run:
@@ -80,8 +87,9 @@ def read_run(folder: Path | str) -> Run:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         manifest=_json(Path(config.data.path) / "manifest.json") or {},
         export=_json(folder / "model" / "export.json") or {},
-        sweep=_json(folder / EVALUATION / "length_sweep.json") or {},
-        samples=_json(folder / EVALUATION / "samples.json"),
+        sweep=_json(folder / EVALUATION / "length_sweep.json", "rows") or {},
+        zero_shot=_json(folder / ZERO_SHOT / "zero_shot.json", "tasks") or {},
+        samples=_json(folder / EVALUATION / "samples.json", "samples"),
         filters=read_filters(folder / "model"),
     )
 
@@ -115,40 +123,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_filters(model: Path) -> dict[str, np.ndarray]:
-    """The head filters in the export at `model`: stream -> float32 [layers, heads, W]."""
-    weights = model / "model.safetensors"
-    if not weights.is_file():
-        return {}
-    from safetensors import safe_open
-
-    found: dict[str, np.ndarray] = {}
-    with safe_open(weights, framework="pt") as tensors:
-        names = set(tensors.keys())
-        for stream in "qkv":
-            taps = []
-            while (name := _filter_name(len(taps), stream)) in names:
-                filters = tensors.get_tensor(name)
-                if filters.ndim != 2:  # multi-head filters [W, H, H] have no such portrait
-                    return {}
-                taps.append(filters.float().numpy())
-            if taps:
-                found[stream] = np.stack(taps)
-    return found
-
-
-def _filter_name(layer: int, stream: str) -> str:
-    return f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
-
-
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: Path, *keys: str) -> dict[str, Any] | None:
+    """A file of results, None where there is none. Raises UserError where it is damaged.
+
+    Args:
+        keys: that it has to have.
+    """
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(values, dict) or any(key not in values for key in keys):
+        raise UserError(f"{path}: holds no {' and '.join(keys) or 'object'}; make it again")
+    return values

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from cat_lm.config import RunConfig, load_config
+from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
 
@@ -51,7 +50,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size("cpu", 2048, "paper", 65_536, parallel=True),
+    "cpu": Size("cpu", 2048, "none", 65_536, parallel=True),
     "gpu": Size("gpu", 8192, "all", 131_072, parallel=False),
 }
 
@@ -132,13 +131,10 @@ class Study:
             for key in ("output_dir", "resume", "seed", "log_every_steps"):
                 values["train"].pop(key)
             configs[model] = values
-        text = json.dumps(configs, sort_keys=True)
         return {
             "size": self.size.name,
-            "configs_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "configs": configs,
             "data_fingerprint": fingerprint,
-            "training_tokens": self.config(self.jobs()[0]).total_steps
-            * self.config(self.jobs()[0]).tokens_per_step,
             "lengths": self.lengths(),
             "methods": self.size.methods,
             "sweep_tokens": self.size.sweep_tokens,
@@ -157,10 +153,13 @@ def claim(study: Study, fingerprint: str) -> None:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: is not JSON: {error}") from None
-        other = sorted(key for key in settings if settings[key] != earlier.get(key))
+        # A key that a later version added was not decided otherwise before.
+        changes = changed_values(earlier, settings)
+        other = {name: old for name, (old, new) in changes.items() if None not in (old, new)}
         if other:
+            name, old = next(iter(other.items()))
             raise UserError(
-                f"--out {study.out}: holds a study with another {', '.join(other)}; "
-                "give another folder, or remove this one"
+                f"--out {study.out}: holds a study with another {name} ({old}, now "
+                f"{changes[name][1]}); give another folder, or remove this one"
             )
     write_json(path, settings)

@@ -1,0 +1,220 @@
+"""The sections of the report's page that show what was measured after training."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eval import table2
+from eval.figures import has_error_bars, length_figure, run_colour
+from eval.filters import filters_figure, own_taps, views
+from eval.length_sweep_figures import position_figure
+from eval.page_parts import colour_key, figure_html, note, number
+from eval.runs import Run
+
+
+def missing_export(runs: Sequence[Run]) -> str:
+    """A note on runs whose weights are not exported yet; empty where there are none."""
+    return _todo(
+        "Not exported yet, so without evaluation and filters",
+        [f"python -m cat_lm.export {_folder(r)} {_folder(r)}/model" for r in runs if not r.export],
+    )
+
+
+def table2_section(runs: Sequence[Run]) -> str:
+    """The paper's Table 2 with the runs above its rows."""
+    ours, theirs = table2.own_rows(runs), table2.paper_rows()
+    keys = [colour_key(index) for index in range(len(runs))]
+    missing = [
+        f"python -m eval.zero_shot {_folder(run)} --tasks table2"
+        for run, row in zip(runs, ours, strict=True)
+        if any(row.values[column] is None for column in table2.COLUMNS)
+    ]
+    limits = sorted({row.limit for row in ours if row.limit})
+    parts = [table2.html(ours, theirs, keys) if len(missing) < len(runs) or _any(ours) else ""]
+    if parts[0]:
+        parts.append(note(escape(table2.NOTE)))
+    if limits:
+        counts = ", ".join(f"{limit:,}" for limit in limits)
+        parts.append(
+            note(
+                f"<strong>Only the first {counts} rows of every task were used</strong> (--limit)."
+            )
+        )
+    parts.append(_todo("Not measured, or not all of it", missing))
+    heading = "Zero-shot tasks: Table 2 of the paper"
+    return f"<section><h2>{heading}</h2>{''.join(parts)}</section>\n"
+
+
+def _any(rows: Sequence[table2.Row]) -> bool:
+    return any(value is not None for row in rows for value in row.values.values())
+
+
+def lengths_section(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
+    """Figure 1 of the paper with these runs, its numbers, and loss by position."""
+    heading = "<section><h2>Perplexity against context length</h2>"
+    todo = _todo("Not measured", [_sweep_command(run) for run in runs if not run.sweep])
+    if not rows:
+        return f"{heading}{todo}</section>\n"
+
+    def draw(size: tuple[float, float]) -> Figure:
+        return length_figure(rows, size, order=[run.label for run in runs])
+
+    parts = [heading, figure_html(draw, "lengths", _length_caption(runs, rows))]
+    positions = [row for row in rows if row.get("positions")]
+    if positions:
+        largest = max(row["length"] for row in positions)
+        if all(row["positions"] for row in positions if row["length"] == largest):
+            caption = f"Loss by the number of tokens that were seen before, at length {largest:,}."
+            parts.append(
+                figure_html(lambda size: position_figure(positions, size), "positions", caption)
+            )
+    parts += [_length_table(runs, rows), todo]
+    return "".join([*parts, "</section>\n"])
+
+
+def _length_caption(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
+    row = rows[0]
+    sweep = next(run.sweep for run in runs if run.sweep)
+    windows = sweep.get("protocol", {}).get("windows", "non-overlapping")
+    caption = (
+        f"{row['tokens']:,} tokens of {escape(sweep.get('text', 'the held-out text'))}, the same "
+        f"ones at every length, each scored once (windows: {escape(windows)}). Dashed: the length "
+        "of training. "
+    )
+    if has_error_bars(rows):
+        caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."
+    else:
+        caption += f"Too few {row['group_kind']} ({row['groups']}) for error bars."
+    if len({row["tokens_sha256"] for row in rows}) > 1:
+        caption += " <strong>The runs were scored on different tokens.</strong>"
+    return caption
+
+
+def _sweep_command(run: Run) -> str:
+    trained = run.config.data.context_length
+    lengths = ",".join(str(max(1, int(trained * factor))) for factor in (0.5, 1, 2, 4, 8))
+    data = shlex.quote(run.config.data.path)
+    return (
+        f"python -m eval.length_sweep {_folder(run)} --data {data} --lengths {lengths} "
+        f"--methods all --out {_folder(run)}/eval"
+    )
+
+
+def _folder(run: Run) -> str:
+    return shlex.quote(str(run.folder))
+
+
+def _todo(text: str, commands: Sequence[str]) -> str:
+    """A note that names the commands which make what is missing; empty without any."""
+    if not commands:
+        return ""
+    lines = escape("\n".join(commands))
+    return f'<div class="todo"><p class="note">{text}:</p><pre class="commands">{lines}</pre></div>'
+
+
+def _length_table(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
+    lengths = sorted({row["length"] for row in rows})
+    cells = {(row["label"], row["method"], row["length"]): row for row in rows}
+    head = "".join(f"<th>{length:,}</th>" for length in lengths)
+    lines = []
+    for index, run in enumerate(runs):
+        for method in dict.fromkeys(r["method"] for r in rows if r["label"] == run.label):
+            found = [cells.get((run.label, method, length)) for length in lengths]
+            values = "".join(
+                f"<td>{number(row['perplexity'])}<small>{number(row['bits_per_byte'])}</small></td>"
+                if row
+                else "<td></td>"
+                for row in found
+            )
+            name = run.label if method == "none" else f"{run.label}, {method}"
+            lines.append(f"<tr><th>{colour_key(index)}{escape(name)}</th>{values}</tr>")
+    return (
+        f'<div class="scroll"><table><thead><tr><th>perplexity per token'
+        f"<small>bits per byte below</small></th>{head}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def samples_section(runs: Sequence[Run]) -> str:
+    shown = [(index, run) for index, run in enumerate(runs) if run.samples]
+    if not shown:
+        return ""
+    options = shown[0][1].samples
+    parts = [
+        "<section><h2>Continuations of held-out documents</h2>",
+        f'<p class="meta">Grey: the beginning of a document that was not trained on. Below it, '
+        f"what each model goes on to write: {options['max_new_tokens']} tokens, temperature "
+        f"{options['temperature']}, top-p {options['top_p']}, seed {options['seed']}; nothing "
+        "was chosen by hand.</p>",
+    ]
+    prompts = dict.fromkeys(s["prompt"] for _, run in shown for s in run.samples["samples"])
+    for position, prompt in enumerate(prompts, 1):
+        cards, reference = [], ""
+        for index, run in shown:
+            for sample in run.samples["samples"]:
+                if sample["prompt"] == prompt:
+                    reference = sample["reference"]
+                    cards.append(_sample_card(index, run.label, sample["continuation"]))
+        parts.append(
+            f'<h3>Document {position}</h3><pre class="prompt">{escape(prompt)}</pre>'
+            f'<div class="samples">{"".join(cards)}</div>'
+            f"<details><summary>How the document goes on</summary><pre>{escape(reference)}</pre>"
+            "</details>"
+        )
+    return "".join([*parts, "</section>\n"])
+
+
+def _sample_card(index: int, label: str, text: str) -> str:
+    colour = run_colour(index)
+    return (
+        f'<div class="sample" style="border-top-color: {colour}"><h4>{escape(label)}</h4>'
+        f"<pre>{escape(text)}</pre></div>"
+    )
+
+
+def filters_section(runs: Sequence[Run]) -> str:
+    """The portraits of the learned filters."""
+    parts = []
+    for run in runs:
+        if not run.filters:
+            continue
+
+        def draw(size: tuple[float, float], run: Run = run) -> Figure:
+            return filters_figure(run.filters, size)
+
+        parts.append(
+            f"<h3>{escape(run.label)}</h3>"
+            f"{figure_html(draw, f'filters-{run.label}', _filters_caption(run))}"
+        )
+    if not parts:
+        return ""
+    return f"<section><h2>Learned filters</h2>{''.join(parts)}</section>\n"
+
+
+def _filters_caption(run: Run) -> str:
+    filters = run.filters
+    first = {stream: float(taps[..., 0].mean()) for stream, taps in own_taps(filters).items()}
+    means = ", ".join(f"{value:.2f} ({stream})" for stream, value in first.items())
+    shown = views(filters)
+    caption = (
+        "Each row is a head, layers from top to bottom; lag 0 is the token itself. The colours end "
+        f"at the largest tap behind lag 0 ({shown[0].limit:.3f}); lag 0 is mostly beyond them, on "
+        f"average {means}."
+    )
+    if filters.conv_type == "multihead":
+        caption += (
+            " Below, how much each head (row) takes from each head (column): the norm of the taps "
+            f"over all lags; the colours end at the largest between different heads "
+            f"({shown[1].limit:.3f})."
+        )
+    if filters.conv_type == "depthwise":
+        caption += (
+            " Every channel has a filter of its own: above their mean in a head, below how far "
+            "the channels differ."
+        )
+    return caption
