@@ -1,0 +1,1 @@
+"""The mechanistic suite: associative recall, selective copying, and the theory behind them."""

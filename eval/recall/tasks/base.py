@@ -1,0 +1,198 @@
+"""What every task shares: splits that cannot overlap, and draws without replacement for many rows.
+
+Rows are pure functions of (task, seed, split). A row belongs to the split that one bit of a hash of
+its inputs names, and a row of the other split is drawn again: train and test rows are disjoint
+whatever their seeds and numbers, and each half is spread evenly over what the task can produce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cat_lm.errors import UserError
+
+IGNORED = -100  # the label of a position that is not scored, as in torch's cross entropy
+SPLITS = ("train", "test")
+_ROWS = 2048  # rows made at once, so that memory stays small
+_ROUNDS = 400  # draws in a row that bring nothing new before a task counts as exhausted
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and labels [rows, T] int64; a label of IGNORED is not scored.
+
+    All rows score equally many positions.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's options and its generator.
+
+    Attributes:
+        seq_len: T, the tokens that a model reads.
+    """
+
+    seq_len: int
+    free_running: ClassVar[bool] = False  # whether the labels are fed back when a model runs alone
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+        raise NotImplementedError
+
+    def at_length(self, seq_len: int) -> Task:
+        """The same task at another length, its number of items scaled as the paper scales it."""
+        raise NotImplementedError
+
+    def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draws inputs and labels [count, T]."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """The options as plain values."""
+        return asdict(self)
+
+
+def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
+    """`count` rows of a task: the same ones for the same arguments.
+
+    Args:
+        split: train or test; no row is in both.
+
+    Raises:
+        UserError: the task has too few different rows for a split of its own.
+        ValueError: an unknown split.
+    """
+    half = SPLITS.index(split)
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, half])))
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    have = fruitless = 0
+    while have < count:
+        inputs, labels = task.rows(rng, min(_ROWS, 2 * (count - have) + 16))
+        mine = row_bits(inputs) == half
+        fruitless = 0 if mine.any() else fruitless + 1
+        if fruitless == _ROUNDS:
+            raise UserError(f"{type(task).__name__}: too few different rows for a {split} split")
+        kept.append((inputs[mine], labels[mine]))
+        have += int(mine.sum())
+    inputs = np.concatenate([rows for rows, _ in kept] or [np.zeros((0, task.seq_len), np.int64)])
+    labels = np.concatenate([rows for _, rows in kept] or [np.zeros((0, task.seq_len), np.int64)])
+    return Examples(inputs[:count].astype(np.int64), labels[:count].astype(np.int64))
+
+
+def row_bits(rows: np.ndarray) -> np.ndarray:
+    """One bit [n] for each row [n, T] of whole numbers, from a hash of the row."""
+    value = np.zeros(len(rows), dtype=np.uint64)
+    for column in rows.T.astype(np.uint64):
+        value = (value ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    return ((value >> np.uint64(61)) & np.uint64(1)).astype(np.int64)
+
+
+def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: int) -> np.ndarray:
+    """[rows, count] of low..high−1, distinct within a row, all ordered choices equally likely."""
+    values = distinct_ngrams(rng, rows, count, 1, high - low)
+    return values[:, :, 0] + low
+
+
+def distinct_ngrams(
+    rng: np.random.Generator, rows: int, count: int, ngram: int, tokens: int
+) -> np.ndarray:
+    """[rows, count, ngram] of 0..tokens−1: n-grams distinct within a row, uniform over all choices.
+
+    Repeats within a row are drawn again until there are none. No step tells one n-gram from
+    another, so by symmetry every choice of distinct n-grams is equally likely.
+
+    Raises:
+        ValueError: there are fewer than `count` different n-grams.
+    """
+    total = tokens**ngram
+    if count > total:
+        raise ValueError(f"{count} distinct {ngram}-grams of {tokens} tokens: there are {total}")
+    if total <= 4 * count:  # too many repeats to draw again
+        order = rng.random((rows, total)).argsort(axis=1, kind="stable")[:, :count]
+        return np.stack([order // tokens**i % tokens for i in range(ngram)], axis=2)
+    drawn = rng.integers(0, tokens, (rows, count, ngram))
+    todo = _rows_with_repeats(_codes(drawn, tokens))
+    while len(todo):
+        part = drawn[todo]
+        repeated = _repeats(_codes(part, tokens))
+        part[repeated] = rng.integers(0, tokens, (int(repeated.sum()), ngram))
+        drawn[todo] = part
+        todo = todo[_rows_with_repeats(_codes(part, tokens))]
+    return drawn
+
+
+def weighted_order(
+    rng: np.random.Generator, rows: int, count: int, weights: np.ndarray
+) -> np.ndarray:
+    """[rows, count] indices drawn one after the other without replacement.
+
+    Each draw has probabilities in proportion to the weights that are left, as numpy's
+    `choice(replace=False, p=weights)`. (Gumbel's trick: sort log weights plus Gumbel noise.)
+    """
+    noise = -np.log(-np.log1p(-rng.random((rows, len(weights)))) + 1e-300)
+    return np.argsort(-(np.log(weights) + noise), axis=1)[:, :count]
+
+
+def unused(
+    rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, taken: np.ndarray
+) -> np.ndarray:
+    """Tokens [rows, n] uniform over the vocabulary without those that a row has taken.
+
+    Args:
+        taken: [rows, m] tokens.
+    """
+    taken = np.sort(taken, axis=1)
+    new = np.ones(taken.shape, dtype=bool)
+    new[:, 1:] = taken[:, 1:] != taken[:, :-1]
+    # The r-th token that is left is r plus the number of taken tokens at or below it: those whose
+    # own rank among what is left is at most r.
+    below = np.where(new, taken - (new.cumsum(axis=1) - 1), vocabulary)
+    below.sort(axis=1)
+    left = vocabulary - new.sum(axis=1)
+    drawn = (rng.random(shape) * left[:, None]).astype(np.int64)
+    start = np.arange(shape[0])[:, None]
+    shifted = (below + start * (vocabulary + 1)).ravel()
+    found = np.searchsorted(shifted, (drawn + start * (vocabulary + 1)).ravel(), side="right")
+    return drawn + found.reshape(shape) - start * taken.shape[1]
+
+
+def _codes(ngrams: np.ndarray, tokens: int) -> np.ndarray:
+    """[rows, count] uint64 that tell the n-grams [rows, count, ngram] of a row apart.
+
+    Codes are modulo 2^64, exact while tokens^ngram is below that; beyond, a clash of codes only
+    makes one more draw.
+    """
+    code = np.zeros(ngrams.shape[:2], dtype=np.uint64)
+    for column in np.moveaxis(ngrams.astype(np.uint64), 2, 0):
+        code = code * np.uint64(tokens) + column
+    return code
+
+
+def _rows_with_repeats(codes: np.ndarray) -> np.ndarray:
+    """Indices of the rows of codes [rows, count] that have a value twice."""
+    ranked = np.sort(codes, axis=1)
+    return np.flatnonzero((ranked[:, 1:] == ranked[:, :-1]).any(axis=1))
+
+
+def _repeats(codes: np.ndarray) -> np.ndarray:
+    """[rows, count] whether a code stands earlier in its row."""
+    order = codes.argsort(axis=1, kind="stable")
+    ranked = np.take_along_axis(codes, order, axis=1)
+    same = np.zeros(codes.shape, dtype=bool)
+    same[:, 1:] = ranked[:, 1:] == ranked[:, :-1]
+    found = np.zeros_like(same)
+    np.put_along_axis(found, order, same, axis=1)
+    return found

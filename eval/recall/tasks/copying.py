@@ -1,0 +1,92 @@
+"""Selective copying: repeat, in order, the signal tokens that stand among noise (Definition 4).
+
+    autoregressive   X ⊥ s1 s2 … s(M−1)    labels s1 … sM, from ⊥ on
+    oneshot          X ⊥ ⊥ … ⊥             labels s1 … sM at the M markers
+
+Autoregressive is the paper's; one-shot is the form of S4's and Mamba's code, where markers and not
+the answers are fed. X has M signal tokens at sorted random positions and noise elsewhere. Token
+ids: noise 0..n−1, signal n..n+S−1, ⊥ the last.
+
+The paper copies 16 tokens and leaves length, vocabulary and uniqueness open; its Theorem 4 is
+about unique tokens, which needs S ≥ M. `signals=14,unique=false` with one noise token is the
+vocabulary of 16 of Mamba's experiment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from eval.recall.tasks.base import IGNORED, Task, distinct, distinct_ngrams
+
+MODES = ("autoregressive", "oneshot")
+
+
+@dataclass(frozen=True)
+class SelectiveCopying(Task):
+    """Options of selective copying.
+
+    Attributes:
+        seq_len: T = tokens of X plus `copies`: all that a model reads.
+        copies: M, tokens to copy.
+        signals: S, different signal tokens.
+        noises: different noise tokens.
+        unique: whether the M tokens of a row are distinct.
+        mode: autoregressive or oneshot.
+    """
+
+    copies: int = 16
+    signals: int = 16
+    noises: int = 1
+    unique: bool = True
+    mode: str = "autoregressive"
+    free_running: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        for name in ("copies", "signals", "noises"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.seq_len < 2 * self.copies:
+            raise ValueError(
+                f"copies={self.copies}: {2 * self.copies} tokens are needed, seq_len is "
+                f"{self.seq_len}"
+            )
+        if self.unique and self.signals < self.copies:
+            raise ValueError(
+                f"unique copies={self.copies} need as many signals, not {self.signals} "
+                "(or unique=false)"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.noises + self.signals + 1
+
+    @property
+    def marker(self) -> int:
+        """The id of ⊥."""
+        return self.vocabulary - 1
+
+    def at_length(self, seq_len: int) -> SelectiveCopying:
+        """More noise, as many tokens to copy."""
+        return dataclasses.replace(self, seq_len=seq_len)
+
+    def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        m, body = self.copies, self.seq_len - self.copies
+        if self.unique:
+            signal = distinct(rng, count, m, 0, self.signals) + self.noises
+        else:
+            signal = rng.integers(0, self.signals, (count, m)) + self.noises
+        positions = np.sort(distinct_ngrams(rng, count, m, 1, body)[:, :, 0], axis=1)
+        inputs = np.full((count, self.seq_len), self.marker, dtype=np.int64)
+        inputs[:, :body] = rng.integers(0, self.noises, (count, body))
+        np.put_along_axis(inputs[:, :body], positions, signal, axis=1)
+        if self.mode == "autoregressive":
+            inputs[:, body + 1 :] = signal[:, :-1]
+        labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+        labels[:, body:] = signal
+        return inputs, labels

@@ -1,0 +1,124 @@
+"""AR and NAR: the last N tokens stand once before in the sequence; answer with the token after.
+
+Two layouts. `free` is the paper's Definitions 2 and 3 as they read: every token is free, and the
+query's only earlier copy is anywhere that does not overlap the query itself. `pairs` is Table 1:
+keys and values alternate, k1 v1 k2 v2 … q, with tokens as in MQAR. The label is at the last
+position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from eval.recall.tasks.base import IGNORED, Task, distinct, distinct_ngrams
+
+LAYOUTS = ("pairs", "free")
+_ROUNDS = 1000  # draws of the rows that have accidental copies
+
+
+@dataclass(frozen=True)
+class SingleQueryRecall(Task):
+    """Options of AR and NAR.
+
+    Attributes:
+        ngram: N, tokens of the query.
+        layout: pairs or free.
+        vocab_size: V. Pairs: keys of 1..V/2−1, values of V/2..V−1; free: 1..V−1.
+    """
+
+    ngram: int = 1
+    layout: str = "pairs"
+    vocab_size: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise ValueError(f"ngram={self.ngram}: must be at least 1")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}: choose one of {', '.join(LAYOUTS)}")
+        least = 2 * self.ngram + (self.layout == "pairs")
+        if self.seq_len < least:
+            raise ValueError(
+                f"a {self.ngram}-gram and its copy need {least} tokens; "
+                f"seq_len={self.seq_len} is too short"
+            )
+        if self.layout == "pairs":
+            self._check_pairs()
+        elif self.vocab_size < 3 or (
+            self.ngram > 1 and 4 * (self.vocab_size - 1) ** self.ngram < self.seq_len
+        ):
+            raise ValueError(
+                f"vocab_size={self.vocab_size}: too few {self.ngram}-grams for one to be "
+                f"unique among {self.seq_len} tokens"
+            )
+
+    def _check_pairs(self) -> None:
+        k, half = self.num_keys, self.vocab_size // 2
+        if (half - 1) ** self.ngram < k or self.vocab_size - half < k:
+            raise ValueError(f"vocab_size={self.vocab_size}: too small for {k} distinct pairs")
+
+    @property
+    def num_keys(self) -> int:
+        """Pairs before the query; what is left over of seq_len is zeros in front."""
+        return (self.seq_len - self.ngram) // (self.ngram + 1)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.vocab_size
+
+    def at_length(self, seq_len: int) -> SingleQueryRecall:
+        return dataclasses.replace(self, seq_len=seq_len)
+
+    def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs, answers = (self._pairs if self.layout == "pairs" else self._free)(rng, count)
+        labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+        labels[:, -1] = answers
+        return inputs, labels
+
+    def _pairs(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        k, n, half = self.num_keys, self.ngram, self.vocab_size // 2
+        keys = distinct_ngrams(rng, count, k, n, half - 1) + 1
+        values = distinct(rng, count, k, half, self.vocab_size)
+        asked, rows = rng.integers(0, k, count), np.arange(count)
+        inputs = np.zeros((count, self.seq_len), dtype=np.int64)
+        pairs = np.concatenate([keys, values[:, :, None]], axis=2).reshape(count, k * (n + 1))
+        inputs[:, -n - k * (n + 1) : -n] = pairs
+        inputs[:, -n:] = keys[rows, asked]
+        return inputs, values[rows, asked]
+
+    def _free(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        n = self.ngram
+        inputs = np.empty((count, self.seq_len), dtype=np.int64)
+        position = np.empty(count, dtype=np.int64)
+        todo = np.arange(count)
+        for _ in range(_ROUNDS):
+            query = rng.integers(1, self.vocab_size, (len(todo), n))
+            place = rng.integers(0, self.seq_len - 2 * n + 1, len(todo))
+            drawn = self._background(rng, query)
+            drawn[:, -n:] = query
+            np.put_along_axis(drawn, place[:, None] + np.arange(n), query, axis=1)
+            inputs[todo], position[todo] = drawn, place
+            todo = todo[copies(drawn, n) != 2]
+            if not len(todo):
+                return inputs, inputs[np.arange(count), position + n]
+        raise UserError(f"vocab_size={self.vocab_size}: too small for a unique {n}-gram")
+
+    def _background(self, rng: np.random.Generator, query: np.ndarray) -> np.ndarray:
+        """Tokens [rows, T]; for N = 1 any but the query, so that no copy is accidental."""
+        shape = (len(query), self.seq_len)
+        if self.ngram > 1:
+            return rng.integers(1, self.vocab_size, shape)
+        others = rng.integers(1, self.vocab_size - 1, shape)
+        return others + (others >= query)
+
+
+def copies(inputs: np.ndarray, ngram: int) -> np.ndarray:
+    """[rows]: how often a row's last n-gram stands in it, its end included."""
+    time = inputs.shape[1]
+    same = np.ones((len(inputs), time - ngram + 1), dtype=bool)
+    for i in range(ngram):
+        same &= inputs[:, i : time - ngram + 1 + i] == inputs[:, time - ngram + i, None]
+    return same.sum(axis=1)

@@ -1,0 +1,229 @@
+"""The synthetic tasks: every label right, nothing asked by accident, splits that cannot meet."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from cat_lm.errors import UserError
+from eval.recall.tasks import IGNORED, TASKS, generate, make_task
+from eval.recall.tasks.base import distinct, distinct_ngrams, unused, weighted_order
+
+CASES = [
+    ("ar", 33, {}),
+    ("ar", 32, {"layout": "free", "vocab_size": "12"}),
+    ("nar", 33, {"ngram": "3"}),
+    ("nar", 40, {"layout": "free", "vocab_size": "9"}),
+    ("mqar", 64, {}),
+    ("mqar", 64, {"keys": "4", "filler": "random"}),
+    ("mqar", 70, {"keys": "5", "filler": "zeros", "vocab_size": "64"}),
+    ("mqnar", 64, {}),
+    ("mqnar", 96, {"ngram": "4", "keys": "3"}),
+    ("hard-mqnar", 64, {}),
+    ("selective-copy", 64, {}),
+    ("selective-copy", 48, {"unique": "false", "signals": "5", "noises": "3", "copies": "9"}),
+    ("selective-copy", 48, {"mode": "oneshot", "copies": "8"}),
+]
+
+
+def name_of(case: tuple) -> str:
+    return "-".join(str(part) for part in (case[0], case[1], *case[2].values()))
+
+
+@pytest.fixture(params=CASES, ids=name_of, scope="module")
+def task(request):
+    return make_task(*request.param)
+
+
+def test_rows_are_a_pure_function_of_the_seed(task):
+    first = generate(task, 50, seed=1, split="train")
+    again = generate(task, 50, seed=1, split="train")
+    other = generate(task, 50, seed=2, split="train")
+    assert np.array_equal(first.inputs, again.inputs) and np.array_equal(first.labels, again.labels)
+    assert not np.array_equal(first.inputs, other.inputs)
+    assert first.inputs.shape == first.labels.shape == (50, task.seq_len)
+    assert first.inputs.min() >= 0 and first.inputs.max() < task.vocabulary
+
+
+def test_no_row_is_in_both_splits(task):
+    train = {row.tobytes() for row in generate(task, 2000, seed=3, split="train").inputs}
+    test = {row.tobytes() for row in generate(task, 2000, seed=4, split="test").inputs}
+    same_seed = {row.tobytes() for row in generate(task, 2000, seed=3, split="test").inputs}
+    assert not train & test and not train & same_seed
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] != "selective-copy"], ids=name_of)
+def test_every_label_is_what_follows_the_only_earlier_copy(case):
+    """Read off the rows alone: no use of how they were made."""
+    task = make_task(*case)
+    examples = generate(task, 60, seed=5, split="train")
+    n, asked = task.ngram, []
+    accidents = case[2].get("filler") == "random"  # a filler may equal a key; never before its pair
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        queries = [t for t, label in enumerate(labels) if label != IGNORED]
+        asked.append(len(queries))
+        for t in queries:
+            gram = inputs[t - n + 1 : t + 1]
+            copies = [i for i in range(t - n + 1) if inputs[i : i + n] == gram]
+            assert len(copies) == 1 or accidents
+            assert inputs[copies[0] + n] == labels[t]
+    assert set(asked) == {1 if "ar" in case[0][:3] and "mq" not in case[0] else task.num_keys}
+
+
+@pytest.mark.parametrize("filler", ["unused", "zeros"])
+@pytest.mark.parametrize("name", ["mqar", "mqnar", "hard-mqnar"])
+def test_nothing_is_asked_by_accident(name, filler):
+    """A key of the context stands again only where it has a label."""
+    task = make_task(name, 61, {"keys": "3", "filler": filler, "vocab_size": "40"})
+    examples = generate(task, 300, seed=6, split="train")
+    width, n = task.ngram + 1, task.ngram
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        context = task.num_keys * width
+        keys = {tuple(inputs[i : i + n]) for i in range(0, context, width)}
+        assert len(keys) == task.num_keys
+        found = [
+            t
+            for t in range(context + n - 1, len(inputs))
+            if tuple(inputs[t - n + 1 : t + 1]) in keys
+        ]
+        assert found == [t for t, label in enumerate(labels) if label != IGNORED]
+
+
+def test_random_fillers_are_uniform_and_unused_ones_avoid_keys():
+    task = make_task("mqar", 32, {"keys": "2", "vocab_size": "20", "filler": "random"})
+    examples = generate(task, 4000, seed=0, split="train")
+    given = np.zeros(32, dtype=bool)
+    given[:4] = True
+    fillers = examples.inputs[:, ~given][examples.labels[:, ~given] == IGNORED]
+    frequencies = np.bincount(fillers, minlength=20) / len(fillers)
+    assert np.abs(frequencies * 20 - 1).max() < 0.05
+    taken = np.array([[3, 1, 3], [0, 4, 2]])
+    drawn = unused(np.random.default_rng(0), (2, 9000), 5, taken)
+    first, second = (np.bincount(row, minlength=5) / 9000 for row in drawn)
+    assert np.abs(first - np.array([1, 0, 1, 0, 1]) / 3).max() < 0.02
+    assert np.abs(second - np.array([0, 1, 0, 1, 0]) / 2).max() < 0.02
+
+
+def test_gaps_follow_the_published_power_law():
+    """The first drawn slot has p(g) ∝ g^(a−1); numpy's successive draws are the reference."""
+    task = make_task("mqar", 64, {"keys": "4"})
+    examples = generate(task, 20000, seed=0, split="train")
+    slots = np.argsort(examples.labels == IGNORED, axis=1, kind="stable")[:, :4]
+    measured = np.bincount((np.sort(slots, axis=1).ravel() - 8) // 2, minlength=28) / 20000
+    assert len(measured) == 28 and ((slots - 8) % 2 == 0).all()
+    rng = np.random.default_rng(0)
+    p = 0.01 * np.arange(1, 29) ** (0.01 - 1)
+    drawn = [rng.choice(28, 4, replace=False, p=p / p.sum()) for _ in range(20000)]
+    expected = np.bincount(np.ravel(drawn), minlength=28) / 20000
+    assert np.abs(measured - expected).max() < 0.015
+    assert measured[0] > 3 * measured[9] > 0
+
+
+def test_the_order_of_weighted_draws_is_that_of_successive_draws():
+    weights = np.array([5.0, 3.0, 2.0])
+    order = weighted_order(np.random.default_rng(0), 60000, 2, weights)
+    share = np.zeros((3, 3))
+    np.add.at(share, (order[:, 0], order[:, 1]), 1 / 60000)
+    p = weights / weights.sum()
+    expected = np.array([[p[i] * p[j] / (1 - p[i]) * (i != j) for j in range(3)] for i in range(3)])
+    assert np.abs(share - expected).max() < 0.01
+
+
+def test_at_the_papers_density_every_slot_is_asked():
+    for name, seq_len, keys in [("mqar", 64, 16), ("mqar", 512, 128), ("mqnar", 256, 42)]:
+        task = make_task(name, seq_len)
+        assert task.num_keys == keys
+        assert (generate(task, 20, seed=0, split="test").labels != IGNORED).sum() == 20 * keys
+
+
+@pytest.mark.parametrize("count,tokens,ngram", [(3, 4, 1), (4, 100, 1), (3, 3, 2), (2, 2**13, 6)])
+def test_distinct_draws_are_distinct_and_uniform(count, tokens, ngram):
+    drawn = distinct_ngrams(np.random.default_rng(0), 20000, count, ngram, tokens)
+    assert drawn.shape == (20000, count, ngram)
+    for row in drawn[:300].tolist():
+        assert len({tuple(gram) for gram in row}) == count
+    for position in range(count):
+        for place in range(ngram):
+            mean = drawn[:, position, place].mean() / (tokens - 1)
+            assert abs(mean - 0.5) < 0.02
+    values = distinct(np.random.default_rng(1), 500, 3, 7, 11)
+    assert values.min() == 7 and values.max() == 10
+
+
+def test_hard_keys_share_a_pool_and_uniform_ones_hardly_share_tokens():
+    hard = make_task("hard-mqnar", 64)
+    assert hard.pool_tokens == 6
+    rows = generate(hard, 200, seed=0, split="train").inputs[:, :30].reshape(200, 10, 3)
+    assert max(len(np.unique(row[:, :2])) for row in rows) <= 6
+    easy = generate(make_task("mqnar", 64), 4000, seed=0, split="train")
+    last = easy.inputs[:, 1:30:3]
+    shared = np.mean([len(np.unique(row)) < 10 for row in last])
+    assert 0.004 < shared < 0.02  # 1 − exp(−45/4095) = 1.1%
+
+
+def test_selective_copying_has_the_signals_in_order():
+    for mode in ("autoregressive", "oneshot"):
+        task = make_task("selective-copy", 40, {"copies": "6", "signals": "9", "mode": mode})
+        examples = generate(task, 500, seed=0, split="train")
+        body = examples.inputs[:, :34]
+        for inputs, fed, labels in zip(
+            body, examples.inputs[:, 34:], examples.labels[:, 34:], strict=True
+        ):
+            signal = inputs[inputs > 0]
+            assert signal.tolist() == labels.tolist() and len(set(signal)) == 6
+            assert (examples.labels[:, :34] == IGNORED).all()
+            assert fed[0] == task.marker == 10
+            rest = labels[:-1].tolist() if mode == "autoregressive" else [task.marker] * 5
+            assert fed[1:].tolist() == rest
+        positions = np.nonzero(body)[1].reshape(500, 6)
+        assert abs(positions.mean() - 16.5) < 0.5 and (np.diff(positions, axis=1) > 0).all()
+
+
+HASHES = {
+    ("ar", 33): "f035387453918be2",
+    ("mqar", 64): "7b21351e83d00090",
+    ("hard-mqnar", 64): "b691af14b9b1c934",
+    ("selective-copy", 64): "462687e031f0d97b",
+}
+
+
+@pytest.mark.parametrize("case", HASHES, ids=str)
+def test_rows_stay_what_they_were(case):
+    examples = generate(make_task(*case), 100, seed=0, split="test")
+    found = hashlib.sha256(examples.inputs.tobytes() + examples.labels.tobytes()).hexdigest()
+    assert found[:16] == HASHES[case]
+
+
+@pytest.mark.parametrize(
+    "name,seq_len,options,words",
+    [
+        ("mqar", 64, {"keys": "17"}, "keys=17: seq_len=64 fits 1 to 16"),
+        ("mqnar", 64, {"keys": "11"}, "fits 1 to 10"),
+        ("mqnar", 64, {"ngram": "32"}, "too short"),
+        ("mqar", 64, {"keys": "x"}, "must be a whole number or none"),
+        ("mqar", 64, {"ngram": "2"}, "unknown option 'ngram'"),
+        ("mqar", 64, {"key": "2"}, "did you mean keys"),
+        ("mqar", 64, {"vocab_size": "20"}, "vocab_size=20"),
+        ("hard-mqnar", 64, {"pool": "3"}, "9 2-grams, 10 keys needed"),
+        ("hard-mqnar", 64, {"pool": "many"}, "pool='many'"),
+        ("mqar", 64, {"filler": "none"}, "choose one of unused, random, zeros"),
+        ("ar", 64, {"layout": "free", "vocab_size": "2"}, "too few"),
+        ("selective-copy", 64, {"signals": "8"}, "need as many signals"),
+        ("selective-copy", 64, {"unique": "maybe"}, "must be true or false"),
+        ("selective-copy", 20, {}, "32 tokens are needed"),
+        ("copy", 20, {}, "choose one of ar, nar"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_clear_line(name, seq_len, options, words):
+    with pytest.raises(UserError) as error:
+        make_task(name, seq_len, options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_longer_tasks_ask_in_proportion():
+    assert make_task("mqar", 128).at_length(512).num_keys == 128
+    assert make_task("mqar", 128, {"keys": "8"}).at_length(512).num_keys == 32
+    assert make_task("selective-copy", 64).at_length(256).copies == 16
+    assert set(TASKS) == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "selective-copy"}
