@@ -15,7 +15,7 @@ from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = (
@@ -85,10 +85,28 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
+def model_config(path: Path | str) -> PreTrainedConfig:
+    """The configuration at `path` (see `model_folder`). Raises UserError where it is none."""
+    from transformers import AutoConfig
+
+    folder = model_folder(path)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"model {folder}: config.json cannot be read: {reason[0]}") from error
+
+
 def load_model(
-    path: Path | str, *, dtype: str = "float32", device: str = "auto"
+    path: Path | str,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """The causal language model at `path` (see `model_folder`), in evaluation mode on `device`.
+
+    With `config`, the folder's weights are read into a model of that configuration.
 
     Raises UserError where the folder is no model, where transformers cannot read it, or where
     its weights are not exactly those that the configuration asks for.
@@ -100,7 +118,11 @@ def load_model(
     target = choose_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
+            folder,
+            **({} if config is None else {"config": config}),
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            local_files_only=True,
         )
     except Exception as error:
         # Whatever a damaged folder makes transformers raise, the user needs the folder's name.

@@ -2,76 +2,80 @@
 
 The text is a file (`--text`) or the validation split of prepared data (`--data`). Every model is
 scored on the same tokens at every length (see eval/perplexity.py for the protocol): their number
-is the largest multiple of the largest length that the text (and `--max-tokens`) allows. Models
-with another tokenizer than the first one's get the same text in their own tokens; compare those
-by bits per byte.
+is the largest multiple of the largest length that the text (and `--max-tokens`) allows; with
+`--documents per-document` they are those of all documents that are as long as the largest length.
+Models with another tokenizer than the first one's get the same text in their own tokens; compare
+those by bits per byte.
 
-OUT gets length_sweep.json, .csv, .png and .svg, and cells/, one file for each finished
-combination, which a later call does not compute again.
+Beyond the training length a model can be read as it is (`none`) or with scaled positions and
+attention temperature: see cat_lm/model/rope_scaling.py for the methods and what has which.
+
+OUT gets length_sweep.json, .csv, .png and .svg, loss_by_position.png and .svg, and cells/, one
+file for each finished combination, which a later call does not compute again.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
-import hashlib
-import json
-import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.files import replacing, sha256, write_json
-from cat_lm.pretrained import (
-    DTYPES,
-    load_model,
-    load_tokenizer,
-    model_folder,
-    quiet_transformers,
-    weight_files,
+from cat_lm.files import replacing, write_json
+from cat_lm.pretrained import DTYPES, load_tokenizer, model_config, model_folder, quiet_transformers
+from eval.length_sweep_cells import (
+    DOCUMENTS,
+    Cells,
+    Protocol,
+    Subject,
+    check_scaling,
+    folder_sha256,
+    resolve_methods,
+    trained_length,
 )
+from eval.memory import NotEnoughMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eval.streams import TokenStream
 
-METHODS = {"none": "the model as it was trained"}
 COLUMNS = (
     "label",
     "length",
     "method",
     "perplexity",
     "loss",
+    "word_perplexity",
     "bits_per_byte",
     "standard_error",
     "tokens",
+    "words",
     "bytes",
     "groups",
     "group_kind",
+    "stride",
+    "documents",
+    "document_count",
     "training_length",
+    "factor",
+    "temperature_scope",
+    "rope_type",
+    "rope_factor",
+    "original_length",
+    "attention_factor",
+    "attention_temperature",
     "parameters",
     "model",
     "model_sha256",
     "tokens_sha256",
     "dtype",
+    "device",
     "seconds",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model to be swept: where it is, what it is called, and its own tokens of the text."""
-
-    folder: Path
-    label: str
-    sha256: str
-    training_length: int | None
-    stream: TokenStream
 
 
 def sweep(
@@ -81,125 +85,92 @@ def sweep(
     *,
     text: Path | str | None = None,
     data: Path | str | None = None,
+    document_separator: str | None = None,
     methods: Sequence[str] = ("none",),
     max_tokens: int | None = None,
+    min_document_tokens: int | None = None,
+    training_length: int | None = None,
+    stride: int | None = None,
+    documents: str = "concatenated",
+    factor: float | None = None,
+    temperature_scope: str = "logits",
     dtype: str = "float32",
     device: str = "auto",
     batch_tokens: int = 8192,
 ) -> list[dict[str, Any]]:
     """Fills every cell (model, length, method) and writes the result files into `out`.
 
-    Exactly one of `text` and `data` is given. Returns one row per cell, with the keys `COLUMNS`.
-    Raises UserError for bad input, before anything is computed where that is possible.
+    Args:
+        text, data: a text file or prepared data; exactly one of them.
+        document_separator: regular expression between the documents of `text`; None for one.
+        methods: see `cat_lm.model.rope_scaling`; ("all",) for those that exist for each model,
+            ("paper",) for those of the paper's Figure 1 and none.
+        max_tokens: to score at most.
+        min_document_tokens: shorter documents are left out; default: the largest length. Only with
+            documents="per-document".
+        training_length: in place of what each model's folder says.
+        stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
+
+    Returns:
+        One row per cell, with the keys `COLUMNS` and `positions` (see `position_curve`).
+
+    Raises:
+        UserError: bad input, before anything is computed where that is possible; or lengths that
+            did not fit into memory, after everything else is done and written.
     """
-    check_methods(methods)
+    protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     lengths = sorted(set(lengths))
-    subjects = _subjects(models, max(lengths), text=text, data=data, max_tokens=max_tokens)
-    cells = Path(out) / "cells"
-    rows = []
-    for subject in subjects:
-        scorer = _Scorer(subject, dtype, device, batch_tokens)
-        for method in methods:
+    subjects = _subjects(models, tuple(methods), protocol, training_length)
+    if min_document_tokens is None and documents == "per-document":
+        min_document_tokens = lengths[-1]
+    streams = _streams(
+        [load_tokenizer(subject.folder) for subject in subjects],
+        lengths[-1],
+        text=text,
+        data=data,
+        separator=document_separator,
+        max_tokens=max_tokens,
+        document_tokens=min_document_tokens,
+    )
+    rows: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for subject, stream in zip(subjects, streams, strict=True):
+        cells = Cells(Path(out) / "cells", subject, stream, protocol)
+        for method in subject.methods:
             for length in lengths:
-                rows.append(scorer.cell(cells, length, method))
+                try:
+                    rows.append(cells.row(length, method))
+                except NotEnoughMemory as error:
+                    print(f"{subject.label}, {method}: {error}", file=sys.stderr)
+                    missing.append(f"{subject.label} {method} {length}")
                 # After every cell, so that what is finished can be looked at.
-                _write_tables(Path(out), rows, subjects[0].stream)
-    from eval.figures import length_figure, save_figure
-
-    save_figure(length_figure(rows), Path(out) / "length_sweep")
+                _write_tables(Path(out), rows, streams[0], protocol)
+    if rows:
+        _draw(rows, Path(out))
+    if missing:
+        raise UserError(
+            f"did not fit into memory: {', '.join(missing)} (label, method, length); "
+            f"the {len(rows)} others are in {out}"
+        )
     return rows
-
-
-def check_methods(methods: Sequence[str]) -> None:
-    """Raises UserError for a method that does not exist, naming those that do."""
-    for method in methods:
-        if method not in METHODS:
-            raise UserError(f"--methods {method}: unknown; known: {', '.join(METHODS)}")
-
-
-class _Scorer:
-    """Computes cells of one model, which is loaded when the first unfinished one is met."""
-
-    def __init__(self, subject: Subject, dtype: str, device: str, batch_tokens: int) -> None:
-        self.subject, self.dtype, self.device = subject, dtype, device
-        self.batch_tokens = batch_tokens
-        self.model = None
-
-    def cell(self, folder: Path, length: int, method: str) -> dict[str, Any]:
-        subject = self.subject
-        key = {
-            "model_sha256": subject.sha256,
-            "tokens_sha256": subject.stream.sha256,
-            "length": length,
-            "method": method,
-            "dtype": self.dtype,
-            "protocol": "concatenated, non-overlapping windows, every token after the first",
-        }
-        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        path = folder / f"{name}.json"
-        if path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            values = key | self._compute(length)
-            write_json(path, values)
-        # Names may change between calls without changing any number.
-        return values | {
-            "label": subject.label,
-            "model": str(subject.folder),
-            "training_length": subject.training_length,
-        }
-
-    def _compute(self, length: int) -> dict[str, Any]:
-        from tqdm import tqdm
-
-        from eval.perplexity import score_tokens
-
-        if self.model is None:
-            self.model = load_model(self.subject.folder, dtype=self.dtype, device=self.device)
-        stream = self.subject.stream
-        begin = time.perf_counter()
-        label = f"{self.subject.label}, length {length}"
-        with tqdm(total=len(stream.tokens) - 1, unit="tok", desc=label, disable=None) as bar:
-            score = score_tokens(
-                self.model,
-                stream.tokens,
-                length,
-                num_bytes=stream.num_bytes,
-                eod_id=stream.eod_id,
-                batch_tokens=self.batch_tokens,
-                progress=bar.update,
-            )
-        seconds = time.perf_counter() - begin
-        print(f"{label}: perplexity {score.perplexity:.4g} ({seconds:.1f} s)", file=sys.stderr)
-        values = dataclasses.asdict(score) | {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-            "parameters": self.model.num_parameters(),
-            "seconds": round(seconds, 3),
-        }
-        # JSON has no infinities; a diverged model's numbers are absent, not invalid.
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
 
 
 def _subjects(
     models: Sequence[Path | str],
-    largest: int,
-    *,
-    text: Path | str | None,
-    data: Path | str | None,
-    max_tokens: int | None,
+    methods: tuple[str, ...],
+    protocol: Protocol,
+    training_length: int | None,
 ) -> list[Subject]:
     folders = [model_folder(path) for path in models]
-    tokenizers = [load_tokenizer(folder) for folder in folders]
-    streams = _streams(tokenizers, largest, text=text, data=data, max_tokens=max_tokens)
-    return [
-        Subject(folder, label, _model_sha256(folder), _training_length(folder), stream)
-        for folder, label, stream in zip(folders, _labels(folders), streams, strict=True)
-    ]
+    configs = [model_config(folder) for folder in folders]
+    found = []
+    for folder, label, config in zip(folders, _labels(folders), configs, strict=True):
+        chosen = resolve_methods(config, methods, label)
+        trained = training_length or trained_length(folder, config)
+        check_scaling(config, chosen, label, trained, protocol)
+        found.append((folder, label, config, trained, chosen))
+    # Reading the weights takes a while: after everything that can be wrong.
+    return [Subject(*values, folder_sha256(values[0])) for values in found]
 
 
 def _streams(
@@ -208,24 +179,32 @@ def _streams(
     *,
     text: Path | str | None,
     data: Path | str | None,
+    separator: str | None,
     max_tokens: int | None,
+    document_tokens: int | None,
 ) -> list[TokenStream]:
     """Each model's tokens of the same text; the range is fixed by the first and `largest`."""
-    from eval.streams import read_text, split_stream, text_stream
+    from eval.streams import read_text, split_documents, split_stream, text_stream
 
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.
-        streams = [split_stream(data, tokenizer, max_tokens) for tokenizer in tokenizers]
-        return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
-    content = read_text(text)
-    stream = _whole_windows(text_stream(content, first, str(text)), largest, max_tokens, first)
+        streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
+        if document_tokens is None:
+            streams = [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
+        return [_long_enough(stream, largest) for stream in streams]
+    stream = text_stream(split_documents(read_text(text), separator), first, str(text))
+    if document_tokens is None:
+        stream = _whole_windows(stream, largest, max_tokens, first)
+    else:
+        stream = _long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
+    scored = None
     streams = []
     for tokenizer in tokenizers:
         if tokenizer.get_vocab() == first.get_vocab():
             streams.append(stream)
         else:
-            scored = first.decode(stream.tokens[1:], clean_up_tokenization_spaces=False)
+            scored = scored or stream.texts(first)
             streams.append(text_stream(scored, tokenizer, str(text)))
     return streams
 
@@ -247,14 +226,17 @@ def _whole_windows(
     return stream.cut(limit // largest * largest, tokenizer)
 
 
-def _model_sha256(folder: Path) -> str:
-    files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(sha256(path) for path in files).encode()).hexdigest()
+def _long_enough(stream: TokenStream, largest: int) -> TokenStream:
+    """Raises UserError where no document fills a window of the largest length."""
+    from eval.perplexity import document_spans
 
-
-def _training_length(folder: Path) -> int | None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("max_position_embeddings")
+    longest = max(stop - start for start, stop in document_spans(stream.tokens, stream.eod_id))
+    if longest < largest:
+        raise UserError(
+            f"{stream.source}: too short for length {largest}: the longest document has "
+            f"{longest} tokens"
+        )
+    return stream
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -267,27 +249,32 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _write_tables(out: Path, rows: list[dict[str, Any]], stream: TokenStream) -> None:
+def _write_tables(
+    out: Path, rows: list[dict[str, Any]], stream: TokenStream, protocol: Protocol
+) -> None:
     from eval.provenance import provenance
 
-    rows = [{column: row[column] for column in COLUMNS} for row in rows]
     write_json(
         out / "length_sweep.json",
         {
             "text": stream.source,
-            "protocol": {
-                "scored": "every token after the first, once; the same ones at every length",
-                "windows": "non-overlapping",
-                "documents": "concatenated",
-            },
-            "rows": rows,
+            "protocol": protocol.describe(),
+            "rows": [{name: row[name] for name in (*COLUMNS, "positions")} for row in rows],
             **provenance(),
         },
     )
     with replacing(out / "length_sweep.csv") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _draw(rows: list[dict[str, Any]], out: Path) -> None:
+    from eval.figures import length_figure, save_figure
+    from eval.length_sweep_figures import position_figure
+
+    save_figure(length_figure(rows), out / "length_sweep")
+    save_figure(position_figure(rows), out / "loss_by_position")
 
 
 def _whole_numbers(text: str) -> list[int]:
@@ -300,8 +287,7 @@ def _whole_numbers(text: str) -> list[int]:
     return values
 
 
-@command
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval.length_sweep", description="Perplexity against context length."
     )
@@ -310,30 +296,86 @@ def main() -> None:
     source.add_argument("--text", metavar="FILE", help="UTF-8 text")
     source.add_argument("--data", metavar="DIR", help="prepared data; its validation split")
     parser.add_argument("--lengths", type=_whole_numbers, required=True, metavar="256,512,...")
-    parser.add_argument("--methods", default="none", help=f"of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--methods",
+        default="none",
+        help="of none,pi,pi+temperature,yarn (rotary positions) and none,temperature (without); "
+        "all: those that exist for each model; paper: those of the paper's figure (default: none)",
+    )
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="score at most N tokens")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward pass")
-    arguments = parser.parse_args()
-    check_methods(arguments.methods.split(","))
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise UserError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
+    group = parser.add_argument_group("protocol")
+    group.add_argument(
+        "--stride", type=int, metavar="N", help="move windows on by N tokens (default: the length)"
+    )
+    group.add_argument(
+        "--documents",
+        choices=DOCUMENTS,
+        default=DOCUMENTS[0],
+        help="whether windows cross the ends of documents (default: they do)",
+    )
+    group.add_argument(
+        "--document-separator", metavar="REGEX", help="between the documents of --text"
+    )
+    group.add_argument(
+        "--min-document-tokens",
+        type=int,
+        metavar="N",
+        help="per-document: leave shorter documents out (default: the largest length)",
+    )
+    group = parser.add_argument_group("scaling")
+    group.add_argument(
+        "--factor",
+        type=float,
+        metavar="S",
+        help="one scaling factor for all lengths (default: test length / training length, >= 1)",
+    )
+    group.add_argument(
+        "--temperature-scope",
+        choices=("logits", "rotary"),
+        default="logits",
+        help="what the temperature acts on; rotary: the rotated channels, as in transformers",
+    )
+    group.add_argument(
+        "--training-length", type=int, metavar="N", help="default: what the model's folder says"
+    )
+    group = parser.add_argument_group("computing")
+    group.add_argument("--dtype", choices=DTYPES, default="float32")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    group.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward pass")
+    return parser
+
+
+@command
+def main() -> None:
+    arguments = parser().parse_args()
+    _check(arguments)
     quiet_transformers()
+    options = vars(arguments)
     rows = sweep(
-        arguments.models,
-        arguments.lengths,
-        arguments.out,
-        text=arguments.text,
-        data=arguments.data,
-        methods=arguments.methods.split(","),
-        max_tokens=arguments.max_tokens,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        batch_tokens=arguments.batch_tokens,
+        options.pop("models"),
+        options.pop("lengths"),
+        options.pop("out"),
+        methods=options.pop("methods").split(","),
+        **options,
     )
     print(table(rows))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for numbers that mean nothing and options that contradict each other."""
+    for name in ("max_tokens", "stride", "min_document_tokens", "training_length", "batch_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if arguments.factor is not None and not 1 <= arguments.factor < float("inf"):
+        raise UserError(f"--factor {arguments.factor:g}: must be at least 1")
+    if arguments.min_document_tokens and arguments.documents != "per-document":
+        raise UserError("--min-document-tokens: only with --documents per-document")
+    if arguments.document_separator is not None and arguments.text is None:
+        raise UserError(
+            "--document-separator: only with --text; prepared data know their documents"
+        )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -344,11 +386,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     width = max(len(f"{label} ({method})") for label, method in names)
     lines = [" " * width + "".join(f"{length:>10}" for length in lengths)]
     for label, method in names:
-        values = "".join(
-            f"{'n/a' if (value := cells[label, method, length]) is None else f'{value:.4g}':>10}"
-            for length in lengths
-        )
-        lines.append(f"{f'{label} ({method})':<{width}}{values}")
+        values = [cells.get((label, method, length)) for length in lengths]
+        shown = "".join(f"{'n/a' if value is None else f'{value:.4g}':>10}" for value in values)
+        lines.append(f"{f'{label} ({method})':<{width}}{shown}")
     return "\n".join(lines)
 
 

@@ -1,9 +1,11 @@
 """How well a model predicts a stream of tokens: the one loop behind every perplexity here.
 
-Protocol. The stream is cut into windows of T inputs that do not overlap; window i reads tokens
-[iT, (i+1)T) and predicts tokens [iT+1, (i+1)T+1). So every token but the stream's first is scored
-exactly once, at every T the same ones, and a token sees at most T tokens before it. The last
-window may be shorter; nothing is padded.
+Protocol. A stream, or each document of it, is read in windows of T inputs; the input at position i
+predicts token i+1. The first window scores all its T predictions; each further one moves on by the
+stride S and scores the last S. The last window reaches back so that it is full, as in the
+lm-evaluation-harness' rolling perplexity, which is S = T. So every token but the first is scored
+exactly once, at every T and S the same ones, seeing at most T tokens before it and, but for the
+first T of a document, at least T − S + 1. Nothing is truncated.
 
 Memory is linear in T: the head's logits are made for a few rows at a time and reduced to one
 number per token, so [T, vocabulary] in fp32 never exists.
@@ -12,19 +14,29 @@ number per token, so [T, vocabulary] in fp32 never exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cat_lm.errors import UserError
+from eval.memory import LOGIT_ELEMENTS, NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-LOGIT_ELEMENTS = 2**23  # fp32 logits alive at once: 32 MiB, which fits a CPU's caches best
+BINS_PER_DOUBLING = 4  # of a loss curve over positions
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs tokens[start:stop]; of their predictions those from `first` on are scored."""
+
+    start: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -35,17 +47,21 @@ class Score:
         nll: sum over the scored tokens, in nats.
         tokens: number of tokens scored.
         bytes: UTF-8 bytes of the text that those tokens spell.
+        words: whitespace-separated words of that text.
         standard_error: of `loss`, in nats per token, over `groups`; nan for a single group.
         groups: number of documents or windows that the standard error is taken over.
         group_kind: `documents` or `windows`.
+        positions: the loss by position in the window (see `position_curve`).
     """
 
     nll: float
     tokens: int
     bytes: int
+    words: int
     standard_error: float
     groups: int
     group_kind: str
+    positions: list[dict[str, Any]]
 
     @property
     def loss(self) -> float:
@@ -55,7 +71,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(nats per token); inf where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return _exp(self.loss)
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp(nats per word), as the harness reports it for WikiText; inf where that overflows."""
+        return _exp(self.nll / self.words)
 
     @property
     def bits_per_byte(self) -> float:
@@ -69,27 +90,61 @@ def score_tokens(
     context_length: int,
     *,
     num_bytes: int,
+    num_words: int,
     eod_id: int | None = None,
+    per_document: bool = False,
+    stride: int | None = None,
     batch_tokens: int = 8192,
     progress: Callable[[int], object] | None = None,
 ) -> Score:
     """Scores `tokens[1:]` at windows of `context_length` and sums up (see `token_nlls`).
 
     Args:
-        num_bytes: UTF-8 bytes of the text of `tokens[1:]`.
-        eod_id: where given and two or more documents are scored, the standard error is taken over
+        num_bytes, num_words: of the text of `tokens[1:]`.
+        eod_id: ends every document. Where two or more are scored, the standard error is taken over
             documents; otherwise over windows.
+        per_document: windows do not cross the ends of documents; otherwise those are tokens like
+            any other.
     """
-    nlls = token_nlls(model, tokens, context_length, batch_tokens=batch_tokens, progress=progress)
-    groups, kind = _groups(tokens, context_length, eod_id)
+    spans = document_spans(tokens, eod_id) if per_document else [(0, len(tokens) - 1)]
+    windows = [w for span in spans for w in span_windows(*span, context_length, stride)]
+    nlls = token_nlls(model, tokens, windows, batch_tokens=batch_tokens, progress=progress)
+    groups, kind = _groups(tokens, windows, eod_id)
     error, count = standard_error(nlls, groups)
-    return Score(float(nlls.sum(dtype=np.float64)), len(nlls), num_bytes, error, count, kind)
+    nll = float(nlls.sum(dtype=np.float64))
+    curve = position_curve(nlls, windows)
+    return Score(nll, len(nlls), num_bytes, num_words, error, count, kind, curve)
+
+
+def document_spans(tokens: np.ndarray, eod_id: int | None) -> list[tuple[int, int]]:
+    """(start, stop) of each document: inputs tokens[start:stop] predict all of its tokens.
+
+    A document is read after the end-of-document token before it, and its own end is predicted.
+    """
+    starts = [0, *(np.flatnonzero(tokens[1:-1] == eod_id) + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(tokens) - 1], strict=True))
+
+
+def span_windows(start: int, stop: int, length: int, stride: int | None = None) -> list[Window]:
+    """The windows over inputs `start` … `stop` − 1 (see the module's protocol).
+
+    Args:
+        length: T, inputs per window.
+        stride: S, tokens that each window after the first scores; T by default and at most.
+    """
+    step = min(stride or length, length)
+    stops = [*range(start + length, stop, step), stop] if start < stop else []
+    scored = [start, *stops]
+    return [
+        Window(max(start, end - length), first, end)
+        for first, end in zip(scored, stops, strict=False)
+    ]
 
 
 def token_nlls(
     model: PreTrainedModel,
     tokens: np.ndarray,
-    context_length: int,
+    windows: Sequence[Window],
     *,
     batch_tokens: int = 8192,
     progress: Callable[[int], object] | None = None,
@@ -100,37 +155,36 @@ def token_nlls(
         model: a causal language model whose logits are its output embedding applied to its
             backbone's last hidden state; this is checked.
         tokens: int64 [N]; the first is context only.
-        context_length: T, inputs per window.
+        windows: each token is scored in one of them (nan where it is in none).
         batch_tokens: windows are batched up to this many tokens (at least one window).
         progress: called with the number of tokens scored since the last call.
 
     Raises:
-        UserError: fewer than T+1 tokens, a token outside the vocabulary, logits that cannot be
-            made in chunks, or a window that does not fit into memory.
+        UserError: a token outside the vocabulary, or logits that cannot be made in chunks.
+        NotEnoughMemory: a UserError; the longest window does not fit.
     """
     import torch
 
-    if len(tokens) <= context_length:
-        raise UserError(
-            f"length {context_length}: the text has {len(tokens)} tokens, "
-            f"{context_length + 1} are needed"
-        )
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if tokens.max() >= vocabulary:
         raise UserError(
             f"token {tokens.max()}: outside the model's vocabulary of {vocabulary}; "
             "the tokens were made with another tokenizer"
         )
+    batches = _batches(windows, batch_tokens)
+    longest = batches[0][0]
+    require_memory(model, len(batches[0]), longest.stop - longest.start)
     stream = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
-    nlls = torch.empty(len(tokens) - 1, dtype=torch.float32)
+    nlls = torch.full((len(tokens) - 1,), math.nan, dtype=torch.float32)
     with torch.inference_mode():
         _require_linear_head(model, stream[: min(len(stream), 9)])
-        for start, stop, rows in _batches(len(nlls), context_length, batch_tokens):
-            inputs = stream[start:stop].view(rows, -1).to(model.device)
-            targets = stream[start + 1 : stop + 1].to(model.device)
-            nlls[start:stop] = _window_nlls(model, inputs, targets).cpu()
+        for batch in batches:
+            found = _batch_nlls(model, stream, batch).cpu()
+            sizes = [window.stop - window.first for window in batch]
+            for window, values in zip(batch, found.split(sizes), strict=True):
+                nlls[window.first : window.stop] = values
             if progress:
-                progress(stop - start)
+                progress(sum(sizes))
     return nlls.numpy()
 
 
@@ -157,41 +211,91 @@ def standard_error(nlls: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
     return math.sqrt(total / (total - 1) * (residuals**2).sum()) / counts.sum(), total
 
 
-def _batches(count: int, length: int, budget: int) -> list[tuple[int, int, int]]:
-    """(start, stop, windows) of each batch over `count` inputs; a short last window is alone."""
-    whole = count // length
-    step = max(1, budget // length)
-    batches = [
-        (first * length, last * length, last - first)
-        for first in range(0, whole, step)
-        for last in [min(first + step, whole)]
+def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str, Any]]:
+    """The mean loss by the number of tokens seen, in bins that grow with it.
+
+    Args:
+        nlls: [N] nats, of the tokens that `windows` score.
+
+    Returns:
+        For each bin that holds tokens: `start` and `stop`, where start <= tokens seen in the
+        window < stop; `tokens` in it; `loss`, nats per token, None where it is not finite.
+    """
+    seen = np.concatenate(
+        [np.arange(w.first - w.start, w.stop - w.start, dtype=np.int64) + 1 for w in windows]
+    )
+    order = np.concatenate([np.arange(w.first, w.stop) for w in windows])
+    doublings = math.ceil(math.log2(int(seen.max()) + 1))
+    powers = 2 ** (np.arange(doublings * BINS_PER_DOUBLING + 1) / BINS_PER_DOUBLING)
+    edges = np.unique(np.ceil(powers - 1e-9).astype(np.int64))
+    index = np.searchsorted(edges, seen, side="right") - 1
+    counts = np.bincount(index, minlength=len(edges))
+    sums = np.bincount(index, weights=nlls[order], minlength=len(edges))
+    return [
+        {
+            "start": int(edges[i]),
+            "stop": int(edges[i + 1]),
+            "tokens": int(counts[i]),
+            "loss": float(sums[i] / counts[i]) if math.isfinite(sums[i]) else None,
+        }
+        for i in np.flatnonzero(counts)
     ]
-    return batches + ([(whole * length, count, 1)] if count % length else [])
 
 
-def _window_nlls(
-    model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor
+def _batches(windows: Sequence[Window], budget: int) -> list[list[Window]]:
+    """Windows of like length together, the longest first: what does not fit fails at once."""
+    ordered = sorted(windows, key=lambda window: window.start - window.stop)
+    batches: list[list[Window]] = []
+    for window in ordered:
+        room = batches and (len(batches[-1]) + 1) * _inputs(batches[-1][0]) <= budget
+        if room:
+            batches[-1].append(window)
+        else:
+            batches.append([window])
+    return batches
+
+
+def _inputs(window: Window) -> int:
+    return window.stop - window.start
+
+
+def _batch_nlls(
+    model: PreTrainedModel, stream: torch.Tensor, batch: Sequence[Window]
 ) -> torch.Tensor:
-    """inputs [B, T], targets [B*T] -> nats [B*T]."""
+    """Nats [sum of the scored tokens], window after window.
+
+    Rows are filled up on their right, which no earlier position can see, so that attention needs
+    no mask: with one, it would not be linear in memory.
+    """
     import torch
 
+    longest = _inputs(batch[0])
+    inputs = stream.new_zeros(len(batch), longest)
+    scored = torch.zeros(len(batch), longest, dtype=torch.bool)
+    for row, window in enumerate(batch):
+        inputs[row, : _inputs(window)] = stream[window.start : window.stop]
+        scored[row, window.first - window.start : _inputs(window)] = True
+    targets = torch.cat([stream[window.first + 1 : window.stop + 1] for window in batch])
     try:
-        hidden = model.base_model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        head = model.get_output_embeddings()
-        rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
-        # Made beforehand: small tensors that stay between large ones that go would keep the
-        # allocator from using the freed memory again.
-        nlls = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
-        for part, h, t in zip(
-            nlls.split(rows), hidden.split(rows), targets.split(rows), strict=True
-        ):
-            part.copy_(torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none"))
+        hidden = model.base_model(inputs.to(model.device), use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1) if scored.all() else hidden[scored.to(hidden.device)]
+        return _head_nlls(model.get_output_embeddings(), hidden, targets.to(hidden.device))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise UserError(
-            f"length {inputs.shape[1]}: a batch of {inputs.shape[0]} does not fit into memory"
-        ) from error
+        raise NotEnoughMemory(longest, len(batch)) from error
+
+
+def _head_nlls(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """hidden [N, C], targets [N] -> nats [N]."""
+    import torch
+
+    rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
+    # Made beforehand: small tensors that stay between large ones that go would keep the
+    # allocator from using the freed memory again.
+    nlls = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+    for part, h, t in zip(nlls.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+        part.copy_(torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none"))
     return nlls
 
 
@@ -210,11 +314,20 @@ def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:
         )
 
 
-def _groups(tokens: np.ndarray, length: int, eod_id: int | None) -> tuple[np.ndarray, str]:
+def _groups(
+    tokens: np.ndarray, windows: Sequence[Window], eod_id: int | None
+) -> tuple[np.ndarray, str]:
     """The document of every scored token where there are several, otherwise its window."""
     if eod_id is not None:
         # An end-of-document token belongs to the document it ends.
         documents = np.cumsum(tokens[:-1] == eod_id)
         if documents[-1] > documents[0]:
             return documents, "documents"
-    return np.arange(len(tokens) - 1) // length, "windows"
+    groups = np.empty(len(tokens) - 1, dtype=np.int64)
+    for number, window in enumerate(windows):
+        groups[window.first : window.stop] = number
+    return groups, "windows"
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

@@ -10,18 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from cat_lm.errors import UserError
 from cat_lm.export import export_model
 from cat_lm.generate import continue_text
 from cat_lm.pretrained import load_model, load_tokenizer
-from eval import length_sweep
-from eval.length_sweep import sweep
 from eval.samples import sample_continuations
-from eval.streams import split_stream, text_stream
 from tests.finished_runs import CONTEXT, finished_run, tiny_model
 
 TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
@@ -166,153 +161,6 @@ def damaged(folder: Path) -> Path:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     return folder
-
-
-def merging_tokenizer():
-    """A byte-level BPE tokenizer that learned a few merges from `TEXT`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-
-
-class TestStreams:
-    def test_every_byte_of_a_text_is_scored(self, models):
-        stream = text_stream(TEXT, load_tokenizer(models[0]), "text")
-        assert stream.tokens[0] == 256
-        assert stream.tokens[1:].tolist() == list(TEXT.encode())
-        assert stream.num_bytes == len(TEXT.encode())
-
-    def test_special_tokens_in_a_text_are_text(self, models):
-        stream = text_stream("a<|endoftext|>b", load_tokenizer(models[0]), "text")
-        assert stream.tokens[1:].tolist() == list(b"a<|endoftext|>b")
-
-    def test_split_has_the_manifest_s_bytes_and_a_part_of_it_its_own(self, tiny_corpus, models):
-        tokenizer = load_tokenizer(models[0])
-        whole = split_stream(tiny_corpus, tokenizer)
-        assert whole.num_bytes == (whole.tokens != whole.eod_id).sum()
-        part = split_stream(tiny_corpus, tokenizer, max_tokens=500)
-        assert len(part.tokens) == 501
-        assert part.num_bytes == (part.tokens[1:] != part.eod_id).sum()
-        assert part.tokens.tolist() == whole.tokens[:501].tolist()
-        assert whole.cut(300, tokenizer).num_bytes == (whole.tokens[1:301] != 256).sum()
-
-
-class TestSweep:
-    def test_same_tokens_at_every_length_and_for_every_model(self, models, text, tmp_path):
-        rows = sweep(models, [16, 64, 100], tmp_path / "out", text=text)
-        scored = len(TEXT.encode()) // 100 * 100
-        assert len(rows) == 6
-        assert {(row["tokens"], row["tokens_sha256"]) for row in rows} == {
-            (scored, rows[0]["tokens_sha256"])
-        }
-        assert [row["label"] for row in rows] == ["cat"] * 3 + ["pythia"] * 3
-        assert {row["training_length"] for row in rows} == {CONTEXT}
-
-    def test_numbers_are_a_plain_loop_s(self, models, text, tmp_path):
-        (row,) = sweep(models[:1], [50], tmp_path / "out", text=text)
-        ids = torch.tensor([256, *TEXT.encode()[: row["tokens"]]])
-        model, total = load_model(models[0]), 0.0
-        for start in range(0, row["tokens"], 50):
-            window = ids[start : start + 51]
-            with torch.no_grad():
-                logits = model(window[None, :-1]).logits[0]
-            total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-        assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-5)
-        assert row["perplexity"] == pytest.approx(np.exp(total / row["tokens"]), rel=1e-4)
-        assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / row["bytes"], rel=1e-5)
-
-    def test_files_hold_the_rows(self, models, tiny_corpus, tmp_path):
-        out = tmp_path / "out"
-        rows = sweep(models, [32, 64], out, data=tiny_corpus, max_tokens=300)
-        stored = json.loads((out / "length_sweep.json").read_text())
-        assert [row["perplexity"] for row in stored["rows"]] == [r["perplexity"] for r in rows]
-        assert stored["rows"][0]["tokens"] == 256
-        assert stored["rows"][0]["group_kind"] == "documents"
-        assert {"text", "protocol", "command", "date", "versions", "machine"} <= stored.keys()
-        with open(out / "length_sweep.csv", encoding="utf-8") as file:
-            table = list(csv.DictReader(file))
-        assert [float(row["perplexity"]) for row in table] == [r["perplexity"] for r in rows]
-        assert (out / "length_sweep.png").stat().st_size > 5000
-        assert "training length" in (out / "length_sweep.svg").read_text()
-
-    def test_finished_cells_are_not_computed_again(self, models, text, tmp_path, monkeypatch):
-        out = tmp_path / "out"
-        before = sweep(models, [16, 32], out, text=text)
-        monkeypatch.setattr(length_sweep, "load_model", None)  # would fail when called
-        assert sweep(models, [16, 32], out, text=text) == before
-        with pytest.raises(TypeError):
-            # 48 leaves another multiple of the largest length, so other tokens.
-            sweep(models, [16, 48], out, text=text)
-
-    def test_interrupted_sweep_goes_on_where_it_stopped(self, models, text, tmp_path, monkeypatch):
-        out = tmp_path / "out"
-        compute, calls = length_sweep._Scorer._compute, []
-
-        def stops_after_two(self, length):
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            calls.append(length)
-            return compute(self, length)
-
-        monkeypatch.setattr(length_sweep._Scorer, "_compute", stops_after_two)
-        with pytest.raises(KeyboardInterrupt):
-            sweep(models, [16, 32], out, text=text)
-        assert len(json.loads((out / "length_sweep.json").read_text())["rows"]) == 2
-        counted = []
-        monkeypatch.setattr(
-            length_sweep._Scorer,
-            "_compute",
-            lambda self, length: counted.append(length) or compute(self, length),
-        )
-        assert len(sweep(models, [16, 32], out, text=text)) == 4
-        assert len(counted) == 2
-
-    def test_other_weights_are_another_cell(self, models, text, tmp_path, tiny_corpus):
-        folder = shutil.copytree(models[0], tmp_path / "model")
-        (before,) = sweep([folder], [32], tmp_path / "out", text=text)
-        tokenizer = load_tokenizer(folder)
-        export_model(tiny_model(257, seed=9), tokenizer, folder)
-        (after,) = sweep([folder], [32], tmp_path / "out", text=text)
-        assert before["perplexity"] != after["perplexity"]
-
-    def test_model_with_another_tokenizer_gets_the_same_text(
-        self, models, tmp_path, text, tiny_corpus
-    ):
-        tokenizer = merging_tokenizer()
-        model = export_model(tiny_model(len(tokenizer)), tokenizer, tmp_path / "merging")
-        rows = sweep([models[0], model], [32], tmp_path / "out", text=text)
-        assert rows[0]["tokens"] > 1.5 * rows[1]["tokens"]
-        assert rows[0]["bytes"] == rows[1]["bytes"]
-        with pytest.raises(UserError, match="another tokenizer than the model's; use --text"):
-            sweep([model], [32], tmp_path / "out", data=tiny_corpus)
-
-    def test_bad_input_is_one_line(self, models, text, tmp_path, monkeypatch, capsys):
-        base = ("--out", tmp_path / "out", "--lengths")
-        bytes_ = len(TEXT.encode())
-        for arguments, message in (
-            ((models[0], "--text", text, *base, bytes_ + 1), f"it has {bytes_} tokens"),
-            ((models[0], "--text", text, *base, "64", "--max-tokens", "60"), "--max-tokens is 60"),
-            ((models[0], "--text", text, *base, "64", "--methods", "yarn"), "known: none"),
-            ((models[0], "--text", tmp_path / "no.txt", *base, "8"), "no.txt: no such file"),
-            ((models[0], "--data", tmp_path, *base, "8"), "no manifest.json"),
-            ((tmp_path, "--text", text, *base, "8"), "not a model folder"),
-        ):
-            code, _, err = command(monkeypatch, capsys, "eval.length_sweep", *arguments)
-            assert code == 2
-            assert message in err
-            assert err.count("\n") == 1, err
-        assert not (tmp_path / "out").exists()
 
 
 class TestReport:
