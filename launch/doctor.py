@@ -1,0 +1,124 @@
+"""`python -m launch.doctor [CONFIG.yaml]`: what this machine has, and whether training runs here.
+
+Versions beside the supported ranges, devices, compiler, optional packages, attention
+implementations, DeepSpeed, space, and the backend that computes each convolution with the reason.
+With a configuration also that run's data, model, precision and convolutions. Everything that is
+wrong is shown at once, each with what to do.
+
+Exit codes: 0 training can run here, 1 something it needs is broken, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm import __version__
+from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import command
+from cat_lm.files import write_json
+
+if TYPE_CHECKING:
+    from launch.findings import Finding
+
+WIDTH = 100
+LABEL = 18
+
+
+def examine(config: RunConfig | None = None) -> list[Finding]:
+    """All findings about this machine and, given one, a run's configuration on it.
+
+    Plain data, so that findings of several hosts can be gathered and compared. No check raises: one
+    that fails is a finding itself.
+    """
+    # Before torch loads, as in training.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from launch import checks, run_checks
+    from launch.findings import guarded
+
+    findings = []
+    for check in checks.ALL:
+        findings += guarded(check)
+    if config is not None:
+        for check in run_checks.ALL:
+            findings += guarded(check, config)
+    return findings
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """One screen: what was found by topic, then what is wrong and what to do about it."""
+    lines = []
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        of_topic = [finding for finding in findings if finding.topic == topic]
+        # Short facts share a line; each longer one has its own.
+        parts = [finding.text for finding in of_topic if finding.text]
+        paragraphs = ["; ".join(parts)] if all(len(p) < 45 for p in parts) else parts
+        for number, paragraph in enumerate(paragraphs):
+            label = topic if number == 0 else ""
+            lines += textwrap.wrap(
+                paragraph,
+                WIDTH,
+                initial_indent=label.ljust(LABEL),
+                subsequent_indent=" " * LABEL,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    wrong = sorted(
+        (finding for finding in findings if finding.problem), key=lambda finding: not finding.broken
+    )
+    for finding in wrong:
+        mark = "BROKEN" if finding.broken else "note"
+        lines += textwrap.wrap(
+            f"{finding.topic}: {finding.problem}",
+            WIDTH,
+            initial_indent=f"{mark}: ",
+            subsequent_indent=" " * 8,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    broken = sum(finding.broken for finding in wrong)
+    lines.append(
+        f"{broken} broken: training cannot run here" if broken else "training can run here"
+    )
+    return "\n".join(lines)
+
+
+def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
+    """The findings as JSON."""
+    return {
+        "cat_lm": __version__,
+        "config": config,
+        "can_train": not any(finding.broken for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.doctor",
+        description="What this machine has, which backends serve, and whether training runs here.",
+        epilog="Exit codes: 0 training can run here, 1 something it needs is broken, 2 bad input.",
+    )
+    parser.add_argument("config", nargs="?", help="a run's YAML file, to look at that very run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    findings = examine(config)
+    print(render(findings))
+    if arguments.json:
+        write_json(arguments.json, record(findings, arguments.config))
+        print(f"wrote {arguments.json}", file=sys.stderr)
+    if any(finding.broken for finding in findings):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

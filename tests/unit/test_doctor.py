@@ -1,0 +1,236 @@
+"""launch.doctor: what it finds, that it finds all that is wrong at once, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cat_lm.config import load_config
+from launch import checks, doctor, run_checks
+from launch.findings import Finding, guarded
+
+REPOSITORY = Path(__file__).parents[2]
+FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})
+NOTE = Finding("compiler", "none", "compiler", None, "no C++ compiler; install one")
+BROKEN = Finding("packages", "torch missing", "torch", None, "torch is missing", broken=True)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch.doctor", *map(str, arguments)])
+        code = 0
+        try:
+            doctor.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Replaces the checks of a machine by given findings."""
+
+    def use(*findings: Finding) -> None:
+        monkeypatch.setattr(checks, "ALL", (lambda: iter(findings),))
+
+    return use
+
+
+def problems(findings) -> dict[str, str]:
+    return {finding.name: finding.problem for finding in findings if finding.problem}
+
+
+def test_this_machine(command, tmp_path):
+    """Every check runs here, and all tests run here, so training can."""
+    path = tmp_path / "doctor.json"
+    code, out, err = command("--json", path)
+    assert (code, out.splitlines()[-1]) == (0, "training can run here"), out
+    assert err == f"wrote {path}\n"
+    assert max(map(len, out.splitlines())) <= doctor.WIDTH
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["can_train"] is True and record["config"] is None
+    found = {finding["name"]: finding for finding in record["findings"]}
+    assert not any(finding["broken"] for finding in record["findings"])
+    assert found["torch"]["text"].startswith(torch.__version__)
+    for conv_type in ("head", "depthwise", "multihead"):
+        for dtype in ("float32", "bfloat16"):
+            value = found[f"{conv_type} {dtype} cpu"]["value"]
+            assert value["backend"] in ("cpu", "reference") and value["reason"] and value["runs"]
+    topics = {finding["topic"] for finding in record["findings"]}
+    expected = ("python", "packages", "device", "compiler", "optional", "attention", "deepspeed")
+    assert topics >= {*expected, "space", "convolutions"}
+
+
+def test_exit_code_and_screen(command, only):
+    only(FINE, NOTE)
+    code, out, _ = command()
+    assert code == 0
+    assert out.splitlines() == [
+        f"{'device':<{doctor.LABEL}}CPU of a test",
+        f"{'compiler':<{doctor.LABEL}}none",
+        "note: compiler: no C++ compiler; install one",
+        "training can run here",
+    ]
+    only(FINE, NOTE, BROKEN, replace(BROKEN, name="numpy", problem="numpy is missing"))
+    code, out, _ = command()
+    assert code == 1
+    assert out.splitlines()[-4:] == [
+        "BROKEN: packages: torch is missing",
+        "BROKEN: packages: numpy is missing",
+        "note: compiler: no C++ compiler; install one",
+        "2 broken: training cannot run here",
+    ]
+
+
+def test_a_failing_check_is_a_finding():
+    def some_check():
+        yield FINE
+        raise ZeroDivisionError("by\nzero")
+
+    first, second = guarded(some_check)
+    assert first == FINE
+    assert second.topic == "some check" and second.broken
+    assert second.problem == "the check failed with ZeroDivisionError: by zero"
+
+
+# Checks
+
+
+def test_ranges_are_those_of_setup_cfg():
+    assert checks.requirements()["transformers"] == ">=5.17,<6"
+    assert checks.requirements("eval")["lm-eval"].startswith(">=0.4")
+
+
+def test_packages_out_of_range_and_missing(monkeypatch):
+    real = checks._installed
+    changed = {"transformers": "4.57.1", "deepspeed": None, "tokenizers": "0.24.0"}
+    monkeypatch.setattr(checks, "_installed", lambda name: changed.get(name, real(name)))
+    found = list(checks.packages())
+    assert set(problems(found)) == set(changed)
+    assert all(finding.broken == (finding.name in changed) for finding in found)
+    advice = problems(found)
+    assert advice["transformers"] == (
+        "transformers 4.57.1 is outside >=5.17,<6; install: pip install 'transformers>=5.17,<6'"
+    )
+    assert advice["deepspeed"].startswith("deepspeed is missing; install it: pip install 'deepsp")
+
+
+@pytest.mark.parametrize(("version", "right"), [("3.11.2", True), ("3.10.9", False)])
+def test_python(monkeypatch, version, right):
+    monkeypatch.setattr(checks.platform, "python_version", lambda: version)
+    (finding,) = checks.python()
+    assert finding.broken is not right
+
+
+def test_optional_package_that_does_not_import(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = {finding.name: finding for finding in checks.optional()}
+    broken = found["flash-attn"]
+    assert broken.value["imports"] is False and not broken.broken
+    assert broken.problem.endswith("does not import: ImportError: undefined symbol: _ZN3c10")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("raise RuntimeError('no CUDA_HOME')", "RuntimeError: no CUDA_HOME"),
+        ("import os; os._exit(7)", "exit code 7"),
+    ],
+)
+def test_deepspeed_that_ends_the_interpreter(monkeypatch, tmp_path, module, reason):
+    (tmp_path / "deepspeed.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (finding,) = checks.deepspeed()
+    assert finding.broken and finding.problem == f"DeepSpeed does not import: {reason}"
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    (finding,) = checks.compiler()
+    assert "no C++ compiler (c++, g++, clang++)" in finding.problem and not finding.broken
+
+
+def test_driver_without_a_torch_that_sees_it(monkeypatch):
+    monkeypatch.setattr(checks, "_output_of", lambda *_: "580.10\n580.10")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    first = next(iter(checks.device()))
+    assert "the driver 580.10 shows a GPU" in first.problem and not first.broken
+
+
+def test_little_space(monkeypatch):
+    usage = type("usage", (), {"free": 2**28})
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
+    assert "only 0.25 GiB disk are free" in problems(checks.space())["disk"]
+
+
+# A run
+
+
+@pytest.fixture
+def run_file(tiny_corpus, tmp_path) -> list[str]:
+    """The quickstart's configuration on the tests' data: arguments of the command."""
+    values = (f"data.path={tiny_corpus}", f"train.output_dir={tmp_path / 'run'}")
+    return [str(REPOSITORY / "configs" / "quickstart.yaml"), *values, "train.precision=fp32"]
+
+
+def test_run(command, only, run_file):
+    only(FINE)
+    code, out, err = command(*run_file)
+    assert (code, err) == (0, ""), out
+    assert "train tokens" in out and "validation tokens" in out
+    assert "head convolution of q, k, v (W=21)" in out and "fp32: asked for" in out
+
+
+def test_all_that_is_wrong_with_a_run_at_once(only, run_file, tmp_path):
+    only(FINE)
+    (tmp_path / "file").write_text("")
+    config = load_config(
+        run_file[0],
+        [
+            *run_file[1:],
+            f"data.path={tmp_path / 'nowhere'}",
+            f"train.output_dir={tmp_path / 'file' / 'run'}",
+            "model.attn_implementation=flash_attention_2",
+            "train.conv_backend=triton",
+        ],
+    )
+    if torch.cuda.is_available():
+        pytest.skip("flash attention and triton may serve on a GPU")
+    found = doctor.examine(config)
+    assert all(finding.broken for finding in found if finding.problem)
+    wrong = problems(found)
+    assert set(wrong) == {"run_data", "run_model", "run_convolutions", "output_dir"}
+    assert "nowhere: no such folder" in wrong["run_data"]
+    assert wrong["run_model"].startswith("model: ")
+    assert wrong["run_convolutions"].startswith("train.conv_backend=triton: ")
+    assert "cannot be written to" in wrong["output_dir"]
+
+
+def test_model_is_looked_at_without_weights(run_file):
+    config = load_config(run_file[0], [*run_file[1:], "model.hidden_size=8192"])
+    found = {finding.name: finding for finding in run_checks.run_model(config)}
+    assert found["parameters"].value > 4e9
+
+
+def test_bad_configuration(command, only, run_file):
+    only(FINE)
+    for arguments, named in (
+        (["nowhere.yaml"], "nowhere.yaml: no such configuration file"),
+        ([*run_file, "model.conv_windw=3"], "nearest known one is model.conv_window"),
+    ):
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1 and named in err
