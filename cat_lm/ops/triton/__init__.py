@@ -1,0 +1,104 @@
+"""Triton kernels of the causal convolutions, for GPUs and for Triton's interpreter.
+
+Everything that depends on a device or a shape is inside operators that torch.compile does not look
+into. `launch.py` holds the tile sizes, `tiles.py` what kernels share, `convolution.py` (per head,
+per channel), `multihead.py` and `qkv.py` (packed and fused) the operators.
+
+Inputs may be fp32, bf16 or fp16; all sums are in fp32. Borders of documents are exact for finite
+inputs: what lies across a border is multiplied with an exact zero where matrix units are used
+(an infinity or NaN would spread over its tile there), and not read at all elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+if INSTALLED:
+    from cat_lm.ops.triton.convolution import conv
+    from cat_lm.ops.triton.launch import INTERPRETED, WIDEST_DOT_WINDOW, uses_dot
+    from cat_lm.ops.triton.multihead import multihead_conv
+    from cat_lm.ops.triton.qkv import conv_qkv
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def convolve(
+    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """The convolution of type `head`, `depthwise` or `multihead`.
+
+    Args:
+        x: [B, T, H, D], with any strides.
+        filters: [H, W], [H, D, W] or [W, H_out, H_in], lag 0 first, in x's dtype.
+        bias: [H, D] in x's dtype.
+        positions: int32 [B, T], of each token in its document: inputs further back are zeros.
+
+    Returns:
+        [B, T, H, D] in x's dtype, laid out as [B, H, T, D].
+    """
+    if conv_type == "multihead":
+        return multihead_conv(x, filters, bias, positions)
+    return conv(x, filters, bias, positions)
+
+
+def head_conv_qkv(
+    qkv: Tensor,
+    filters: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bias: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with convolution, bias and rotation from the packed projection, in one kernel.
+
+    Args:
+        qkv: [B, T, H, 3, D], with any strides.
+        filters: of q, k and v, [H, W] with one W, or None; in qkv's dtype.
+        bias: [H, 3, D] in qkv's dtype.
+        rotary: (cos, sin), [B or 1, T, R], of any floating dtype; they get no gradient.
+        positions: as in `convolve`.
+
+    Returns:
+        q, k, v, each [B, T, H, D], laid out as [B, H, T, D]. The rotation is done in fp32, before
+        the one rounding to qkv's dtype.
+    """
+    cos, sin = (None, None) if rotary is None else rotary
+    return conv_qkv(qkv, *filters, bias, cos, sin, positions)
+
+
+def why_not(
+    conv_type: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int,
+    heads: int,
+    head_dim: int,
+) -> str | None:
+    """Why these kernels cannot serve; None if they can."""
+    if not INSTALLED:
+        return "triton is not installed"
+    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+        return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
+    if dtype not in DTYPES:
+        return f"Triton's kernels sum in fp32, which is too coarse for {dtype}"
+    return None
+
+
+def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
+    """How the kernels compute a convolution."""
+    interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "
+    if conv_type == "multihead":
+        precision = "fp32 products" if dtype == torch.float32 else "matrix units"
+        return f"{interpreter}block Toeplitz matrices over heads and time, {precision}"
+    if uses_dot(dtype, window, conv_type == "depthwise"):
+        return f"{interpreter}banded Toeplitz matrices on matrix units"
+    if conv_type == "depthwise":
+        reason = "filters per channel"
+    elif dtype == torch.float32:
+        reason = "fp32 is exact so"
+    else:
+        reason = f"W is above {WIDEST_DOT_WINDOW}"
+    return f"{interpreter}sum over lags ({reason})"

@@ -1,0 +1,103 @@
+"""The backward kernel of packed queries, keys and values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cat_lm.ops.triton.backward import backward_stream
+
+
+@triton.jit
+def backward_qkv_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    x_ptr,
+    q_filter_ptr,
+    k_filter_ptr,
+    v_filter_ptr,
+    dx_ptr,
+    df_ptr,
+    dbias_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    tiles_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    dq_stride_b,
+    dq_stride_t,
+    dq_stride_h,
+    dk_stride_b,
+    dk_stride_t,
+    dk_stride_h,
+    dv_stride_b,
+    dv_stride_t,
+    dv_stride_h,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    x_stride_s,
+    cos_stride_b,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+):
+    """Gradients of `forward_qkv_kernel`: dx [B, T, H, 3, D] and each program's sums.
+
+    df_ptr is [segments, chunks, 3, H, BLOCK, W] with matrix products, [segments, chunks, 3, H, W]
+    without; dbias_ptr is [segments, H, 3, D].
+    """
+    program = tl.program_id(0)
+    stream = program % 3
+    head = (program // 3 % heads).to(tl.int64)
+    chunks = tl.cdiv(width, COLUMNS)
+    chunk = program // (3 * heads) % chunks
+    segment = program // (3 * heads) // chunks
+    x_ptr += head * x_stride_h + stream * x_stride_s
+    dx_stride_t = heads * 3 * width
+    dx_stride_b = dx_stride_t.to(tl.int64) * length
+    if dx_ptr is not None:
+        dx_ptr += (head * 3 + stream) * width
+    if df_ptr is not None:
+        SUMS: tl.constexpr = BLOCK * WINDOW if USE_DOT else WINDOW
+        df_ptr += (((segment * chunks + chunk) * 3 + stream) * heads + head) * SUMS
+    if dbias_ptr is not None:
+        dbias_ptr += (segment * heads + head) * 3 * width + stream * width
+    if stream == 0:
+        if q_filter_ptr is not None:
+            q_filter_ptr += head * WINDOW
+        backward_stream(
+            *(dq_ptr + head * dq_stride_h, x_ptr, q_filter_ptr, dx_ptr, df_ptr, dbias_ptr),
+            *(cos_ptr, sin_ptr, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(dq_stride_b, dq_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t),
+            *(cos_stride_b, WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
+        )
+    elif stream == 1:
+        if k_filter_ptr is not None:
+            k_filter_ptr += head * WINDOW
+        backward_stream(
+            *(dk_ptr + head * dk_stride_h, x_ptr, k_filter_ptr, dx_ptr, df_ptr, dbias_ptr),
+            *(cos_ptr, sin_ptr, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(dk_stride_b, dk_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t),
+            *(cos_stride_b, WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
+        )
+    else:
+        if v_filter_ptr is not None:
+            v_filter_ptr += head * WINDOW
+        backward_stream(
+            *(dv_ptr + head * dv_stride_h, x_ptr, v_filter_ptr, dx_ptr, df_ptr, dbias_ptr),
+            *(None, None, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(dv_stride_b, dv_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t),
+            *(0, WINDOW, BLOCK, HALO, COLUMNS, 0, 1, False, USE_DOT),
+        )

@@ -1,0 +1,130 @@
+"""The convolution per head or channel as an operator of torch: cat_lm::triton_conv."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.triton.backward import backward_kernel
+from cat_lm.ops.triton.forward import forward_kernel
+from cat_lm.ops.triton.launch import (
+    choose_tile,
+    contiguous,
+    heads_first,
+    on_device_of,
+    unit_stride,
+)
+
+
+@torch.library.custom_op("cat_lm::triton_conv", mutates_args=())
+def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """y[b,t,h,d] = bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d].
+
+    Args:
+        x: [B, T, H, D].
+        filters: [H, W] or [H, D, W], of x's dtype.
+        bias: [H, D], of x's dtype.
+        positions: int32 [B, T]; an input j steps back counts if j is at most the position.
+
+    Returns:
+        [B, T, H, D], laid out as [B, H, T, D].
+    """
+    batch, time, heads, width = x.shape
+    per_channel, window = filters.ndim == 3, filters.shape[-1]
+    x, y = unit_stride(x), heads_first(x)
+    tile = choose_tile(x, window, per_channel=per_channel, backward=False)
+    tiles_per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
+    with on_device_of(x):
+        forward_kernel[tile.grid(x, tiles_per_program)](
+            *(x, filters.contiguous(), contiguous(bias), y, contiguous(positions)),
+            *(tiles_per_program, batch, time, heads, width, *x.stride()[:3]),
+            WINDOW=window,
+            BLOCK=tile.block,
+            HALO=tile.halo,
+            COLUMNS=tile.columns,
+            PER_CHANNEL=per_channel,
+            USE_DOT=tile.use_dot,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return y
+
+
+@torch.library.custom_op("cat_lm::triton_conv_backward", mutates_args=())
+def conv_backward(
+    dy: Tensor,
+    x: Tensor,
+    filters: Tensor,
+    positions: Tensor | None,
+    needs_x: bool,
+    needs_filters: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, df and dbias; what is not needed has no elements. Sums are in fp32, in a fixed order."""
+    batch, time, heads, width = x.shape
+    per_channel, window = filters.ndim == 3, filters.shape[-1]
+    x, dy = unit_stride(x), unit_stride(dy)
+    tile = choose_tile(x, window, per_channel=per_channel, backward=True)
+    tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
+    segments = -(-tile.tiles(x) // tiles_per_program)
+    dx = heads_first(x) if needs_x else x.new_empty(0)
+    sums = dbias = None
+    if needs_filters:
+        chunks = -(-width // tile.columns)
+        if per_channel:
+            shape = (segments, 1, heads, window, width)
+        else:
+            shape = (segments, chunks, heads, *((tile.block,) if tile.use_dot else ()), window)
+        sums = x.new_empty(shape, dtype=torch.float32)
+    if needs_bias:
+        dbias = x.new_empty(segments, heads, width, dtype=torch.float32)
+    with on_device_of(x):
+        backward_kernel[tile.grid(x, tiles_per_program)](
+            *(dy, x, filters.contiguous(), dx if needs_x else None, sums, dbias),
+            *(contiguous(positions), tiles_per_program, batch, time, heads, width),
+            *(*dy.stride()[:3], *x.stride()[:3]),
+            WINDOW=window,
+            BLOCK=tile.block,
+            HALO=tile.halo,
+            COLUMNS=tile.columns,
+            PER_CHANNEL=per_channel,
+            USE_DOT=tile.use_dot,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    df = x.new_empty(0)
+    if sums is not None:
+        df = sums.sum(dim=(0, 1, 3) if tile.use_dot else (0, 1))
+        df = (df.mT if per_channel else df).to(x.dtype).contiguous()
+    dbias = x.new_empty(0) if dbias is None else dbias.sum(dim=0).to(x.dtype)
+    return dx, df, dbias
+
+
+@conv.register_fake
+def _(x, filters, bias, positions):
+    return heads_first(x)
+
+
+@conv_backward.register_fake
+def _(dy, x, filters, positions, needs_x, needs_filters, needs_bias):
+    return (
+        heads_first(x) if needs_x else x.new_empty(0),
+        x.new_empty(filters.shape if needs_filters else 0),
+        x.new_empty(x.shape[2:] if needs_bias else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, filters, bias, positions = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, filters, positions)
+
+
+def _backward(ctx, dy):
+    x, filters, positions = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2] + (ctx.has_bias and ctx.needs_input_grad[2],)
+    gradients = conv_backward(dy, x, filters, positions, *needs)
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None
+
+
+conv.register_autograd(_backward, setup_context=_setup_context)

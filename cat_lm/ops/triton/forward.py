@@ -1,0 +1,220 @@
+"""Forward kernels of the convolution per head or channel: one tensor, or packed q, k and v."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cat_lm.ops.triton.tiles import convolve_tile, load_rows, rotary_partners, taps_of_lags
+
+
+@triton.jit
+def forward_stream(
+    x_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    segment,
+    chunk,
+    tiles_per_program,
+    batch_size,
+    length,
+    width,
+    x_stride_b,
+    x_stride_t,
+    y_stride_b,
+    y_stride_t,
+    cos_stride_b,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    USE_DOT: tl.constexpr,
+):
+    """One head of one stream: `tiles_per_program` tiles, beginning with tile number
+    segment · tiles_per_program of all rows' tiles counted through.
+
+    x_ptr, f_ptr, bias_ptr and y_ptr point to the head. f_ptr, bias_ptr and positions_ptr may be
+    None; ROTARY = 0 leaves out the rotation.
+    """
+    DOCUMENTS: tl.constexpr = positions_ptr is not None
+    rows = tl.arange(0, BLOCK)
+    columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    near = rows
+    far = rows
+    if USE_DOT and f_ptr is not None:
+        near = taps_of_lags(f_ptr, rows[:, None] - rows[None, :], WINDOW)
+        if HALO > 0:
+            halo = tl.arange(0, HALO)
+            far = taps_of_lags(f_ptr, HALO + rows[:, None] - halo[None, :], WINDOW)
+
+    tiles_per_row = tl.cdiv(length, BLOCK)
+    tile = segment * tiles_per_program
+    last = tl.minimum(tile + tiles_per_program, batch_size * tiles_per_row)
+    for tile in range(tile, last):
+        batch = (tile // tiles_per_row).to(tl.int64)
+        first = (tile % tiles_per_row) * BLOCK
+        reach = rows
+        if DOCUMENTS:
+            in_row = first + rows < length
+            reach = tl.load(positions_ptr + batch * length + first + rows, mask=in_row, other=0)
+        source = x_ptr + batch * x_stride_b
+        outputs = convolve_tile(
+            *(source, x_stride_t, f_ptr, near, far, reach, first, length, columns, inside),
+            *(WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+        )
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            outputs += bias[None, :]
+        if ROTARY > 0:
+            partners = rotary_partners(columns, ROTARY, ALIGNMENT)
+            rotated = columns < ROTARY
+            # The channels of a head share their filter: the partners' outputs are the convolution
+            # of the partners, which the caches still hold.
+            others = convolve_tile(
+                *(source, x_stride_t, f_ptr, near, far, reach, first, length, partners, rotated),
+                *(WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+            )
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + partners, mask=rotated, other=0.0).to(tl.float32)
+                others += bias[None, :]
+            angles = batch * cos_stride_b
+            cosines = load_rows(cos_ptr + angles, first, rows, length, columns, rotated, ROTARY)
+            sines = load_rows(sin_ptr + angles, first, rows, length, columns, rotated, ROTARY)
+            others = tl.where(columns[None, :] < ROTARY // 2, -others, others)
+            turned = outputs * cosines.to(tl.float32) + others * sines.to(tl.float32)
+            outputs = tl.where(rotated[None, :], turned, outputs)
+        target = y_ptr + batch * y_stride_b + first.to(tl.int64) * y_stride_t
+        tl.store(
+            target + rows[:, None] * y_stride_t + columns[None, :],
+            outputs.to(y_ptr.dtype.element_ty),
+            mask=(first + rows < length)[:, None] & inside[None, :],
+        )
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    positions_ptr,
+    tiles_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    USE_DOT: tl.constexpr,
+):
+    """y = F * x + bias for x [B, T, H, D] with any strides but 1 in D; y is [B, H, T, D].
+
+    Heads count fastest in the grid, so that programs that run together read whole lines of x.
+    """
+    program = tl.program_id(0)
+    head = (program % heads).to(tl.int64)
+    chunks = tl.cdiv(width, COLUMNS)
+    chunk = program // heads % chunks
+    segment = program // heads // chunks
+    if bias_ptr is not None:
+        bias_ptr += head * width
+    y_stride_b = heads.to(tl.int64) * length * width
+    forward_stream(
+        x_ptr + head * x_stride_h,
+        f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
+        bias_ptr,
+        y_ptr + head * length * width,
+        *(None, None, positions_ptr, segment, chunk, tiles_per_program),
+        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, width, 0),
+        *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, PER_CHANNEL, USE_DOT),
+    )
+
+
+@triton.jit
+def forward_qkv_kernel(
+    x_ptr,
+    q_filter_ptr,
+    k_filter_ptr,
+    v_filter_ptr,
+    bias_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    tiles_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    x_stride_s,
+    cos_stride_b,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+):
+    """q, k, v [B, H, T, D] from x [B, T, H, 3, D]; streams count fastest, then heads.
+
+    A branch per stream, so that each is compiled with what it has: filter or none, rotation or
+    none.
+    """
+    program = tl.program_id(0)
+    stream = program % 3
+    head = (program // 3 % heads).to(tl.int64)
+    chunks = tl.cdiv(width, COLUMNS)
+    chunk = program // (3 * heads) % chunks
+    segment = program // (3 * heads) // chunks
+    x_ptr += head * x_stride_h + stream * x_stride_s
+    place = head * length * width
+    y_stride_b = heads.to(tl.int64) * length * width
+    if bias_ptr is not None:
+        bias_ptr += (head * 3 + stream) * width
+    if stream == 0:
+        if q_filter_ptr is not None:
+            q_filter_ptr += head * WINDOW
+        forward_stream(
+            *(x_ptr, q_filter_ptr, bias_ptr, q_ptr + place, cos_ptr, sin_ptr, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(x_stride_b, x_stride_t, y_stride_b, width, cos_stride_b),
+            *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
+        )
+    elif stream == 1:
+        if k_filter_ptr is not None:
+            k_filter_ptr += head * WINDOW
+        forward_stream(
+            *(x_ptr, k_filter_ptr, bias_ptr, k_ptr + place, cos_ptr, sin_ptr, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(x_stride_b, x_stride_t, y_stride_b, width, cos_stride_b),
+            *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
+        )
+    else:
+        if v_filter_ptr is not None:
+            v_filter_ptr += head * WINDOW
+        forward_stream(
+            *(x_ptr, v_filter_ptr, bias_ptr, v_ptr + place, None, None, positions_ptr),
+            *(segment, chunk, tiles_per_program, batch_size, length, width),
+            *(x_stride_b, x_stride_t, y_stride_b, width, 0),
+            *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, False, USE_DOT),
+        )

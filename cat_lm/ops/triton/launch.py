@@ -1,0 +1,96 @@
+"""What all launches share: the table of tile sizes, the number of programs, the current device.
+
+Tile sizes are a table and not the outcome of timing at run time: ranks that tuned themselves could
+differ, and with them the order of sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+# The interpreter or the compiler: decided when the kernels were decorated, for the whole process.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+# Wider windows would need more shared memory for the halo than older GPUs have.
+WIDEST_DOT_WINDOW = 129
+
+# About eight programs for each multiprocessor of a large GPU; a constant, so that sums over
+# programs do not depend on the device.
+PROGRAMS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK steps x COLUMNS channels and what the compiler is told about them."""
+
+    block: int
+    halo: int
+    columns: int
+    use_dot: bool
+    num_warps: int
+    num_stages: int
+
+    def grid(self, x: Tensor, tiles_per_program: int, streams: int = 1) -> tuple[int]:
+        heads, width = x.shape[2], x.shape[-1]
+        segments = triton.cdiv(self.tiles(x), tiles_per_program)
+        return (segments * triton.cdiv(width, self.columns) * heads * streams,)
+
+    def tiles(self, x: Tensor) -> int:
+        """The number of tiles along all rows of x [B, T, H, …, D], for one head and column."""
+        return x.shape[0] * triton.cdiv(x.shape[1], self.block)
+
+    def tiles_per_program(self, x: Tensor, most: int, streams: int = 1) -> int:
+        """So many that about PROGRAMS programs share the work, each at least 1 and at most `most`.
+
+        A program that has several tiles builds its Toeplitz matrix once, and loads the next tile
+        while it works on one.
+        """
+        chunks = triton.cdiv(x.shape[-1], self.columns)
+        per_program = self.tiles(x) * chunks * x.shape[2] * streams // PROGRAMS
+        return max(1, min(most, per_program))
+
+
+def uses_dot(dtype: torch.dtype, window: int, per_channel: bool) -> bool:
+    return dtype != torch.float32 and window <= WIDEST_DOT_WINDOW and not per_channel
+
+
+def choose_tile(x: Tensor, window: int, *, per_channel: bool = False, backward: bool) -> Tile:
+    """The tile for inputs [..., D].
+
+    With matrix products: 64 steps are the height of Hopper's matrix instruction. Without: 4096
+    elements and 4 warps hold an output tile in 32 registers a thread; the gradients' sums are
+    written once a tile, so there a tile is twice as large.
+    """
+    columns = min(128, max(16, triton.next_power_of_2(x.shape[-1])))
+    if uses_dot(x.dtype, window, per_channel):
+        halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
+        warps = 8 if columns == 128 or (backward and halo > 32) else 4
+        return Tile(64, halo, columns, True, warps, 2)
+    if backward:
+        return Tile(min(128, 8192 // columns), 0, columns, False, 8, 1)
+    return Tile(min(64, 4096 // columns), 0, columns, False, 4, 1)
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be that of the inputs."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, copied if its last dimension is not contiguous: kernels take all other strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """An empty [B, T, H, D] like x that is laid out as [B, H, T, D]."""
+    batch, time, heads, width = x.shape
+    return x.new_empty(batch, heads, time, width).transpose(1, 2)

@@ -1,0 +1,130 @@
+"""The multi-head convolution as an operator of torch: cat_lm::triton_multihead_conv."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from cat_lm.ops.triton.launch import contiguous, heads_first, on_device_of, unit_stride
+from cat_lm.ops.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+
+HEADS = 16
+# Programs that share the sum over blocks in dF; each leaves STEPS · W · H² numbers.
+PARTS = 64
+
+
+def _mix(
+    x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, reverse: bool
+) -> Tensor:
+    """y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
+    batch, time, heads, width = x.shape
+    half = x.dtype != torch.float32
+    columns = min(128 if half else 64, max(16, triton.next_power_of_2(width)))
+    steps, inner = (8, 4) if half else (8, 2)
+    blocks = max(1, 256 // columns) if half and positions is None else 1
+    x, y = unit_stride(x), heads_first(x)
+    groups = triton.cdiv(batch * triton.cdiv(time, steps), blocks)
+    programs = triton.cdiv(heads, HEADS) * triton.cdiv(width, columns) * groups
+    with on_device_of(x):
+        mix_kernel[(programs,)](
+            *(x, filters.contiguous(), contiguous(bias), y, contiguous(positions)),
+            *(batch, time, heads, width, *x.stride()[:3]),
+            WINDOW=filters.shape[0],
+            STEPS=steps,
+            HEADS=HEADS,
+            INNER=inner,
+            BLOCKS=blocks,
+            COLUMNS=columns,
+            REVERSED=reverse,
+            num_warps=8,
+            num_stages=3 if half else 1,
+        )
+    return y
+
+
+@torch.library.custom_op("cat_lm::triton_multihead_conv", mutates_args=())
+def multihead_conv(
+    x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """y[b,t,i,:] = bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:].
+
+    Args:
+        x: [B, T, H, D].
+        filters: [W, H, H] (lag, output head, input head), of x's dtype.
+        bias: [H, D], of x's dtype.
+        positions: int32 [B, T]; an input j steps back counts if j is at most the position.
+
+    Returns:
+        [B, T, H, D], laid out as [B, H, T, D].
+    """
+    return _mix(x, filters, bias, positions, reverse=False)
+
+
+@torch.library.custom_op("cat_lm::triton_multihead_conv_dx", mutates_args=())
+def multihead_conv_dx(dy: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
+    """The gradient with respect to x, [B, T, H, D] laid out as [B, H, T, D]."""
+    return _mix(dy, filters.transpose(1, 2), None, positions, reverse=True)
+
+
+@torch.library.custom_op("cat_lm::triton_multihead_conv_df", mutates_args=())
+def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
+    """The gradient with respect to the filters, [W, H, H], summed in fp32 in a fixed order."""
+    batch, time, heads, width = x.shape
+    half = x.dtype != torch.float32
+    steps, inner, columns = (8, 8, 64) if half else (8, 4, 16)
+    x, dy = unit_stride(x), unit_stride(dy)
+    blocks = batch * triton.cdiv(time, steps)
+    blocks_per_program = triton.cdiv(blocks, PARTS)
+    parts = triton.cdiv(blocks, blocks_per_program)
+    inner_groups = triton.cdiv(steps + window - 1, inner)
+    sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
+    with on_device_of(x):
+        mix_filters_kernel[(triton.cdiv(heads, HEADS) ** 2 * inner_groups * parts,)](
+            *(dy, x, sums, contiguous(positions), blocks_per_program),
+            *(batch, time, heads, width, *dy.stride()[:3], *x.stride()[:3]),
+            WINDOW=window,
+            STEPS=steps,
+            HEADS=HEADS,
+            INNER=inner,
+            COLUMNS=columns,
+            num_warps=8,
+            num_stages=3 if half else 1,
+        )
+    return sums.sum(dim=(0, 1)).to(x.dtype)
+
+
+@multihead_conv.register_fake
+def _(x, filters, bias, positions):
+    return heads_first(x)
+
+
+@multihead_conv_dx.register_fake
+def _(dy, filters, positions):
+    return heads_first(dy)
+
+
+@multihead_conv_df.register_fake
+def _(dy, x, window, positions):
+    return x.new_empty(window, x.shape[2], x.shape[2])
+
+
+def _setup_context(ctx, inputs, output):
+    x, filters, bias, positions = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, filters, positions)
+
+
+def _backward(ctx, dy):
+    x, filters, positions = ctx.saved_tensors
+    dx = df = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = multihead_conv_dx(dy, filters, positions)
+    if ctx.needs_input_grad[1]:
+        df = multihead_conv_df(dy, x, filters.shape[0], positions)
+    if ctx.has_bias and ctx.needs_input_grad[2]:
+        dbias = dy.sum(dim=(0, 1), dtype=torch.float32).to(dy.dtype)
+    return dx, df, dbias, None
+
+
+multihead_conv.register_autograd(_backward, setup_context=_setup_context)

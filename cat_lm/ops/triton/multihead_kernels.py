@@ -1,0 +1,189 @@
+"""Kernels of the multi-head convolution: products with block Toeplitz matrices.
+
+A block of STEPS outputs of all heads is one matrix times the STEPS + W − 1 inputs that it can see,
+
+    Y[(c, i), d] = sum over (k, h) of M[(c, i), (k, h)] X[(k, h), d],   M = F[c + W−1 − k, i, h],
+
+for steps c and k and heads i and h. M is the same for all blocks, and its entries are read from the
+filter, which the caches hold. The gradient of x is the same with F transposed in its heads and time
+reversed, and dF sums dY Xᵀ over blocks and then over (c, k) of one lag.
+
+Heads are taken HEADS = 16 at a time, the least that matrix units take; fewer are filled up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cat_lm.ops.triton.tiles import add_product
+
+
+@triton.jit
+def mix_kernel(
+    x_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    positions_ptr,
+    batch_size,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    WINDOW: tl.constexpr,
+    STEPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REVERSED: tl.constexpr,
+):
+    """y [B, H, T, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
+
+    REVERSED: x are gradients, and each output looks ahead; f_ptr [W, H, H] is then transposed. With
+    positions BLOCKS must be 1: M then differs by block.
+    """
+    program = tl.program_id(0)
+    head_groups = tl.cdiv(heads, HEADS)
+    chunks = tl.cdiv(width, COLUMNS)
+    first_head = program % head_groups * HEADS
+    chunk = program // head_groups % chunks
+    group = program // head_groups // chunks
+    blocks_per_row = tl.cdiv(length, STEPS)
+
+    rows = tl.arange(0, STEPS * HEADS)
+    steps, outputs = rows // HEADS, first_head + rows % HEADS
+    places = tl.arange(0, BLOCKS * COLUMNS)
+    blocks = group * BLOCKS + places // COLUMNS
+    columns = chunk * COLUMNS + places % COLUMNS
+    batches = (blocks // blocks_per_row).to(tl.int64)
+    firsts = blocks % blocks_per_row * STEPS
+    valid = (columns < width) & (batches < batch_size)
+    # Where an output's window begins, relative to the block's first step.
+    earliest = 0 if REVERSED else 1 - WINDOW
+    sources = x_ptr + batches * x_stride_b + firsts.to(tl.int64) * x_stride_t + columns
+
+    if positions_ptr is not None:
+        block_first = group % blocks_per_row * STEPS
+        reach_ptr = positions_ptr + (group // blocks_per_row).to(tl.int64) * length + block_first
+        reach = tl.load(reach_ptr + steps, mask=block_first + steps < length, other=0)
+
+    sums = tl.zeros([STEPS * HEADS, BLOCKS * COLUMNS], dtype=tl.float32)
+    inner = tl.arange(0, INNER * HEADS)
+    inner_groups = tl.cdiv(STEPS + WINDOW - 1, INNER)
+    for index in range(0, inner_groups * head_groups):
+        offsets = earliest + index // head_groups * INNER + inner // HEADS
+        inputs = index % head_groups * HEADS + inner % HEADS
+        lags = steps[:, None] - offsets[None, :]
+        if REVERSED:
+            lags = -lags
+        used = (
+            (lags >= 0) & (lags < WINDOW) & (outputs < heads)[:, None] & (inputs < heads)[None, :]
+        )
+        if positions_ptr is not None:
+            if REVERSED:
+                in_row = block_first + offsets < length
+                reach = tl.load(reach_ptr + offsets, mask=in_row, other=0)
+                used = used & (lags <= reach[None, :])
+            else:
+                used = used & (lags <= reach[:, None])
+        entries = (lags * heads + outputs[:, None]) * heads + inputs[None, :]
+        matrix = tl.load(f_ptr + entries, mask=used, other=0.0)
+        times = firsts[None, :] + offsets[:, None]
+        present = (times >= 0) & (times < length) & (inputs < heads)[:, None] & valid[None, :]
+        local = offsets * x_stride_t + inputs * x_stride_h
+        x = tl.load(sources[None, :] + local[:, None], mask=present, other=0.0)
+        sums = add_product(sums, matrix, x)
+
+    stored = (firsts[None, :] + steps[:, None] < length) & (outputs < heads)[:, None]
+    stored = stored & valid[None, :]
+    if bias_ptr is not None:
+        entries = outputs[:, None] * width + columns[None, :]
+        used = (outputs < heads)[:, None] & valid[None, :]
+        sums += tl.load(bias_ptr + entries, mask=used, other=0.0).to(tl.float32)
+    row_places = outputs.to(tl.int64) * length * width + steps * width
+    targets = y_ptr + (batches * heads * length + firsts) * width + columns
+    tl.store(targets[None, :] + row_places[:, None], sums.to(y_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def mix_filters_kernel(
+    dy_ptr,
+    x_ptr,
+    df_ptr,
+    positions_ptr,
+    blocks_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    dy_stride_b,
+    dy_stride_t,
+    dy_stride_h,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    WINDOW: tl.constexpr,
+    STEPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program's part of dF, df_ptr [programs, STEPS, W, H, H], to be summed over the first two.
+
+    dY Xᵀ of STEPS outputs with INNER of the inputs they see, for HEADS by HEADS heads, summed over
+    `blocks_per_program` blocks and all channels.
+    """
+    program = tl.program_id(0)
+    head_groups = tl.cdiv(heads, HEADS)
+    inner_groups: tl.constexpr = (STEPS + WINDOW - 1 + INNER - 1) // INNER
+    first_output = program % head_groups * HEADS
+    first_input = program // head_groups % head_groups * HEADS
+    program = program // head_groups // head_groups
+    inner_group = program % inner_groups
+    segment = program // inner_groups
+
+    rows = tl.arange(0, STEPS * HEADS)
+    steps, outputs = rows // HEADS, first_output + rows % HEADS
+    inner = tl.arange(0, INNER * HEADS)
+    offsets = 1 - WINDOW + inner_group * INNER + inner // HEADS
+    inputs = first_input + inner % HEADS
+    lags = steps[:, None] - offsets[None, :]
+
+    chunks = tl.cdiv(width, COLUMNS)
+    blocks_per_row = tl.cdiv(length, STEPS)
+    sums = tl.zeros([STEPS * HEADS, INNER * HEADS], dtype=tl.float32)
+    first_block = segment * blocks_per_program
+    last_block = tl.minimum(first_block + blocks_per_program, batch_size * blocks_per_row)
+    for index in range(first_block * chunks, last_block * chunks):
+        block = index // chunks
+        columns = index % chunks * COLUMNS + tl.arange(0, COLUMNS)
+        batch = (block // blocks_per_row).to(tl.int64)
+        first = block % blocks_per_row * STEPS
+        inside = (columns < width)[None, :]
+        present = ((first + steps < length) & (outputs < heads))[:, None] & inside
+        source = dy_ptr + batch * dy_stride_b + first.to(tl.int64) * dy_stride_t
+        local = steps * dy_stride_t + outputs * dy_stride_h
+        dy = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        times = first + offsets
+        present = ((times >= 0) & (times < length) & (inputs < heads))[:, None] & inside
+        source = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_t
+        local = offsets * x_stride_t + inputs * x_stride_h
+        x = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        dy = dy.to(x_ptr.dtype.element_ty)
+        if positions_ptr is not None:
+            reach_ptr = positions_ptr + batch * length + first + steps
+            reach = tl.load(reach_ptr, mask=first + steps < length, other=0)
+            product = tl.zeros([STEPS * HEADS, INNER * HEADS], dtype=tl.float32)
+            product = add_product(product, dy, tl.trans(x))
+            sums += tl.where(lags <= reach[:, None], product, 0.0)
+        else:
+            sums = add_product(sums, dy, tl.trans(x))
+
+    used = (lags >= 0) & (lags < WINDOW) & (outputs < heads)[:, None] & (inputs < heads)[None, :]
+    part = segment.to(tl.int64) * STEPS + steps
+    places = ((part[:, None] * WINDOW + lags) * heads + outputs[:, None]) * heads + inputs[None, :]
+    tl.store(df_ptr + places, sums, mask=used)

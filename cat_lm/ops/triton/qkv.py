@@ -1,0 +1,179 @@
+"""Packed queries, keys and values in one kernel each way: cat_lm::triton_conv_qkv."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.triton.backward_qkv import backward_qkv_kernel
+from cat_lm.ops.triton.forward import forward_qkv_kernel
+from cat_lm.ops.triton.launch import (
+    Tile,
+    choose_tile,
+    contiguous,
+    heads_first,
+    on_device_of,
+    unit_stride,
+)
+
+
+def _window(*filters: Tensor | None) -> int:
+    """W of the convolved streams; 1 if none is."""
+    return max((f.shape[-1] for f in filters if f is not None), default=1)
+
+
+def _angle_options(cos: Tensor | None) -> tuple[int, dict[str, int]]:
+    """The stride of a row of angles [B or 1, T, R], and R and its alignment for the kernel."""
+    if cos is None or cos.shape[-1] == 0:
+        return 0, {"ROTARY": 0, "ALIGNMENT": 1}
+    half = cos.shape[-1] // 2
+    stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2]
+    return stride, {"ROTARY": 2 * half, "ALIGNMENT": min(16, half & -half)}
+
+
+def _tile_options(tile: Tile) -> dict[str, int]:
+    return {
+        "BLOCK": tile.block,
+        "HALO": tile.halo,
+        "COLUMNS": tile.columns,
+        "USE_DOT": tile.use_dot,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+@torch.library.custom_op("cat_lm::triton_conv_qkv", mutates_args=())
+def conv_qkv(
+    qkv: Tensor,
+    q_filter: Tensor | None,
+    k_filter: Tensor | None,
+    v_filter: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y_s = RoPE_s(F_s * x_s + b_s) for s in q, k, v, with RoPE on q and k alone.
+
+    Args:
+        qkv: [B, T, H, 3, D].
+        q_filter, k_filter, v_filter: [H, W] of qkv's dtype; None leaves a stream as it is.
+        bias: [H, 3, D].
+        cos, sin: [B or 1, T, R], without a gradient; the first R channels are rotated by halves.
+        positions: int32 [B, T].
+
+    Returns:
+        q, k, v, each [B, T, H, D], laid out as [B, H, T, D].
+    """
+    batch, time, heads, _, width = qkv.shape
+    filters = (q_filter, k_filter, v_filter)
+    window, qkv = _window(*filters), unit_stride(qkv)
+    outputs = tuple(heads_first(qkv[:, :, :, s]) for s in range(3))
+    tile = choose_tile(qkv, window, backward=False)
+    tiles_per_program = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
+    angle_stride, angle_options = _angle_options(cos)
+    with on_device_of(qkv):
+        forward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
+            *(qkv, *map(contiguous, filters), contiguous(bias), *outputs),
+            *(contiguous(cos), contiguous(sin), contiguous(positions)),
+            *(tiles_per_program, batch, time, heads, width, *qkv.stride()[:4], angle_stride),
+            WINDOW=window,
+            **angle_options,
+            **_tile_options(tile),
+        )
+    return outputs
+
+
+@torch.library.custom_op("cat_lm::triton_conv_qkv_backward", mutates_args=())
+def conv_qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    q_filter: Tensor | None,
+    k_filter: Tensor | None,
+    v_filter: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    needs_qkv: bool,
+    needs_filters: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dqkv [B, T, H, 3, D], the filters' gradients and dbias [H, 3, D]; no elements if not needed."""
+    batch, time, heads, _, width = qkv.shape
+    filters = (q_filter, k_filter, v_filter)
+    window, qkv = _window(*filters), unit_stride(qkv)
+    gradients = [unit_stride(gradient) for gradient in (dq, dk, dv)]
+    tile = choose_tile(qkv, window, backward=True)
+    tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
+    segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns)
+    dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)
+    sums = dbias = None
+    if needs_filters:
+        steps = (tile.block,) if tile.use_dot else ()
+        shape = (segments, chunks, 3, heads, *steps, window)
+        sums = qkv.new_empty(shape, dtype=torch.float32)
+    if needs_bias:
+        dbias = qkv.new_empty(segments, heads, 3, width, dtype=torch.float32)
+    angle_stride, angle_options = _angle_options(cos)
+    with on_device_of(qkv):
+        backward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
+            *(*gradients, qkv, *map(contiguous, filters), dqkv if needs_qkv else None),
+            *(sums, dbias, contiguous(cos), contiguous(sin), contiguous(positions)),
+            *(tiles_per_program, batch, time, heads, width),
+            *(stride for gradient in gradients for stride in gradient.stride()[:3]),
+            *(*qkv.stride()[:4], angle_stride),
+            WINDOW=window,
+            **angle_options,
+            **_tile_options(tile),
+        )
+    df = [qkv.new_empty(0) for _ in filters]
+    if sums is not None:
+        # Sums of streams without a filter were never written, and are not used.
+        sums = sums.sum(dim=(0, 1, 4) if tile.use_dot else (0, 1))
+        for index, taps in enumerate(filters):
+            if taps is not None:
+                df[index] = sums[index].to(qkv.dtype, copy=True)
+    dbias = qkv.new_empty(0) if dbias is None else dbias.sum(dim=0).to(qkv.dtype)
+    return dqkv, *df, dbias
+
+
+@conv_qkv.register_fake
+def _(qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions):
+    return tuple(heads_first(qkv[:, :, :, s]) for s in range(3))
+
+
+@conv_qkv_backward.register_fake
+def _(dq, dk, dv, qkv, q_filter, k_filter, v_filter, cos, sin, positions, *needs):
+    needs_qkv, needs_filters, needs_bias = needs
+    filters = (q_filter, k_filter, v_filter)
+    shapes = [f.shape if needs_filters and f is not None else 0 for f in filters]
+    return (
+        qkv.new_empty(qkv.shape if needs_qkv else 0),
+        *(qkv.new_empty(shape) for shape in shapes),
+        qkv.new_empty(qkv.shape[2:] if needs_bias else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(qkv, q_filter, k_filter, v_filter, cos, sin, positions)
+
+
+def _backward(ctx, dq, dk, dv):
+    qkv, *saved = ctx.saved_tensors
+    needs_qkv, *needs_filter = ctx.needs_input_grad[:4]
+    needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
+    dqkv, *df, dbias = conv_qkv_backward(
+        dq, dk, dv, qkv, *saved, needs_qkv, any(needs_filter), needs_bias
+    )
+    return (
+        dqkv if needs_qkv else None,
+        *(g if needed else None for g, needed in zip(df, needs_filter, strict=True)),
+        *(dbias if needs_bias else None, None, None, None),
+    )
+
+
+conv_qkv.register_autograd(_backward, setup_context=_setup_context)

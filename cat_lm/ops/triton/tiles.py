@@ -1,0 +1,125 @@
+"""Parts of kernels: rows of a tensor, taps by lag, rotary partners, one tile of a convolution.
+
+A tile is BLOCK time steps by COLUMNS channels of one head of one row. Its convolution is a banded
+Toeplitz matrix times the inputs that it can see, which are the tile itself ("near") and the HALO
+steps before it ("far"), or after it for the gradient of x. All tiles of a head share the matrix, so
+a program builds it once; document borders are zeros in it, and then it differs by tile.
+
+In fp32, where matrix units would round the inputs to tf32, for filters per channel, which make no
+matrix product, and for windows beyond the halo, the sum over lags is taken as it is defined.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cat_lm.ops.triton.launch import INTERPRETED
+
+# The interpreter holds bf16 as integers and would multiply those.
+UPCAST = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def add_product(sums, a, b):
+    """sums + a b, in fp32; for fp32 inputs without a rounding to tf32."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, sums, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def load_rows(ptr, first, rows, length, columns, inside, stride):
+    """[rows, columns] of a matrix of `length` rows, from row `first`; zeros outside of it."""
+    times = first + rows
+    mask = ((times >= 0) & (times < length))[:, None] & inside[None, :]
+    # The place of the tile needs 64 bits, places within it do not.
+    start = ptr + first.to(tl.int64) * stride
+    return tl.load(start + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def taps_of_lags(f_ptr, lags, WINDOW: tl.constexpr):
+    """The filter at a tensor of lags, zero where a lag is outside the window."""
+    return tl.load(f_ptr + lags, mask=(lags >= 0) & (lags < WINDOW), other=0.0)
+
+
+@triton.jit
+def taps_of_channels(f_ptr, lag, columns, inside, WINDOW: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """The filter at one lag: [1, COLUMNS] of a filter per channel, otherwise one number."""
+    if PER_CHANNEL:
+        taps = tl.load(f_ptr + columns * WINDOW + lag, mask=inside, other=0.0)[None, :]
+    else:
+        taps = tl.load(f_ptr + lag)
+    return taps.to(tl.float32)
+
+
+@triton.jit
+def rotary_partners(columns, ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """The channel that each rotated channel is paired with; meaningless from ROTARY on.
+
+    ALIGNMENT is the largest power of two that divides ROTARY / 2: partners run in groups of that
+    length, so that they can be loaded as vectors.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
+    return tl.max_contiguous(tl.multiple_of(partners, [ALIGNMENT]), [ALIGNMENT])
+
+
+@triton.jit
+def convolve_tile(
+    x_ptr,
+    x_stride,
+    f_ptr,
+    near,
+    far,
+    reach,
+    first,
+    length,
+    columns,
+    inside,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALO: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    USE_DOT: tl.constexpr,
+):
+    """Outputs first … first + BLOCK − 1 in fp32: [BLOCK, COLUMNS].
+
+    `near` [BLOCK, BLOCK] and `far` [BLOCK, HALO] are the Toeplitz matrix if USE_DOT; `reach`
+    [BLOCK] is how many steps back each output may look if DOCUMENTS. Without f_ptr: x itself.
+    """
+    rows = tl.arange(0, BLOCK)
+    if f_ptr is None:
+        outputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride).to(tl.float32)
+    elif USE_DOT:
+        inputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride)
+        if DOCUMENTS:
+            near = tl.where(rows[:, None] - rows[None, :] <= reach[:, None], near, 0.0)
+        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
+        outputs = add_product(outputs, near, inputs)
+        if HALO > 0:
+            halo = tl.arange(0, HALO)
+            before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride)
+            if DOCUMENTS:
+                lags = HALO + rows[:, None] - halo[None, :]
+                far = tl.where(lags <= reach[:, None], far, 0.0)
+            outputs = add_product(outputs, far, before)
+    else:
+        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
+        for lag in tl.range(0, WINDOW, loop_unroll_factor=4):
+            times = first - lag + rows
+            allowed = (times >= 0) & (times < length)
+            if DOCUMENTS:
+                allowed = allowed & (lag <= reach)
+            start = x_ptr + (first - lag).to(tl.int64) * x_stride
+            delayed = tl.load(
+                start + rows[:, None] * x_stride + columns[None, :],
+                mask=allowed[:, None] & inside[None, :],
+                other=0.0,
+            )
+            taps = taps_of_channels(f_ptr, lag, columns, inside, WINDOW, PER_CHANNEL)
+            outputs += taps * delayed.to(tl.float32)
+    return outputs
