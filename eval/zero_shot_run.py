@@ -364,7 +364,9 @@ def table(result: Mapping[str, Any]) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return "n/a"
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+    if abs(value) < 10:
+        return f"{value:.4f}"
+    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class Catalog:
             item = item.get("task") or item.get("group")
         entry = self._manager.task_index.get(item)
         if entry is None:
-            raise UserError(f"--tasks {item}: unknown{_suggestion(item)}")
+            raise UserError(f"--tasks {item}: unknown{_suggestion(item, self._manager)}")
         match entry.kind.name:
             case "TAG":
                 children = sorted(entry.tags)
@@ -94,12 +95,16 @@ def _manager(wanted: Sequence[str]) -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
     folders = [root / name for name in _TABLE2_FOLDERS]
     few = TaskManager(include_defaults=False, include_path=folders)
-    return few if set(wanted) <= set(table2.TASKS) else TaskManager()
+    return few if set(wanted) <= set(table2.TASKS) else _whole_manager()
 
 
-def _suggestion(name: str) -> str:
-    known = [*TaskManager().all_tasks, "table2"]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+@functools.cache
+def _whole_manager() -> TaskManager:
+    return TaskManager()
+
+
+def _suggestion(name: str, manager: TaskManager) -> str:
+    near = difflib.get_close_matches(name, [*manager.all_tasks, "table2"], n=3, cutoff=0.6)
     if near:
         return f"; did you mean {', '.join(near)}?"
     return "; known are table2 and the names that `lm_eval ls tasks` prints"

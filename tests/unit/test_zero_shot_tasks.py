@@ -1,0 +1,263 @@
+"""Zero-shot tasks: the table's definitions, local rows against the stock tasks, the prefetch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import lm_eval.tasks
+import pytest
+from lm_eval.tasks import TaskManager
+
+from cat_lm.errors import UserError
+from eval.tasks import sources, table2
+from eval.tasks.catalog import Catalog
+from eval.tasks.prefetch import prefetch
+from eval.tasks.sources import Hub, LocalFolder
+from tests.zero_shot_rows import ROWS, write_rows
+
+REPOSITORY = Path(__file__).parents[2]
+HUB = {
+    "wikitext": ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"),
+    "lambada_standard": ("cimec/lambada", None),
+    "lambada_openai": ("EleutherAI/lambada_openai", "default"),
+    "piqa": ("baber/piqa", None),
+    "hellaswag": ("Rowan/hellaswag", None),
+    "winogrande": ("allenai/winogrande", "winogrande_xl"),
+    "arc_easy": ("allenai/ai2_arc", "ARC-Easy"),
+    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge"),
+}
+SPLITS = ("train", "validation", "test")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_rows(tmp_path / "rows")
+
+
+def stock_manager() -> TaskManager:
+    root = Path(lm_eval.tasks.__file__).parent
+    names = ("arc", "hellaswag", "lambada", "piqa", "wikitext", "winogrande")
+    return TaskManager(include_defaults=False, include_path=[root / name for name in names])
+
+
+def stock_task(name, rows, monkeypatch):
+    """The harness's task as it loads it itself, but with `rows` in the place of the Hub's."""
+
+    def load_dataset(path, name=None, **_):
+        assert (path, name) == HUB[task]
+        return {split: datasets.Dataset.from_list(rows) for split in SPLITS}
+
+    task = name
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return stock_manager().load([name])["tasks"][name]
+
+
+def prompts(task, limit=None):
+    """Every request in order, every row's target, and what the metrics make of the answers."""
+    task.set_config("num_fewshot", 0)
+    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    requests = [(i.doc_id, i.idx, i.request_type, i.args) for i in task.instances]
+    targets = [task.doc_to_target(doc) for _, doc in task.doc_iterator(limit=limit)]
+    return requests, targets
+
+
+class TestTable:
+    def paper(self):
+        return json.loads((REPOSITORY / "eval/paper/table2.json").read_text(encoding="utf-8"))
+
+    def test_average_is_the_papers(self):
+        """Which seven: their mean gives every printed average, Pythia's 0.405 among them."""
+        rows = [row for row in self.paper()["rows"] if row["average"] is not None]
+        assert len(rows) == 5 and rows[0]["model"] == "Pythia" and rows[0]["average"] == 0.405
+        for row in rows:
+            tasks: dict = {}
+            for column, (task, metric) in table2.COLUMNS.items():
+                values = tasks.setdefault(task, {"metrics": {}, "stderr": {}})
+                values["metrics"][metric] = row[column]
+            average = table2.average(tasks)
+            assert round(average["value"], 3) == row["average"], row["model"]
+            assert len(average["of"]) == 7
+            del tasks["winogrande"]
+            assert table2.average(tasks)["value"] is None
+
+    def test_columns_are_the_papers(self):
+        paper = self.paper()
+        assert [*table2.COLUMNS, "average"] == paper["columns"]
+        assert list(table2.AVERAGED) == paper["accuracies"]
+        assert all(set(paper["columns"]) < set(row) for row in paper["rows"])
+
+    def test_stderr_of_the_average(self):
+        tasks = {task: {"metrics": {}, "stderr": {}} for task in table2.TASKS}
+        for task, metric in table2.COLUMNS.values():
+            tasks[task]["metrics"][metric] = tasks[task]["stderr"][metric] = 0.7
+        assert table2.average(tasks)["stderr"] == pytest.approx(0.7 / 7**0.5)
+
+    @pytest.mark.parametrize("name", table2.TASKS)
+    def test_the_harness_has_the_metrics(self, name, monkeypatch):
+        task = stock_task(name, ROWS[name], monkeypatch)
+        wanted = {metric for other, metric in table2.COLUMNS.values() if other == name}
+        assert wanted <= set(task.aggregation())
+
+
+class TestLocalRows:
+    @pytest.mark.parametrize("name", table2.TASKS)
+    def test_prompts_are_the_stock_tasks(self, name, folder, monkeypatch):
+        stock = stock_task(name, ROWS[name], monkeypatch)
+        monkeypatch.setattr(datasets, "load_dataset", None)
+        local = Catalog([name]).load(name, LocalFolder(folder))
+        assert prompts(local) == prompts(stock)
+        assert len(prompts(local)[1]) == len(ROWS[name])
+        self.same_definition(local, stock)
+
+    @staticmethod
+    def same_definition(local, stock):
+        of_data = {"training_split", "validation_split", "fewshot_split", "fewshot_config"}
+        a, b = local.dump_config(), stock.dump_config()
+        assert {k: v for k, v in a.items() if k not in of_data} == {
+            k: v for k, v in b.items() if k not in of_data
+        }
+        assert local.aggregation() == stock.aggregation()
+        assert local.higher_is_better() == stock.higher_is_better()
+
+    @pytest.mark.parametrize("name", table2.TASKS)
+    def test_real_rows(self, name, shared_data, monkeypatch):
+        path = shared_data / "benchmarks" / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        stock = stock_task(name, [json.loads(line) for line in lines], monkeypatch)
+        local = Catalog([name]).load(name, LocalFolder(path.parent))
+        assert len(local.eval_docs) == len(stock.eval_docs) == len(lines)
+        assert prompts(local, 400) == prompts(stock, 400)
+
+    def test_fewshot_examples_need_their_split(self, folder):
+        source = LocalFolder(folder)
+        catalog = Catalog(["piqa"])
+        catalog.specs["piqa"]["num_fewshot"] = 2
+        with pytest.raises(UserError, match=r"piqa\.train\.jsonl: missing"):
+            catalog.load("piqa", source)
+        (folder / "piqa.train.jsonl").write_bytes((folder / "piqa.jsonl").read_bytes())
+        task = catalog.load("piqa", source)
+        task.set_fewshot_seed(1)
+        task.build_all_requests(rank=0, world_size=1)
+        assert task.instances[0].args[0].count("Question: ") == 3
+        assert set(source.records["piqa"]["files"]) == {"piqa.jsonl", "piqa.train.jsonl"}
+
+    def test_hash_of_the_rows(self, folder):
+        def digest():
+            return sources.rows_sha256(Catalog(["piqa"]).load("piqa", LocalFolder(folder)))
+
+        first = digest()
+        path = folder / "piqa.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        swapped = [dict(reversed(row.items())) for row in rows]
+        path.write_text("\n\n".join(map(json.dumps, swapped)), encoding="utf-8")
+        assert digest() == first
+        rows[4]["label"] = 1 - rows[4]["label"]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        assert digest() != first
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", r"piqa\.jsonl: has no rows"),
+            (b'{"goal": "x"}\n{"goal": \n', r"piqa\.jsonl: line 2: "),
+            (b'{"goal": "\xff"}\n', r"piqa\.jsonl: line 1: "),
+            (b"[1]\n", r"line 1: not a JSON object"),
+            (b'{"goal": "x"}\n', r"task piqa: .*piqa\.jsonl: rows are not in the columns"),
+            (b'{"goal": "x"}\n{"goal": [1]}\n', r"piqa\.jsonl: rows differ in their columns"),
+        ],
+    )
+    def test_bad_rows(self, folder, content, message):
+        (folder / "piqa.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=message) as error:
+            Catalog(["piqa"]).load("piqa", LocalFolder(folder))
+        assert "\n" not in str(error.value)
+
+
+class TestCatalog:
+    def test_groups_and_tags_stand_for_their_tasks(self):
+        assert list(Catalog(["table2"]).specs) == list(table2.TASKS)
+        specs = Catalog(["ai2_arc", "blimp", "piqa"]).specs
+        assert list(specs)[:2] == ["arc_challenge", "arc_easy"] and "piqa" in specs
+        assert sum(name.startswith("blimp_") for name in specs) == 67
+
+    def test_unknown_names_get_suggestions(self):
+        with pytest.raises(UserError, match=r"--tasks helaswag: unknown; did you mean .*hellaswag"):
+            Catalog(["piqa", "helaswag"])
+
+
+class FakeHub:
+    """In the place of the download: every split of every task, and a commit that moves on."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.commit = [], "c1"
+        monkeypatch.setattr(sources, "load_dataset", self.load)
+        monkeypatch.setattr(sources, "newest_commit", self.newest)
+
+    def newest(self, dataset, branch):
+        return f"{self.commit}-{branch}"
+
+    def load(self, path, name=None, revision=None):
+        (task,) = (task for task, place in HUB.items() if place == (path, name))
+        self.asked.append((task, revision))
+        if path == "cimec/lambada" and "parquet" not in revision:
+            raise RuntimeError("Dataset scripts are no longer supported, but found lambada.py")
+        other = datasets.Dataset.from_list(ROWS[task][:2])
+        rows = datasets.Dataset.from_list(ROWS[task])
+        test = {"wikitext", "lambada_standard", "lambada_openai", "arc_easy", "arc_challenge"}
+        splits = {"train": other, "validation": other, "test": other}
+        return splits | {"test" if task in test else "validation": rows}
+
+
+class TestPrefetch:
+    def test_folder_equals_the_hub(self, tmp_path, monkeypatch):
+        hub = FakeHub(monkeypatch)
+        paths = prefetch(["table2"], tmp_path / "rows")
+        assert [path.stem for path in paths] == list(table2.TASKS)
+        for name in table2.TASKS:
+            online = Catalog([name]).load(name, Hub())
+            local_source = LocalFolder(tmp_path / "rows")
+            local = Catalog([name]).load(name, local_source)
+            assert prompts(local) == prompts(online)
+            assert sources.rows_sha256(local) == sources.rows_sha256(online)
+            record = local_source.records[name]["files"][f"{name}.jsonl"]
+            assert (record["dataset"], record["config"]) == HUB[name]
+            branch = "refs/convert/parquet" if name == "lambada_standard" else "main"
+            assert record["revision"] == f"c1-{branch}"
+        assert len(hub.asked) == 2 * (len(table2.TASKS) + 1)
+
+    def test_revisions_stay_pinned(self, tmp_path, monkeypatch):
+        hub = FakeHub(monkeypatch)
+        prefetch(["piqa", "winogrande"], tmp_path)
+        hub.commit = "c2"
+        hub.asked.clear()
+        prefetch(["piqa", "winogrande"], tmp_path)
+        assert hub.asked == []
+        (tmp_path / "piqa.jsonl").unlink()
+        prefetch(["piqa", "winogrande", "hellaswag"], tmp_path)
+        assert hub.asked == [("piqa", "c1-main"), ("hellaswag", "c2-main")]
+
+    def test_a_changed_file_is_refused(self, tmp_path, monkeypatch):
+        FakeHub(monkeypatch)
+        (path,) = prefetch(["piqa"], tmp_path)
+        path.write_bytes(path.read_bytes().replace(b"warm", b"cold"))
+        with pytest.raises(UserError, match=r"piqa\.jsonl: is not what .*manifest\.json says"):
+            Catalog(["piqa"]).load("piqa", LocalFolder(tmp_path))
+
+    def test_interrupted(self, tmp_path, monkeypatch):
+        hub = FakeHub(monkeypatch)
+        download = hub.load
+
+        def fails_for_hellaswag(path, *args, **options):
+            if "hellaswag" in path:
+                raise ConnectionError("Couldn't reach the Hub\nat all")
+            return download(path, *args, **options)
+
+        monkeypatch.setattr(sources, "load_dataset", fails_for_hellaswag)
+        with pytest.raises(UserError, match=r"task hellaswag: Rowan/hellaswag cannot .*reach the"):
+            prefetch(["piqa", "hellaswag"], tmp_path)
+        monkeypatch.setattr(sources, "load_dataset", hub.load)
+        hub.asked.clear()
+        prefetch(["piqa", "hellaswag"], tmp_path)
+        assert hub.asked == [("hellaswag", "c1-main")]
