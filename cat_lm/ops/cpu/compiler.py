@@ -1,0 +1,129 @@
+"""Compiles the C++ kernel at first use, into a folder of the user's cache.
+
+A library's name is a hash of all that it depends on (sources, flags, compiler, processor), so that
+a cache can be shared by machines and releases. It is built beside its name and renamed: processes
+that build at once, or one that is killed, leave a whole library or none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = ("kernel.cpp", "numbers.h", "threads.h", "tiles.h")
+COMPILERS = ("g++", "clang++", "c++")
+SECONDS = 120  # a compiler that takes longer counts as failing
+
+_lock = threading.Lock()
+
+
+class Library(NamedTuple):
+    """The loaded kernel, or None with the reason, and where it came from."""
+
+    handle: ctypes.CDLL | None
+    reason: str
+
+
+class BuildError(Exception):
+    """Why there is no library, as a clause."""
+
+
+def load_library() -> Library:
+    """The kernel of this machine, built if need be (2 to 5 seconds); never raises."""
+    with _lock:
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> Library:
+    try:
+        return _load()
+    except BuildError as error:
+        return Library(None, str(error))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        # OSError: files, or a library that does not load; RuntimeError: no home folder.
+        return Library(None, f"building the C++ kernel failed: {error}")
+
+
+def _load() -> Library:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
+    flags = _flags()
+    path = cache_folder() / f"convolution-{_fingerprint(compiler, flags)}.so"
+    if path.exists():
+        try:
+            return Library(ctypes.CDLL(str(path)), f"{path} was built before")
+        except OSError:
+            pass  # damaged on disk: build it again
+    build(compiler, flags, path)
+    return Library(ctypes.CDLL(str(path)), f"{path} was built by {compiler}")
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: `$XDG_CACHE_HOME/cat_lm`, by default `~/.cache/cat_lm`."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
+
+
+def build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compiles the sources to `path`, which appears whole."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        made = Path(folder) / path.name
+        source = Path(__file__).with_name(SOURCES[0])
+        command = [compiler, *flags, str(source), "-o", str(made)]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+        if done.returncode != 0 or not made.exists():
+            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+            detail = (lines or done.stderr.splitlines() or ["no message"])[0]
+            raise BuildError(f"{compiler} could not build the kernel: {detail}")
+        made.replace(path)
+
+
+def _flags() -> tuple[str, ...]:
+    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    native = "-march=native" if x86 else "-mcpu=native"
+    return ("-std=c++17", "-O3", native, "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS
+    )
+    digest = hashlib.sha256()
+    for part in (
+        *(Path(__file__).with_name(name).read_bytes() for name in SOURCES),
+        " ".join((compiler, *flags)).encode(),
+        version.stdout,
+        processor_features().encode(),
+    ):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:20]
+
+
+def processor_features() -> str:
+    """What the processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = ("model name", "flags", "Features", "CPU part")
+    found = {line for line in lines if line.split("\t")[0].strip(" :") in names}
+    return "\n".join([platform.system(), platform.machine(), *sorted(found)])

@@ -1,0 +1,136 @@
+"""Calls of the C++ kernel (`kernel.cpp`): head and depthwise convolutions, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.cpu.compiler import load_library
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+# Products of x and filters below which one thread is faster than waking others.
+SMALL = 1 << 18
+
+_Strides = ctypes.c_int64 * 3
+_INTEGERS = ("dtype", "per_channel", "threads", "batch", "time", "heads", "width", "window")
+_POINTERS = (
+    *("x", "dy", "filters", "bias", "positions", "out"),
+    *("filter_gradient", "bias_gradient", "workspace", "parallel"),
+)
+
+
+class _Call(ctypes.Structure):
+    """`ConvolutionCall` of kernel.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((f"{name}_strides", _Strides) for name in ("x", "dy", "out")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    ]
+
+
+class Kernel:
+    """The loaded library.
+
+    Its threads are those of torch: `GOMP_parallel` is looked up in libtorch and the libraries that
+    it was linked to, so that the OpenMP runtime that torch brings is the only one in the process
+    and `torch.set_num_threads` holds. A forked child must not touch its parent's pool, which
+    OpenMP does not bring along: there, and where torch has no such runtime, the kernel starts
+    threads of its own for the length of a call.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        self._run = library.convolution_run
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
+        self._workspace = library.convolution_workspace
+        self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
+        self.parallel = _openmp_of_torch()
+        os.register_at_fork(after_in_child=self._forget_pool)
+
+    def _forget_pool(self) -> None:
+        self.parallel = None
+
+    def forward(
+        self, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, out: Tensor
+    ) -> None:
+        """Writes y to `out`. x and out [B, T, H, D], filters [H, W] or [H, D, W], bias [H, D]."""
+        self._call(x, filters, positions, x=x, out=out, bias=bias)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        filters: Tensor,
+        positions: Tensor | None,
+        dx: Tensor | None,
+        filter_gradient: Tensor | None,
+        bias_gradient: Tensor | None,
+    ) -> None:
+        """Writes the gradients that are not None; the last two are contiguous."""
+        self._call(
+            x,
+            filters,
+            positions,
+            x=x,
+            dy=dy,
+            out=dx,
+            filter_gradient=filter_gradient,
+            bias_gradient=bias_gradient,
+        )
+
+    def _call(
+        self, like: Tensor, filters: Tensor, positions: Tensor | None, **tensors: Tensor | None
+    ) -> None:
+        batch, time, heads, width = like.shape
+        window = filters.shape[-1]
+        threads = 1 if like.numel() * window < SMALL else torch.get_num_threads()
+        per_channel = filters.ndim == 3
+        call = _Call(DTYPES[like.dtype], per_channel, threads, batch, time, heads, width, window)
+        held = []  # copies must outlive the call
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if name in ("x", "dy"):
+                tensor = tensor if width == 1 or tensor.stride(3) == 1 else tensor.contiguous()
+            elif name == "bias":
+                tensor = tensor.contiguous()
+            if name in ("x", "dy", "out"):
+                setattr(call, f"{name}_strides", _Strides(*tensor.stride()[:3]))
+            setattr(call, name, tensor.data_ptr())
+            held.append(tensor)
+        filters = filters.contiguous()
+        call.filters = filters.data_ptr()
+        if positions is not None:
+            positions = positions.contiguous()
+            call.positions = positions.data_ptr()
+        call.parallel = self.parallel
+        pointer = ctypes.byref(call)
+        workspace = torch.empty(self._workspace(pointer), dtype=torch.uint8)
+        call.workspace = workspace.data_ptr()
+        self._run(pointer)
+
+
+def _openmp_of_torch() -> int | None:
+    """The address of GOMP_parallel in the runtime that torch is linked to."""
+    path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def load_kernel() -> Kernel | None:
+    """The kernel, or None where it cannot be built; `load_library().reason` says why."""
+    library = load_library().handle
+    return None if library is None else _kernel_of(library)
+
+
+@functools.cache
+def _kernel_of(library: ctypes.CDLL) -> Kernel:
+    return Kernel(library)

@@ -1,0 +1,54 @@
+// The formats of numbers in memory, and their conversion to and from those of sums.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+
+template <class To, class From> inline To convert(From value) { return value; }
+
+template <> inline float convert<float, bf16>(bf16 value) {
+  return as_float(uint32_t(value.bits) << 16);
+}
+template <> inline bf16 convert<bf16, float>(float value) {
+  const uint32_t u = as_bits(value);
+  const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const bool nan = (u & 0x7fffffff) > 0x7f800000;
+  return {uint16_t(nan ? (u >> 16) | 0x40 : rounded)};
+}
+template <> inline float convert<float, fp16>(fp16 value) {
+  const uint32_t magnitude = value.bits & 0x7fff, sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t finite = as_bits(as_float(magnitude << 13) * 0x1p112f);  // subnormals too
+  return as_float(sign | (magnitude >= 0x7c00 ? finite | 0x7f800000 : finite));
+}
+template <> inline fp16 convert<fp16, float>(float value) {
+  const uint32_t u = as_bits(value), magnitude = u & 0x7fffffff, sign = (u >> 16) & 0x8000;
+  const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
+  const uint32_t normal = std::min<uint32_t>((rounded - (112u << 23)) >> 13, 0x7c00);
+  // The last place of fp32 in [0.5, 1) is fp16's subnormal unit: one addition rounds to it.
+  const uint32_t small = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t number = magnitude < 0x38800000 ? small : normal;
+  return {uint16_t(sign | (magnitude > 0x7f800000 ? 0x7e00 : number))};
+}
+
+// Channels of a column, a length that the compiler can count on.
+constexpr int64_t COLUMN = 64;
+
+template <class To, class From>
+inline void convert_row(const From* from, To* to, int64_t count) {
+  if (count == COLUMN) {
+    for (int64_t i = 0; i < COLUMN; ++i) to[i] = convert<To, From>(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = convert<To, From>(from[i]);
+  }
+}
+
+}  // namespace

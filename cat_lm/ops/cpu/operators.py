@@ -1,0 +1,116 @@
+"""The operator that torch knows, for autograd and torch.compile, and the choice inside of it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.cpu import multihead, shifts, toeplitz
+from cat_lm.ops.cpu.kernel import Kernel, load_kernel
+
+# What computes each kind of convolution in plain torch.
+TORCH_PATHS: dict[str, ModuleType] = {
+    "head": toeplitz,
+    "depthwise": shifts,
+    "multihead": multihead,
+}
+KERNEL_TYPES = ("head", "depthwise")  # what the C++ kernel computes
+
+
+def kernel_for(conv_type: str) -> Kernel | None:
+    """The C++ kernel if it computes this kind of convolution and can be built."""
+    return load_kernel() if conv_type in KERNEL_TYPES else None
+
+
+@torch.library.custom_op("cat_lm::cpu_conv", mutates_args=(), device_types="cpu")
+def cpu_conv(
+    conv_type: str,
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """y [B, T, H, D] of one of the convolutions; see `cat_lm.ops.cpu.convolve`."""
+    kernel = kernel_for(conv_type)
+    out = _output(conv_type, x)
+    if kernel is not None:
+        kernel.forward(x, filters, bias, positions, out)
+        return out
+    y = TORCH_PATHS[conv_type].forward(x, filters, positions)
+    return torch.add(y, bias, out=out) if bias is not None else out.copy_(y)
+
+
+@torch.library.custom_op("cat_lm::cpu_conv_backward", mutates_args=(), device_types="cpu")
+def cpu_conv_backward(
+    conv_type: str,
+    dy: Tensor,
+    x: Tensor,
+    filters: Tensor,
+    positions: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, filters and bias; empty tensors for those that are not wanted."""
+    dx, df, db = _gradients(x, filters, wanted)
+    kernel = kernel_for(conv_type)
+    if kernel is not None:
+        chosen = (
+            tensor if want else None for tensor, want in zip((dx, df, db), wanted, strict=True)
+        )
+        kernel.backward(dy, x, filters, positions, *chosen)
+        return dx, df, db
+    path = TORCH_PATHS[conv_type]
+    window = filters.shape[0 if conv_type == "multihead" else -1]
+    if wanted[0]:
+        dx.copy_(path.input_gradient(dy, filters, positions))
+    if wanted[1]:
+        df.copy_(path.filter_gradient(dy, x, window, positions))
+    if wanted[2]:
+        sums = torch.promote_types(x.dtype, torch.float32)
+        db.copy_(dy.sum(dim=(0, 1), dtype=sums))
+    return dx, df, db
+
+
+def _output(conv_type: str, x: Tensor) -> Tensor:
+    """Room for y: [B, H, T, D] in memory, which attention reads, where heads stay apart."""
+    if conv_type == "multihead":
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def _gradients(x: Tensor, filters: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients; that of x as the projection's backward reads it, [B, T, H, D]."""
+    shapes = (x.shape, filters.shape, x.shape[2:])
+    dx, df, db = (
+        x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted, strict=True)
+    )
+    return dx, df, db
+
+
+@cpu_conv.register_fake
+def _(conv_type, x, filters, bias=None, positions=None):
+    return _output(conv_type, x)
+
+
+@cpu_conv_backward.register_fake
+def _(conv_type, dy, x, filters, positions, wanted):
+    return _gradients(x, filters, wanted)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.conv_type, x, filters, _, positions = inputs
+    ctx.save_for_backward(x, filters, positions)
+
+
+def _backward(ctx, dy):
+    wanted = list(ctx.needs_input_grad[1:4])
+    if not any(wanted):
+        return (None,) * 5
+    x, filters, positions = ctx.saved_tensors
+    gradients = cpu_conv_backward(ctx.conv_type, dy, x, filters, positions, wanted)
+    chosen = (tensor if want else None for tensor, want in zip(gradients, wanted, strict=True))
+    return (None, *chosen, None)
+
+
+cpu_conv.register_autograd(_backward, setup_context=_setup_context)
