@@ -50,7 +50,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size("cpu", 2048, "none", 65_536, parallel=True),
+    "cpu": Size("cpu", 2048, "paper", 65_536, parallel=True),
     "gpu": Size("gpu", 8192, "all", 131_072, parallel=False),
 }
 

@@ -1,0 +1,260 @@
+"""The report: Table 2, filter portraits, lines of methods, runs that lack things, damaged files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cat_lm.files import write_json
+from eval import table2
+from eval.filters import Filters, filters_figure, own_taps, read_filters, views
+from eval.tasks.table2 import COLUMNS as TASK_COLUMNS
+from tests.finished_runs import finished_run, tiny_model
+
+# What the paper underlines, column by column; bold is the best of each column.
+SECOND = {
+    "wikitext_ppl": "CAT, RoPE",
+    "lambada_standard_ppl": "MH-CAT, no PE",
+    "lambada_openai_ppl": "MH-CAT, no PE",
+    "lambada_standard_acc": "MH-CAT, no PE",
+    "lambada_openai_acc": "MH-CAT, no PE",
+    "piqa": "CAT, RoPE",
+    "hellaswag": "CAT, RoPE",
+    "winogrande": "Pythia",
+    "arc_easy": "Mamba (Gu & Dao, 2023)",
+    "arc_challenge": "MH-CAT, no PE",
+    "average": "MH-CAT, no PE",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_corpus) -> dict[str, Path]:
+    """A finished run for every kind of convolution."""
+    folder = tmp_path_factory.mktemp("runs")
+    kinds = {"none": "pythia", "head": "cat", "multihead": "mh", "depthwise": "canon"}
+    return {
+        name: finished_run(
+            folder / name, tiny_corpus, tiny_model(257, seed=3, conv_type=kind), conv_type=kind
+        )
+        for kind, name in kinds.items()
+    }
+
+
+@pytest.fixture
+def run(runs, tmp_path) -> Path:
+    """A run of its own for a test that changes it."""
+    return shutil.copytree(runs["cat"], tmp_path / "cat")
+
+
+def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
+    from eval.report import main
+
+    monkeypatch.setattr(sys, "argv", ["eval.report", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    return code, capsys.readouterr().err
+
+
+def zero_shot(scale: float = 1.0, leave_out: str = "", limit: int | None = None) -> dict:
+    """A result of eval.zero_shot; `scale` multiplies accuracies and divides perplexities."""
+    tasks: dict = {}
+    for index, (column, (task, metric)) in enumerate(TASK_COLUMNS.items()):
+        value = 30.0 / scale if column.endswith("_ppl") else 0.02 * (index + 10) * scale
+        found = tasks.setdefault(task, {"metrics": {}, "stderr": {}, "version": 1, "n": 5})
+        found["metrics"][metric] = value
+        found["stderr"][metric] = 0.0123
+    tasks.pop(leave_out, None)
+    return {"model": {"label": "x"}, "settings": {"limit": limit}, "tasks": tasks, "average": {}}
+
+
+class TestTable2:
+    def test_marks_are_the_paper_s(self):
+        rows = table2.paper_rows()
+        marked = table2.marks(rows)
+        for column, model in SECOND.items():
+            second = [rows[i].model for (i, c), m in marked.items() if (c, m) == (column, "second")]
+            assert second == [model], column
+            (best,) = [i for (i, c), mark in marked.items() if (c, mark) == (column, "best")]
+            values = [row.values[column] for row in rows if row.values[column] is not None]
+            pick = min if column.endswith("_ppl") else max
+            assert rows[best].values[column] == pick(values)
+
+    def test_runs_and_paper_are_marked_apart_and_told_apart(
+        self, runs, tmp_path, monkeypatch, capsys
+    ):
+        folders = [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
+        for folder, scale in zip(folders, (1.0, 1.1), strict=True):
+            write_json(folder / "zero_shot/zero_shot.json", zero_shot(scale))
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
+        text = (out / "table2.md").read_text(encoding="utf-8")
+        lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
+        average = 0.02 * sum(range(13, 20)) / 7
+        assert lines["pythia"].endswith(f"**{1.1 * average:.3f}** |")
+        assert lines["cat"].endswith(f"<u>{average:.3f}</u> |")
+        assert "| this report |" in lines["cat"]
+        assert "| paper |" in lines["Pythia"]
+        assert lines["MH-CAT, RoPE"].endswith("**0.422** |")
+        assert "GLA (Yang et al., 2023)*" in lines
+        with open(out / "table2.csv", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["source"] for row in rows] == ["this report"] * 2 + ["paper"] * 8
+        assert float(rows[0]["wikitext_ppl"]) == 30.0
+        assert float(rows[0]["piqa_stderr"]) == 0.0123
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert "Printed in the paper, not measured here" in page
+        assert 'class="best">0.422' in page
+        assert "eval.zero_shot" not in page.split("How this was made")[0]
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["runs"][0]["zero_shot_average"] == pytest.approx(average)
+
+    def test_missing_tasks_and_limits_are_said(self, run, tmp_path, monkeypatch, capsys):
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(leave_out="piqa", limit=40))
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, run, "--out", out)[0] == 0
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert f"python -m eval.zero_shot {run} --tasks table2" in page
+        assert "first 40 rows" in page
+        line = (out / "table2.md").read_text(encoding="utf-8").splitlines()[2]
+        assert line.count("–") == 2, "PIQA and the average"
+        assert "**" not in line, "one run is neither best nor second"
+
+
+class TestFilters:
+    def test_read_as_stored_and_shown_by_kind(self, runs):
+        assert read_filters(runs["pythia"] / "model") is None
+        shapes = {"cat": (2, 2, 4), "canon": (2, 2, 16, 4), "mh": (2, 4, 2, 2)}
+        for name, shape in shapes.items():
+            filters = read_filters(runs[name] / "model")
+            assert list(filters.streams) == ["q", "k", "v"]
+            assert filters.streams["q"].shape == shape
+            assert len(views(filters)) == (1 if name == "cat" else 2)
+            for view in views(filters):
+                assert {v.shape[:2] for v in view.values.values()} == {(2, 2)}, "layers, heads"
+
+    def test_multihead_view_is_of_the_right_pairs(self):
+        taps = np.zeros((1, 3, 2, 2), dtype=np.float32)  # layers, W, H_out, H_in
+        taps[0, 0] = np.eye(2)
+        taps[0, 1, 0, 1], taps[0, 2, 0, 1] = 3.0, -4.0
+        taps[0, 2, 1, 1] = 0.5
+        filters = Filters("multihead", {"v": taps})
+        own, pairs = views(filters)
+        assert own.values["v"][0].tolist() == [[1, 0, 0], [1, 0, 0.5]]
+        assert own.limit == 0.5
+        assert pairs.values["v"][0, 0].tolist() == [1.0, 5.0], "out 0 reads 5 from head 1"
+        assert pairs.values["v"][0, 1, 0] == 0.0
+        assert pairs.limit == 5.0
+
+    def test_depthwise_view_is_mean_and_spread_over_channels(self):
+        taps = np.array([[[[1.0, 0.2], [1.0, 0.4]]]])  # one layer, one head, two channels
+        mean, spread = views(Filters("depthwise", {"k": taps}))
+        assert mean.values["k"][0, 0].tolist() == pytest.approx([1.0, 0.3])
+        assert spread.values["k"][0, 0].tolist() == pytest.approx([0.0, 0.1])
+
+    def test_window_of_one_and_every_width_can_be_drawn(self):
+        for conv_type, shape in (("head", (2, 3, 1)), ("multihead", (2, 1, 3, 3))):
+            filters = Filters(conv_type, {"q": np.ones(shape, dtype=np.float32)})
+            assert own_taps(filters)["q"].shape == (2, 3, 1)
+            for size in ((7.4, 3.7), (3.8, 3.3)):
+                filters_figure(filters, size).canvas.draw()
+
+
+class TestLengths:
+    def test_methods_differ_by_line_and_runs_by_colour(self):
+        from eval.figures import length_figure, run_colour
+
+        rows = [
+            {
+                **{"label": label, "method": method, "length": length, "perplexity": 20.0},
+                **{"training_length": 32, "standard_error": None, "groups": 1},
+            }
+            for label, methods in (("a", ("none", "pi", "yarn")), ("b", ("none", "temperature")))
+            for method in methods
+            for length in (32, 64)
+            if (method, length) != ("yarn", 64)  # a cell that did not fit into memory
+        ]
+        axes = length_figure(rows, order=["z", "a", "b"]).axes[0]
+        lines = [
+            line for line in axes.lines if len(line.get_xdata()) and line.get_marker() != "None"
+        ]
+        assert len(lines) == 5
+        styles = [line.get_linestyle() for line in lines]
+        assert len(set(styles[:3])) == 3
+        assert [line.get_color() for line in lines] == [run_colour(1)] * 3 + [run_colour(2)] * 2
+
+    def test_command_for_a_missing_sweep_is_complete(self, run, tmp_path, monkeypatch, capsys):
+        from eval.runs import read_run
+
+        assert report(monkeypatch, capsys, run, "--out", tmp_path / "out")[0] == 0
+        page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
+        data = read_run(run).config.data.path
+        assert re.search(
+            rf"python -m eval.length_sweep {run} --data {data} --lengths 16,32,64,128,256 "
+            rf"--methods all --out {run}/eval",
+            page,
+        )
+
+
+class TestPage:
+    def test_all_kinds_on_one_page_without_a_network(self, runs, tmp_path, monkeypatch, capsys):
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *runs.values(), "--out", out) == (0, "")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert not re.search(r"(src|href)=\"(https?:|//)|@import|url\((?!#)", page.split("<svg")[0])
+        assert not re.search(r"(src|href)=\"https?:|url\(http", page)
+        assert "color-scheme: light;" in page
+        for name in ("cat", "mh", "canon"):
+            assert (out / f"filters_{name}.png").stat().st_size > 5000
+            assert f"<h3>{name}</h3>" in page
+        assert not (out / "filters_pythia.png").exists()
+        referred = set(re.findall(r"(?:url\(#|href=\"#)([^\")]+)", page))
+        ids = [i for i in re.findall(r' id="([^"]+)"', page) if i in referred]
+        assert referred and sorted(ids) == sorted(referred), "each is there once"
+
+    def test_a_run_that_only_began_is_shown(self, run, tmp_path, monkeypatch, capsys):
+        shutil.rmtree(run / "model")
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, run, "--out", out) == (0, "")
+        assert f"python -m cat_lm.export {run} {run}/model" in (out / "index.html").read_text()
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("zero_shot/zero_shot.json", "{", "zero_shot.json: is not JSON"),
+            ("zero_shot/zero_shot.json", "[]", "zero_shot.json: holds no tasks"),
+            ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
+            ("eval/length_sweep.json", "{}", "length_sweep.json: holds no rows"),
+            ("eval/samples.json", "3", "samples.json: holds no samples"),
+            ("model/export.json", "nothing", "export.json: is not JSON"),
+            ("model/config.json", "{", "model: cannot be read"),
+            ("model/model.safetensors", "short", "model: cannot be read"),
+            ("metrics.jsonl", "{\n{}\n", "metrics.jsonl, line 1: is not JSON"),
+            ("config.yaml", "model: 3\n", "config.yaml: "),
+        ],
+    )
+    def test_damaged_files_are_one_line(
+        self, run, tmp_path, monkeypatch, capsys, name, content, message
+    ):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(content, encoding="utf-8")
+        code, err = report(monkeypatch, capsys, run, "--out", tmp_path / "out")
+        assert code == 2
+        assert message in err
+        assert err.startswith("error: ")
+        assert not (tmp_path / "out/index.html").exists()
+
+    def test_folders_that_are_no_run_are_one_line(self, run, tmp_path, monkeypatch, capsys):
+        for folder in (tmp_path, tmp_path / "absent", run / "model"):
+            code, err = report(monkeypatch, capsys, folder, "--out", tmp_path / "out")
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"run {folder}: has no config.yaml" in err

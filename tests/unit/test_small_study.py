@@ -1,0 +1,367 @@
+"""The small study: its plan, its statistics, its restarts, and what it writes.
+
+Trainings are imitated here; tests/e2e/test_small_study.py runs the real commands once.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import yaml
+
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.files import write_json
+from eval.small_study.__main__ import main, parse_arguments, study_of
+from eval.small_study.execute import RESULT, Workers, commands, complete_run, unfinished
+from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
+from eval.small_study.statistics import T_QUANTILES, compare, summarise
+
+# model -> (conv_type, streams, window, positions) as the study's definition asks for
+DEFINITION = {
+    "pythia": ("none", None, None, "rope"),
+    "nope": ("none", None, None, "none"),
+    "cat_rope": ("head", "qkv", 21, "rope"),
+    "cat_nope": ("head", "qkv", 21, "none"),
+    "mh_cat_rope": ("multihead", "qkv", 21, "rope"),
+    "mh_cat_nope": ("multihead", "qkv", 21, "none"),
+    "cat_v": ("head", "v", 21, "rope"),
+    "cat_k": ("head", "k", 21, "rope"),
+    "canon_b": ("depthwise", "qkv", 4, "rope"),
+}
+LENGTHS = (64, 128, 256, 512, 1024)
+
+
+class TestPlan:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_nine_models_differ_only_in_what_they_are(self, size):
+        assert list(MODELS) == list(DEFINITION)
+        base = yaml.safe_load((ROOT / CONFIGS / size / "base.yaml").read_text())
+        found = []
+        for model, (conv_type, streams, window, positions) in DEFINITION.items():
+            own = yaml.safe_load((ROOT / CONFIGS / size / f"{model}.yaml").read_text())
+            assert own.keys() == {"base", "model", "train"} and own["base"] == "base.yaml"
+            assert own["train"].keys() == {"output_dir"}
+            assert own["model"].keys() <= {
+                *("conv_type", "conv_streams", "conv_window", "position_embedding")
+            }
+            config = load_config(ROOT / CONFIGS / size / f"{model}.yaml")
+            assert config.model.conv_type == conv_type
+            assert config.model.position_embedding == positions
+            if conv_type != "none":
+                assert (config.model.conv_streams, config.model.conv_window) == (streams, window)
+            assert config.model.hidden_size == base["model"]["hidden_size"]
+            found.append(config.train.output_dir)
+        assert len(set(found)) == 9
+
+    def test_jobs_are_seed_by_seed_and_their_commands_are_a_person_s(self, tmp_path):
+        study = Study(SIZES["cpu"], tuple(MODELS), (0, 1, 2), tmp_path / "out", tmp_path / "data")
+        jobs = study.jobs()
+        assert len({job.folder for job in jobs}) == 27
+        assert [job.seed for job in jobs[:10]] == [0] * 9 + [1]
+        found = commands(study, jobs[9])
+        assert found["train"][:2] == ["train.py", "configs/study/cpu/pythia.yaml"]
+        assert "train.seed=1" in found["train"] and "train.resume=auto" in found["train"]
+        assert found["sweep"][found["sweep"].index("--lengths") + 1] == ",".join(map(str, LENGTHS))
+
+    def test_same_data_order_for_all_models_of_a_seed(self, tmp_path):
+        study = Study(SIZES["cpu"], tuple(MODELS), (0, 1), tmp_path / "out", tmp_path / "data")
+        order = {}
+        for job in study.jobs():
+            config = study.config(job)
+            decides = (config.data, config.train.global_batch_size, config.train.seed)
+            order.setdefault(job.seed, set()).add(str(decides))
+        assert [len(values) for values in order.values()] == [1, 1]
+        assert order[0] != order[1]
+
+    def test_other_settings_in_the_folder_are_refused(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
+        claim(study, "f" * 64)
+        claim(study, "f" * 64)
+        # More seeds or models are no other study.
+        claim(Study(SIZES["cpu"], ("cat_rope",), (0, 1), tmp_path, tmp_path / "data"), "f" * 64)
+        with pytest.raises(UserError, match="another data_fingerprint"):
+            claim(study, "e" * 64)
+        other = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data", tokens=8192)
+        with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1638400, now 8192\)"):
+            claim(other, "f" * 64)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--models", "pythia,cats"], "--models cats: unknown; known: pythia"),
+            (["--seeds", "0,x"], "--seeds 0,x: must be numbers"),
+            (["--seeds", "1,1"], "--seeds 1,1: must be up to 10 different"),
+            (["--parallel", "0"], "--parallel 0: must be at least 1"),
+            (["--tokens", "many"], "--tokens many: must be a whole number"),
+        ],
+    )
+    def test_bad_arguments_are_one_line(self, arguments, message):
+        with pytest.raises(UserError, match=re.escape(message)):
+            study_of(parse_arguments(arguments))
+
+
+class TestStatistics:
+    def test_difference_by_hand(self):
+        a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
+        found = compare(a, b)
+        # d = -0.3, -0.4, -0.2: mean -0.3, sd 0.1; variances 0.01 and 0.03
+        assert found.mean == pytest.approx(-0.3)
+        assert found.spread == pytest.approx(math.sqrt(0.02))
+        half = 4.303 * 0.1 / math.sqrt(3)
+        assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
+        assert found.verdict == "lower"
+        assert compare(b, a).verdict == "higher"
+
+    @pytest.mark.parametrize(
+        ("differences", "noise", "verdict"),
+        [
+            ((-0.10, -0.11, -0.09), 0.0, "lower"),
+            ((0.10, 0.11, 0.09), 0.0, "higher"),
+            ((0.10, 0.11, 0.09), 0.2, "within spread"),
+            ((0.10, 0.30, 0.01), 0.0, "unclear"),
+            ((0.0, 0.0, 0.0), 0.0, "within spread"),
+        ],
+    )
+    def test_verdicts(self, differences, noise, verdict):
+        base = {seed: 3.0 + noise * shift for seed, shift in enumerate((-1, 1, 0))}
+        other = {seed: base[seed] + d for seed, d in enumerate(differences)}
+        assert compare(other, base).verdict == verdict
+
+    def test_seeds_are_paired_and_one_says_nothing(self):
+        found = compare({0: 1.0, 5: 9.0}, {0: 2.0, 7: 1.0})
+        assert (found.mean, found.n, found.verdict, found.spread) == (-1.0, 1, "one seed", None)
+        assert compare({0: 1.0}, {1: 1.0}) is None
+        assert summarise([2.0]).sd is None
+        assert summarise([1.0, 2.0, 3.0]).sd == pytest.approx(1.0)
+
+    def test_quantiles_are_student_s(self):
+        def density(x: float, df: int) -> float:
+            scale = math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
+            return scale * (1 + x * x / df) ** (-(df + 1) / 2)
+
+        for df, quantile in enumerate(T_QUANTILES, 1):
+            steps = 4000
+            width = quantile / steps
+            inner = sum(density((i + 0.5) * width, df) for i in range(steps)) * width
+            assert 0.5 + inner == pytest.approx(0.975, abs=2e-5), df
+
+
+class Imitation:
+    """Stands for `Workers.process`: leaves what the real commands leave, at once."""
+
+    LOSS: ClassVar = {"pythia": 4.0, "cat_rope": 3.8, "canon_b": 4.001}
+
+    def __init__(self, fails: str = "", diverges: str = "") -> None:
+        self.fails, self.diverges, self.calls = fails, diverges, []
+        self.lock = threading.Lock()
+
+    def __call__(self, workers: Workers, arguments: list[str], log: Path) -> int:
+        text = " ".join(arguments)
+        with self.lock:
+            self.calls.append(text)
+        if self.fails and re.search(self.fails, text):
+            return 1
+        if arguments[0] == "train.py":
+            return self.train(arguments)
+        if arguments[1] == "cat_lm.export":
+            (Path(arguments[3])).mkdir(exist_ok=True)
+            write_json(Path(arguments[3]) / "export.json", {"parameters": 1000})
+            return 0
+        self.sweep(Path(arguments[2]), Path(arguments[-1]))
+        return 0
+
+    def train(self, arguments: list[str]) -> int:
+        config = load_config(ROOT / arguments[1], arguments[2:])
+        run = Path(config.train.output_dir)
+        run.mkdir(parents=True, exist_ok=True)
+        config.save(run / "config.yaml")
+        bad = bool(self.diverges) and self.diverges in run.name and "trial" not in str(run)
+        speed = {"tokens_per_second": 5000.0, "step_seconds": 0.01}
+        with open(run / "metrics.jsonl", "w", encoding="utf-8") as file:
+            for step in range(1, 9):
+                record = {"step": step, "tokens": 2048 * step, "loss": 5.0, **speed}
+                record |= {"loss": None, "skipped": True} if bad and step > 4 else {}
+                file.write(json.dumps(record) + "\n")
+            if not bad:
+                values = {"val_loss": 4.0, "val_perplexity": 54.6, "val_bits_per_byte": 2.0}
+                file.write(json.dumps({"step": 8, "tokens": 16384, **values}) + "\n")
+        return 2 if bad else 0
+
+    def sweep(self, run: Path, out: Path) -> None:
+        model, seed = run.name.split("-seed")
+        rows = []
+        for method in ("none", "pi+temperature"):
+            for length in LENGTHS:
+                loss = self.LOSS[model] + 0.01 * int(seed) + 0.1 * math.log2(length / 128)
+                row = {"label": run.name, "length": length, "method": method, "loss": loss}
+                row |= {"perplexity": math.exp(loss), "bits_per_byte": loss / 3, "tokens": 4096}
+                row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}
+                row |= {"group_kind": "documents", "training_length": 128, "document_count": 9}
+                rows.append(row)
+        write_json(out / "length_sweep.json", {"text": "x", "rows": rows})
+
+
+def run_study(
+    monkeypatch, capsys, imitation: Imitation, *arguments: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
+    monkeypatch.setattr(sys, "argv", ["small_study", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+class TestStudy:
+    @pytest.fixture
+    def arguments(self, tiny_corpus, tmp_path) -> list[object]:
+        models = "pythia,cat_rope,canon_b"
+        return ["--data", tiny_corpus, "--out", tmp_path / "out", "--models", models]
+
+    def test_results(self, arguments, tmp_path, monkeypatch, capsys):
+        code, out, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--parallel", 2)
+        assert code == 0, err
+        assert "9 runs of 3 models" in out and "about" in out and "[9/9]" in out
+        folder = tmp_path / "out"
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["missing"] == [] and len(summary["rows"]) == 9 * 10
+        verdicts = {
+            (pair["model"], pair["minus"]): pair["verdict"]
+            for pair in summary["comparisons"]
+            if pair["length"] == 128
+        }
+        assert verdicts == {
+            ("cat_rope", "pythia"): "lower",
+            ("canon_b", "pythia"): "within spread",
+            ("canon_b", "cat_rope"): "higher",
+        }
+        table = (folder / "small_study.md").read_text(encoding="utf-8")
+        row = next(line for line in table.splitlines() if line.startswith("| CAT, RoPE | 1,000"))
+        short, trained = (
+            sum(math.exp(loss + 0.01 * seed) for seed in range(3)) / 3 for loss in (3.7, 3.8)
+        )
+        assert f"3.810 ± 0.010 | {short:.2f} ± 0.41 | {trained:.2f} ± " in row
+        assert "-0.200 [-0.200, -0.200] | **lower** |" in row
+        assert "no more than the spread over seeds: depthwise W=4, RoPE and Pythia (RoPE)" in table
+        assert "| CAT, RoPE | pi+temperature |" in table
+        with open(folder / "small_study.csv", encoding="utf-8") as file:
+            assert len(list(csv.DictReader(file))) == 3 * 2 * 5
+        for name in ("small_study.png", "small_study.svg", "report/index.html"):
+            assert (folder / name).stat().st_size > 5000
+
+    def test_failures_are_kept_apart_and_tried_again(self, arguments, monkeypatch, capsys):
+        arguments = [*arguments, "--seeds", "0,1"]
+        imitation = Imitation(fails="length_sweep.*cat_rope-seed1")
+        code, _, err = run_study(monkeypatch, capsys, imitation, *arguments)
+        assert code == 2
+        assert "cat_rope-seed1: sweep ended with code 1" in err
+        assert "1 of 6 runs failed, the others are kept" in err
+        again = Imitation()
+        code, out, err = run_study(monkeypatch, capsys, again, *arguments)
+        assert code == 0, err
+        assert "6 runs of 3 models" in out and "1 to do" in out
+        trained = [call for call in again.calls if "max_steps" not in call and "train.py" in call]
+        assert len(trained) == 1 and "cat_rope-seed1" in trained[0]
+        assert run_study(monkeypatch, capsys, third := Imitation(), *arguments)[0] == 0
+        assert third.calls == [], "nothing is left to do"
+
+    def test_divergence_is_a_result(self, arguments, tmp_path, monkeypatch, capsys):
+        code, out, err = run_study(
+            monkeypatch, capsys, Imitation(diverges="cat_rope-seed0"), *arguments, "--seeds", "0,1"
+        )
+        assert code == 0, err
+        assert "cat_rope-seed0: diverged" in out
+        assert "diverged in cat_rope-seed0" in (tmp_path / "out/small_study.md").read_text()
+
+    def test_estimate_starts_nothing(self, arguments, tmp_path, monkeypatch, capsys):
+        imitation = Imitation()
+        code, out, _ = run_study(monkeypatch, capsys, imitation, *arguments, "--estimate")
+        assert code == 0 and re.search(r"about \d+ (s|min|h)", out)
+        assert all("train.max_steps=" in call for call in imitation.calls)
+        assert not (tmp_path / "out/runs").exists()
+
+    def test_runs_scored_on_other_tokens_are_not_compared(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")
+        path = tmp_path / "out/runs/pythia-seed0/eval/length_sweep.json"
+        path.write_text(path.read_text().replace("a" * 64, "b" * 64))
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")
+        assert code == 2 and "scored on different tokens" in err
+
+    def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
+        from cat_lm.data import TokenCorpus
+
+        few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
+        monkeypatch.setattr(TokenCorpus, "open", lambda *_: few)
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert code == 2 and "900 held-out tokens are too few for length 1024" in err
+
+
+class TestWorkers:
+    def test_stopped_processes_are_told_and_waited_for(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path)
+        workers = Workers(study, parallel=2, threads=1)
+        saved = tmp_path / "saved"
+        saves = (
+            "import pathlib, signal, sys, time\n"
+            "def stop(*_):\n"
+            f"    open({str(saved)!r}, 'a').write('x'); sys.exit(75)\n"
+            "signal.signal(signal.SIGTERM, stop)\n"
+            "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)\n"
+        )
+
+        def task(workers: Workers, job: Job) -> int:
+            return workers.process(["-c", saves, str(tmp_path / job.name)], tmp_path / "log")
+
+        def interrupt() -> None:
+            while not all((tmp_path / job.name).exists() for job in study.jobs()[:2]):
+                time.sleep(0.02)
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=interrupt).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            workers.run(study.jobs(), task, lambda *_: None)
+        assert time.monotonic() - begin < 30
+        assert saved.read_text() == "xx", "both were told once; the third was not begun"
+
+    def test_one_thread_each_and_the_log_has_command_and_output(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path)
+        log = tmp_path / "deep/log"
+        code = "import os; print(os.environ['OMP_NUM_THREADS'], os.getcwd())"
+        assert Workers(study, 1, 3).process(["-c", code], log) == 0
+        text = log.read_text()
+        assert text.startswith("$ python -c ") and f"3 {ROOT}" in text
+
+    def test_result_is_written_last(self, tmp_path, monkeypatch):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path / "out", tmp_path)
+        job = study.jobs()[0]
+        seen = []
+        imitation = Imitation()
+
+        def process(workers: Workers, arguments: list[str], log: Path) -> int:
+            seen.append((job.folder / RESULT).exists())
+            return imitation(workers, arguments, log)
+
+        monkeypatch.setattr(Workers, "process", process)
+        assert unfinished([job]) == [job]
+        complete_run(Workers(study, 1, 1), job)
+        assert seen == [False] * 3 and unfinished([job]) == []
