@@ -212,7 +212,7 @@ class TestReport:
         code, _, err = command(monkeypatch, capsys, "eval.report", *arguments)
         assert code == 0, err
         page = (tmp_path / "out" / "index.html").read_text()
-        assert "Not measured yet" in page
+        assert "python -m eval.length_sweep" in page, "how to make what is missing"
         assert "unigram" not in page
 
     def test_bad_input_is_one_line(self, runs, tmp_path, monkeypatch, capsys):
