@@ -164,9 +164,10 @@ def test_flash_attention_agrees(variant):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("streams", ["qkv", "v"])
 @each_variant("none")
-def test_the_backend_is_the_one_asked_for(variant):
-    model, ids = cat_model(**variant), random_ids(2, 30)
+def test_the_backend_is_the_one_asked_for(variant, streams):
+    model, ids = cat_model(**variant, conv_streams=streams), random_ids(2, 30)
     expected = model(ids).logits
     model.set_conv_backend("reference")
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)

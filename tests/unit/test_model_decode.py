@@ -234,6 +234,7 @@ def test_padded_prompts_continue_as_if_alone(variant, side, cache_type):
         )
         cache = output.past_key_values
         outputs.append(output.logits)
+    assert all(logits.isfinite().all() for logits in outputs)  # at padding too
     continued = torch.cat(outputs, dim=1)[:, 12:]
     for row, (length, tokens) in enumerate(zip(lengths, rows, strict=True)):
         torch.testing.assert_close(continued[row], model(tokens).logits[0, length:], **CLOSE)
