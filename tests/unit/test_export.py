@@ -28,6 +28,8 @@ VARIANTS = {
     "no-positions": {"position_embedding": "none"},
     "values-only": {"conv_streams": "v"},
     "tied": {"tie_word_embeddings": True},
+    "maps": {"conv_type": "multihead", "conv_mixing": "maps"},
+    "depthwise": {"conv_type": "depthwise", "conv_activation": "silu"},
 }
 
 
@@ -294,3 +296,37 @@ def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("scope", ["logits", "rotary"])
+def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypatch, scope):
+    """config.json alone makes transformers read what the sweep measured."""
+    from eval import length_sweep
+
+    monkeypatch.setattr(length_sweep, "_draw", lambda rows, out: None)
+    checkpoint(tmp_path / "run", tiny_model(257, rotary_pct=0.5), tokenizer_folder)
+    plain = export_checkpoint(tmp_path / "run", tmp_path / "plain")
+    options = {"method": "yarn", "factor": 4, "temperature_scope": scope}
+    scaled = export_checkpoint(tmp_path / "run", tmp_path / "scaled", **options)
+    text = tmp_path / "text.txt"
+    text.write_text("The dog saw a bird near the house. " * 10, encoding="utf-8")
+    sweeps = [
+        length_sweep.sweep([plain], [128], tmp_path / "a", text=text, methods=["yarn"], factor=4)
+        if scope == "logits"
+        else length_sweep.sweep(
+            [plain], [128], tmp_path / "a", text=text, methods=["yarn"], temperature_scope=scope
+        ),
+        length_sweep.sweep([scaled], [128], tmp_path / "b", text=text),
+        length_sweep.sweep([plain], [128], tmp_path / "c", text=text),
+    ]
+    asked, stored, unscaled = (rows[0] for rows in sweeps)
+    assert stored["loss"] == asked["loss"] != unscaled["loss"]
+    assert stored["training_length"] == asked["training_length"] == 32
+    config = json.loads((scaled / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
+    assert config["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert "| read beyond it by | yarn |" in (scaled / "README.md").read_text()
+    with pytest.raises(UserError, match="scaled already, which has none"):
+        length_sweep.sweep([scaled], [128], tmp_path / "b", text=text, methods=["pi"])
+    with pytest.raises(UserError, match="--method temperature --factor 4: .* it has none, pi"):
+        export_checkpoint(tmp_path / "run", tmp_path / "no", method="temperature", factor=4)

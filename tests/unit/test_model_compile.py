@@ -1,6 +1,7 @@
-"""torch.compile captures a training step as one graph, with the same loss and gradients."""
+"""torch.compile captures a training step and a decoding step as one graph, with equal results."""
 
 import torch
+from transformers import StaticCache
 
 from tests.unit.tiny_models import cat_model, each_variant, random_ids
 
@@ -23,3 +24,17 @@ def test_training_step_compiles_without_a_graph_break(variant):
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+@torch.no_grad()
+@each_variant()
+def test_a_decoding_step_with_a_static_cache_compiles(variant):
+    torch._dynamo.reset()
+    model, ids = cat_model(**variant, num_hidden_layers=1, conv_window=4), random_ids(2, 16)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    outputs = [model(ids[:, :10], past_key_values=cache, use_cache=True).logits]
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    for token in ids[:, 10:].split(1, dim=1):
+        outputs.append(step(token, past_key_values=cache, use_cache=True).logits)
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=0, atol=1e-5)
