@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
@@ -89,8 +88,8 @@ def _main(arguments: argparse.Namespace) -> None:
     folder = out = None
     if arguments.model is not None:
         folder, out = model_folder(arguments.model), _out(arguments)
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    # Read when tqdm is imported: the harness's bars go, those that say `disable=None` stay.
+    os.environ["TQDM_DISABLE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     quiet_transformers()
     if arguments.prefetch is not None:

@@ -12,6 +12,7 @@ import contextlib
 import csv
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -208,7 +209,7 @@ def _key(
         for key, value in task.dump_config().items()
         if key not in ("metadata", "dataset_path", "dataset_name", "dataset_kwargs", "tag")
     }
-    text = json.dumps(definition, sort_keys=True, default=str)
+    text = json.dumps(definition, sort_keys=True, default=_source_of)
     return {
         "task": name,
         "version": task.VERSION,
@@ -222,6 +223,11 @@ def _key(
         "dtype": model["dtype"],
         "max_length": model["max_length"],
     }
+
+
+def _source_of(value: Any) -> str:
+    """A function of a definition as text; its `str` has an address in it, new in each process."""
+    return inspect.getsource(value) if callable(value) else str(value)
 
 
 def _file_stem(name: str, key: Mapping[str, Any]) -> str:

@@ -1,0 +1,82 @@
+"""Zero-shot on two gloo ranks: the answers of one rank, in the order of the rows (R28)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cat_lm.export import export_model
+from cat_lm.pretrained import load_tokenizer
+from eval.zero_shot_run import Settings, run
+from tests.finished_runs import tiny_model
+from tests.zero_shot_rows import write_rows
+
+REPOSITORY = Path(__file__).parents[2]
+TASKS = ("lambada_openai", "hellaswag", "winogrande", "wikitext")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_corpus) -> Path:
+    tokenizer = load_tokenizer(tiny_corpus / "tokenizer")
+    model = tiny_model(257, max_position_embeddings=160)
+    return export_model(model, tokenizer, tmp_path_factory.mktemp("models") / "cat")
+
+
+def on_two_ranks(*arguments: object) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node=2", "-m", "eval.zero_shot", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+
+
+def samples(out: Path, task: str) -> list[dict]:
+    (path,) = (out / "samples").glob(f"{task}-*.jsonl")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_two_ranks_answer_as_one(model, tmp_path):
+    rows = write_rows(tmp_path / "rows")
+    settings = Settings(data_dir=rows, device="cpu", batch_size=1, samples=True)
+    alone = run(model, TASKS, tmp_path / "one", settings)
+    names = ("--tasks", ",".join(TASKS), "--data-dir", rows, "--device", "cpu", "--samples")
+    arguments = (model, *names, "--out", tmp_path / "two", "--batch-size", 3)
+    result = on_two_ranks(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("task ") == 1  # one rank speaks
+    together = json.loads((tmp_path / "two/zero_shot.json").read_text(encoding="utf-8"))
+    assert together["settings"]["ranks"] == 2
+    for name in TASKS:
+        one, two = alone["tasks"][name], together["tasks"][name]
+        assert one["n"] == two["n"] == 5  # an odd number: the ranks have unequal shares
+        assert one["key"] == two["key"]
+        for kind in ("metrics", "stderr"):
+            for metric, value in one[kind].items():
+                # The bootstrapped errors agree only if the rows come in the same order.
+                assert two[kind][metric] == pytest.approx(value, rel=1e-4), (name, metric)
+        logs = samples(tmp_path / "one", name), samples(tmp_path / "two", name)
+        for a, b in zip(*logs, strict=True):
+            assert a["doc_id"] == b["doc_id"] and a["doc_hash"] == b["doc_hash"]
+            assert a.get("acc") == b.get("acc")
+    # Rank 0 alone decides what is finished.
+    again = on_two_ranks(*arguments)
+    assert again.stderr.count("finished before") == len(TASKS)
+    assert again.stdout == result.stdout
+
+
+def test_errors_are_said_once(model, tmp_path):
+    rows = write_rows(tmp_path / "rows")
+    given = (model, "--tasks", "piqa", "--data-dir", rows, "--device", "cpu", "--limit", 1)
+    result = on_two_ranks(*given, "--out", tmp_path / "out")
+    assert result.returncode != 0
+    assert result.stderr.count("error: task piqa: 1 rows cannot be shared among 2 ranks") == 1
+    assert not (tmp_path / "out").exists()
