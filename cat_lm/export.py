@@ -22,28 +22,70 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
 from cat_lm.files import sha256, sync_directory, write_json, write_text
-from cat_lm.pretrained import DTYPES, load_model, load_tokenizer, quiet_transformers
+from cat_lm.pretrained import (
+    DTYPES,
+    load_model,
+    load_tokenizer,
+    model_config,
+    quiet_transformers,
+)
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 RECORD = "export.json"
 
 
-def export_checkpoint(checkpoint: Path | str, out: Path | str, dtype: str = "float32") -> Path:
+def export_checkpoint(
+    checkpoint: Path | str,
+    out: Path | str,
+    dtype: str = "float32",
+    *,
+    method: str = "none",
+    factor: float = 1.0,
+    temperature_scope: str = "logits",
+) -> Path:
     """Writes the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
+    With a `method` of `cat_lm.model.rope_scaling`, the exported model reads contexts of `factor`
+    times its training length, which then is its `max_position_embeddings`.
+
     Returns the path of `out`. Raises UserError where there is no complete checkpoint, where it
-    lacks its tokenizer, where `out` holds something else, or where the export read back differs.
+    lacks its tokenizer, where `out` holds something else, where the export read back differs, or
+    where the method does not exist for the model.
     """
     from cat_lm.training.checkpoint import find_checkpoint
 
     _refuse_foreign(Path(out))
     step_folder = find_checkpoint(checkpoint)
-    model = load_model(step_folder / "model", device="cpu")
+    facts = training_facts(step_folder)
+    config = None
+    if method != "none":
+        config = _scaled_config(step_folder, facts, method, factor, temperature_scope)
+        facts |= {"context_method": method, "context_factor": factor}
+    model = load_model(step_folder / "model", device="cpu", config=config)
     tokenizer = load_tokenizer(step_folder / "tokenizer")
-    return export_model(model, tokenizer, out, dtype=dtype, facts=training_facts(step_folder))
+    return export_model(model, tokenizer, out, dtype=dtype, facts=facts)
+
+
+def _scaled_config(
+    step_folder: Path, facts: Mapping[str, Any], method: str, factor: float, scope: str
+) -> PreTrainedConfig:
+    from cat_lm.model.rope_scaling import scaled_config, scaled_fields
+
+    config = model_config(step_folder / "model")
+    trained = facts.get("context_length", config.max_position_embeddings)
+    try:
+        fields = scaled_fields(config, method, factor, trained, scope)
+    except ValueError as error:
+        raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
+    return scaled_config(config, fields | {"max_position_embeddings": round(factor * trained)})
 
 
 def export_model(
@@ -135,11 +177,12 @@ def model_card(config: Mapping[str, Any], record: Mapping[str, Any], name: str) 
     }
     labels = {"tokens": "training tokens", "step": "training steps"}
     labels |= {"context_length": "training context length"}
+    labels |= {"context_method": "read beyond it by", "context_factor": "by a factor of"}
     labels |= {key: f"held-out {key[4:].replace('_', ' ')}" for key in record if key[:4] == "val_"}
     for key, label in labels.items():
         if key in record:
             value = record[key]
-            rows[label] = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            rows[label] = _shown(value)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---
 library_name: transformers
@@ -171,6 +214,12 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 `config.json` holds the whole configuration, `{RECORD}` where the weights came from.
 """
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _title(out: Path) -> str:
@@ -337,9 +386,28 @@ def main() -> None:
     parser.add_argument("checkpoint", help="run folder, checkpoints folder or step folder")
     parser.add_argument("out", help="folder to write; an earlier export there is replaced")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the file's tensors")
+    parser.add_argument(
+        "--method",
+        default="none",
+        help="reads longer contexts than trained on: pi, pi+temperature, yarn; without positions "
+        "temperature (default: none)",
+    )
+    parser.add_argument(
+        "--factor", type=float, default=1.0, metavar="S", help="of the method, such as 4"
+    )
+    parser.add_argument("--temperature-scope", choices=("logits", "rotary"), default="logits")
     arguments = parser.parse_args()
+    if (arguments.method == "none") != (arguments.factor == 1):
+        raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
     quiet_transformers()
-    out = export_checkpoint(arguments.checkpoint, arguments.out, arguments.dtype)
+    out = export_checkpoint(
+        arguments.checkpoint,
+        arguments.out,
+        arguments.dtype,
+        method=arguments.method,
+        factor=arguments.factor,
+        temperature_scope=arguments.temperature_scope,
+    )
     record = json.loads((out / RECORD).read_text(encoding="utf-8"))
     print(f"{out}: {record['parameters']:,} parameters in {record['dtype']}, read back and equal")
 

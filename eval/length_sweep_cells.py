@@ -247,7 +247,7 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
 
     Raises UserError for a method that does not exist for it, naming those that do.
     """
-    from cat_lm.model.rope_scaling import METHODS, methods_for
+    from cat_lm.model.rope_scaling import METHODS, methods_for, scaling_kind
 
     known = methods_for(config)
     if asked == ("all",):
@@ -261,8 +261,8 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
             raise UserError(f"--methods {method}: unknown; known: {every} (the last two alone)")
         if method not in known:
             raise UserError(
-                f"--methods {method}: does not exist for model {name}, which has "
-                f"{', '.join(known)}; 'all' takes what exists for each model"
+                f"--methods {method}: does not exist for model {name}, {scaling_kind(config)}: "
+                f"it has {', '.join(known)}; 'all' takes what exists for each model"
             )
     return tuple(dict.fromkeys(asked))
 

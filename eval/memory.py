@@ -48,7 +48,11 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     width = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
     bytes_per = model.dtype.itemsize
-    total = rows * length * (8 * width + 2 * inner) * bytes_per
+    widths = 8 * width + 2 * inner
+    if getattr(config, "mixes_maps", False):
+        # The values that every head mixes for every other one, and what comes of them.
+        widths += 2 * config.num_attention_heads * width
+    total = rows * length * widths * bytes_per
     if config._attn_implementation == "eager":
         total += rows * config.num_attention_heads * length**2 * (bytes_per + 4)
     return total + 3 * 4 * LOGIT_ELEMENTS

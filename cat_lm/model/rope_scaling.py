@@ -103,7 +103,7 @@ def scaled_fields(
     """
     if method not in methods_for(config):
         known = ", ".join(methods_for(config))
-        raise ValueError(f"method {method!r} does not exist for {_kind(config)}; it has {known}")
+        raise ValueError(f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}")
     _check_scope(temperature_scope, _has_rope(config))
     if not factor >= 1 or math.isinf(factor):
         raise ValueError(f"factor {factor}: must be at least 1")
@@ -283,7 +283,8 @@ def _has_rope(config: PreTrainedConfig) -> bool:
     return getattr(config, "position_embedding", "rope") == "rope"
 
 
-def _kind(config: PreTrainedConfig) -> str:
+def scaling_kind(config: PreTrainedConfig) -> str:
+    """What decides which methods a model has, in words."""
     if config.model_type not in ("gpt_neox", "cat_neox"):
         return f"model type {config.model_type}"
     if is_scaled(config):

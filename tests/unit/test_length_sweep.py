@@ -466,11 +466,11 @@ class TestBadInput:
             ((cat, "--text", text, *base, "64", "--methods", "ntk"), "known: none, pi,"),
             (
                 (cat, nope, "--text", text, *base, "64", "--methods", "none,yarn"),
-                "--methods yarn: does not exist for model nope, which has none, temperature;",
+                "model nope, a model without positions: it has none, temperature;",
             ),
             (
                 (cat, "--text", text, *base, "64", "--methods", "temperature"),
-                "which has none, pi, pi+temperature, yarn;",
+                "rotary positions: it has none, pi, pi+temperature, yarn;",
             ),
             (
                 (nope, "--text", text, *base, "64", "--methods", "temperature", *rotary),
