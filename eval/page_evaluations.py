@@ -65,14 +65,14 @@ def lengths_section(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
         return length_figure(rows, size, order=[run.label for run in runs])
 
     parts = [heading, figure_html(draw, "lengths", _length_caption(runs, rows))]
-    positions = [row for row in rows if row.get("positions")]
-    if positions:
-        largest = max(row["length"] for row in positions)
-        if all(row["positions"] for row in positions if row["length"] == largest):
-            caption = f"Loss by the number of tokens that were seen before, at length {largest:,}."
-            parts.append(
-                figure_html(lambda size: position_figure(positions, size), "positions", caption)
-            )
+    # One line a run: the methods would hide each other.
+    plain = [row for row in rows if row["method"] == "none" and row.get("positions")]
+    if plain:
+        caption = (
+            "Loss by how many tokens of the window were seen before, in windows of "
+            f"{max(row['length'] for row in plain):,}; positions not scaled."
+        )
+        parts.append(figure_html(lambda size: position_figure(plain, size), "positions", caption))
     parts += [_length_table(runs, rows), todo]
     return "".join([*parts, "</section>\n"])
 
@@ -123,21 +123,28 @@ def _length_table(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
     head = "".join(f"<th>{length:,}</th>" for length in lengths)
     lines = []
     for index, run in enumerate(runs):
-        for method in dict.fromkeys(r["method"] for r in rows if r["label"] == run.label):
+        methods = list(dict.fromkeys(r["method"] for r in rows if r["label"] == run.label))
+        for method in methods:
             found = [cells.get((run.label, method, length)) for length in lengths]
-            values = "".join(
-                f"<td>{number(row['perplexity'])}<small>{number(row['bits_per_byte'])}</small></td>"
-                if row
-                else "<td></td>"
-                for row in found
-            )
-            name = run.label if method == "none" else f"{run.label}, {method}"
-            lines.append(f"<tr><th>{colour_key(index)}{escape(name)}</th>{values}</tr>")
+            values = "".join(f"<td>{_length_cell(row, method)}</td>" for row in found)
+            name = f'<span class="method">{escape(method)}</span>'
+            if method == "none":
+                name = colour_key(index) + escape(run.label)
+            more = " more" if method != methods[-1] else ""
+            kind = "plain" if method == "none" else "scaled"
+            lines.append(f'<tr class="{kind}{more}"><th>{name}</th>{values}</tr>')
     return (
         f'<div class="scroll"><table><thead><tr><th>perplexity per token'
         f"<small>bits per byte below</small></th>{head}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _length_cell(row: dict[str, Any] | None, method: str) -> str:
+    if row is None:
+        return ""
+    bits = f"<small>{number(row['bits_per_byte'])}</small>" if method == "none" else ""
+    return number(row["perplexity"]) + bits
 
 
 def samples_section(runs: Sequence[Run]) -> str:

@@ -25,17 +25,17 @@ PAPER = Path(__file__).with_name("paper") / "table2.json"
 AVERAGE = "average"
 COLUMNS = (*table2.COLUMNS, AVERAGE)
 HEADS = {
-    "wikitext_ppl": ("Wikitext", "word ppl ↓"),
-    "lambada_standard_ppl": ("LAMBADA std", "ppl ↓"),
-    "lambada_openai_ppl": ("LAMBADA openai", "ppl ↓"),
-    "lambada_standard_acc": ("LAMBADA std", "acc ↑"),
-    "lambada_openai_acc": ("LAMBADA openai", "acc ↑"),
-    "piqa": ("PIQA", "acc ↑"),
-    "hellaswag": ("HellaSwag", "acc_norm ↑"),
-    "winogrande": ("WinoGrande", "acc ↑"),
-    "arc_easy": ("ARC-Easy", "acc ↑"),
-    "arc_challenge": ("ARC-Chall.", "acc_norm ↑"),
-    AVERAGE: ("average", "of 7 acc ↑"),
+    "wikitext_ppl": ("Wikitext", "word ppl\u00a0↓"),
+    "lambada_standard_ppl": ("LAMBADA standard", "ppl\u00a0↓"),
+    "lambada_openai_ppl": ("LAMBADA OpenAI", "ppl\u00a0↓"),
+    "lambada_standard_acc": ("LAMBADA standard", "acc\u00a0↑"),
+    "lambada_openai_acc": ("LAMBADA OpenAI", "acc\u00a0↑"),
+    "piqa": ("PIQA", "acc\u00a0↑"),
+    "hellaswag": ("HellaSwag", "acc_norm\u00a0↑"),
+    "winogrande": ("WinoGrande", "acc\u00a0↑"),
+    "arc_easy": ("ARC-Easy", "acc\u00a0↑"),
+    "arc_challenge": ("ARC-Challenge", "acc_norm\u00a0↑"),
+    AVERAGE: ("average", "of 7 acc\u00a0↑"),
 }
 OURS, THEIRS = "this report", "paper"
 
@@ -169,7 +169,7 @@ def _html_rows(title: str, rows: Sequence[Row], keys: Sequence[str] | None) -> s
         cells = []
         for column in COLUMNS:
             error = row.errors.get(column)
-            text = shown(column, row.values[column])
+            text = f"<span>{shown(column, row.values[column])}</span>"
             text += f"<small>± {shown(column, error)}</small>" if error is not None else ""
             mark = marked.get((index, column))
             cells.append(f'<td class="{mark}">{text}</td>' if mark else f"<td>{text}</td>")
