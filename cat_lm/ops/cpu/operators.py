@@ -29,8 +29,8 @@ def cpu_conv(
     conv_type: str,
     x: Tensor,
     filters: Tensor,
-    bias: Tensor | None = None,
-    positions: Tensor | None = None,
+    bias: Tensor | None,
+    positions: Tensor | None,
 ) -> Tensor:
     """y [B, T, H, D] of one of the convolutions; see `cat_lm.ops.cpu.convolve`."""
     kernel = kernel_for(conv_type)
@@ -89,7 +89,7 @@ def _gradients(x: Tensor, filters: Tensor, wanted: list[bool]) -> tuple[Tensor, 
 
 
 @cpu_conv.register_fake
-def _(conv_type, x, filters, bias=None, positions=None):
+def _(conv_type, x, filters, bias, positions):
     return _output(conv_type, x)
 
 

@@ -1,0 +1,181 @@
+"""Building the C++ kernel: where it goes, and what happens where it cannot be built."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from cat_lm.ops import cpu
+from cat_lm.ops.cpu import compiler, kernel
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
+)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler._load_once.cache_clear()
+    yield tmp_path / "cat_lm"
+    compiler._load_once.cache_clear()
+
+
+def fake_compiler(folder: Path, body: str) -> None:
+    """A `g++` that answers --version and then runs `body`."""
+    folder.mkdir()
+    script = f'#!/bin/sh\ncase "$1" in --version) echo fake 1.0; exit 0;; esac\n{body}\n'
+    (folder / "g++").write_text(script)
+    (folder / "g++").chmod(0o755)
+
+
+def check_convolution_without_kernel(reason: str) -> None:
+    """The convolution works, silently, and `describe` says why it is not the kernel."""
+    x = torch.randn(1, 9, 2, 4, dtype=torch.float64, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, filters in (("head", torch.ones(2, 2)), ("depthwise", torch.ones(2, 4, 2))):
+            y = cpu.convolve(name, x, filters.double(), None, None)
+            torch.testing.assert_close(y[:, 1:], x[:, 1:] + x[:, :-1])
+            y.sum().backward()
+    assert kernel.load_kernel() is None
+    assert reason in cpu.describe("head", torch.float32, 2)
+    assert "matrix products" in cpu.describe("head", torch.float32, 2)
+    assert "shifted sums" in cpu.describe("depthwise", torch.float32, 2)
+
+
+@needs_compiler
+def test_is_built_once_and_found_again(cache):
+    first = compiler.load_library()
+    assert first.handle is not None and "was built by" in first.reason
+    (library,) = cache.iterdir()  # and nothing else is left behind
+    assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
+    built = library.stat().st_mtime_ns
+    compiler._load_once.cache_clear()
+    again = compiler.load_library()
+    assert again.handle is not None and "was built before" in again.reason
+    assert library.stat().st_mtime_ns == built
+    assert "C++ kernel" in cpu.describe("head", torch.float32, 2)
+
+
+def test_no_compiler(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_convolution_without_kernel("no C++ compiler was found")
+    assert not cache.exists()
+
+
+def test_failing_compiler(cache, monkeypatch, tmp_path):
+    fake_compiler(tmp_path / "bin", 'echo "fatal error: no such header" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    check_convolution_without_kernel("fatal error: no such header")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_makes_no_library(cache, monkeypatch, tmp_path):
+    fake_compiler(tmp_path / "bin", 'while [ "$1" != -o ]; do shift; done; echo text > "$2"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    check_convolution_without_kernel("building the C++ kernel failed")
+
+
+def test_compiler_that_hangs(cache, monkeypatch, tmp_path):
+    fake_compiler(tmp_path / "bin", "exec sleep 60")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(compiler, "SECONDS", 1)
+    check_convolution_without_kernel("timed out")
+    assert list(cache.iterdir()) == []
+
+
+@needs_compiler
+def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    # A file in the folder's place stops even root, whom permissions do not.
+    (tmp_path / "cat_lm").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler._load_once.cache_clear()
+    try:
+        check_convolution_without_kernel("building the C++ kernel failed")
+    finally:
+        compiler._load_once.cache_clear()
+
+
+@needs_compiler
+def test_damaged_library_is_built_again(cache):
+    cache.mkdir()
+    found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
+    library = cache / f"convolution-{compiler._fingerprint(found, compiler._flags())}.so"
+    library.write_bytes(b"\x7fELF cut short")
+    assert compiler.load_library().handle is not None
+    assert library.stat().st_size > 10_000
+
+
+@needs_compiler
+def test_processes_that_build_at_once(cache):
+    code = (
+        "from cat_lm.ops.cpu.compiler import load_library\n"
+        "library = load_library()\n"
+        "assert library.handle is not None, library.reason\n"
+        "library.handle.convolution_run\n"
+    )
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_name_depends_on_compiler_flags_and_processor(monkeypatch, tmp_path):
+    fake_compiler(tmp_path / "one", "exit 0")
+    fake_compiler(tmp_path / "two", "exit 0")
+    names = [
+        compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O3",)),
+        compiler._fingerprint(str(tmp_path / "two" / "g++"), ("-O3",)),
+        compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O2",)),
+    ]
+    monkeypatch.setattr(compiler, "processor_features", lambda: "other")
+    names.append(compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O3",)))
+    assert len(set(names)) == 4
+
+
+def test_sources_are_installed():
+    """What the kernel includes is listed, so that a change of any part builds it anew."""
+    folder = Path(compiler.__file__).parent
+    sources = {path.name for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
+    assert sources == set(compiler.SOURCES)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_one_openmp_runtime():
+    """The kernel's threads are torch's: it loads no OpenMP runtime of its own."""
+    loaded = kernel.load_kernel()
+    if loaded is None:
+        pytest.skip(compiler.load_library().reason)
+    libraries = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
+    }
+    runtimes = [path for path in libraries if "gomp" in path or "iomp" in path or "libomp" in path]
+    assert loaded.parallel is None or len(runtimes) == 1, runtimes
+
+
+def test_the_call_is_laid_out_as_in_the_source():
+    """Every field of the C++ struct, in order; all are 8 bytes wide."""
+    source = (Path(compiler.__file__).parent / "kernel.cpp").read_text()
+    body = source.split("struct ConvolutionCall {")[1].split("};")[0]
+    fields = []
+    for line in body.splitlines():
+        declaration = line.split("//")[0].strip().rstrip(";")
+        for part in declaration.split(","):
+            name = part.split()[-1].strip("*") if part.strip() else ""
+            if name:
+                fields.append(name.split("[")[0])
+    assert fields == [name for name, _ in kernel._Call._fields_]
+    assert ctypes.sizeof(kernel._Call) == 8 * (len(fields) + 2 * 3)
