@@ -67,7 +67,10 @@ def export_checkpoint(
     facts = training_facts(step_folder)
     config = None
     if method != "none":
-        config = _scaled_config(step_folder, facts, method, factor, temperature_scope)
+        config = model_config(step_folder / "model")
+        facts.setdefault("context_length", config.max_position_embeddings)
+        trained = facts["context_length"]
+        config = _scaled_config(config, method, factor, trained, temperature_scope)
         facts |= {"context_method": method, "context_factor": factor}
     model = load_model(step_folder / "model", device="cpu", config=config)
     tokenizer = load_tokenizer(step_folder / "tokenizer")
@@ -75,17 +78,15 @@ def export_checkpoint(
 
 
 def _scaled_config(
-    step_folder: Path, facts: Mapping[str, Any], method: str, factor: float, scope: str
+    config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
 ) -> PreTrainedConfig:
     from cat_lm.model.rope_scaling import scaled_config, scaled_fields
 
-    config = model_config(step_folder / "model")
-    trained = facts.get("context_length", config.max_position_embeddings)
     try:
-        fields = scaled_fields(config, method, factor, trained, scope)
+        fields = scaled_fields(config, method, factor, training_length, scope)
     except ValueError as error:
         raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
-    return scaled_config(config, fields | {"max_position_embeddings": round(factor * trained)})
+    return scaled_config(config, fields)
 
 
 def export_model(

@@ -96,19 +96,23 @@ def scaled_fields(
         temperature_scope: what the temperature acts on.
 
     Returns:
-        The fields; empty where the model stays as it is.
+        The fields, among them the new `max_position_embeddings`; empty where the model stays as it
+        is.
 
     Raises:
         ValueError: the method or the scope does not exist for this model, or the factor is below 1.
     """
     if method not in methods_for(config):
         known = ", ".join(methods_for(config))
-        raise ValueError(f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}")
+        raise ValueError(
+            f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
+        )
     _check_scope(temperature_scope, _has_rope(config))
     if not factor >= 1 or math.isinf(factor):
         raise ValueError(f"factor {factor}: must be at least 1")
     if method == "none" or factor == 1:
         return {}
+    fields: dict[str, Any] = {"max_position_embeddings": round(factor * training_length)}
     rope = dict(config.rope_parameters)
     if method == "yarn":
         in_rope = temperature_scope == "rotary"
@@ -120,10 +124,10 @@ def scaled_fields(
             "attention_factor": yarn_magnitude(factor) if in_rope else 1.0,
         }
         if in_rope:
-            return {"rope_parameters": rope}
+            return fields | {"rope_parameters": rope}
     elif method.startswith("pi"):
         rope |= {"rope_type": "linear", "factor": float(factor)}
-    fields = {"rope_parameters": rope}
+    fields["rope_parameters"] = rope
     if method != "pi":
         fields["attention_temperature"] = yarn_temperature(factor)
         fields["temperature_scope"] = temperature_scope

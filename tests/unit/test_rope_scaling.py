@@ -207,7 +207,7 @@ class TestFolders:
     def test_stock_transformers_reads_pythia_s(self, method, scope):
         stock = stock_model()
         fields = scaled_fields(stock.config, method, 4, TRAINED, scope)
-        assert fields.keys() == {"rope_parameters"}
+        assert fields.keys() == {"rope_parameters", "max_position_embeddings"}
         scaled_stock = GPTNeoXForCausalLM(
             GPTNeoXConfig(**stock.config.to_dict() | fields, attn_implementation="sdpa")
         )
