@@ -204,23 +204,27 @@ def space() -> Iterator[Finding]:
 
 
 def convolutions() -> Iterator[Finding]:
-    """The backend of every kind of convolution and dtype, for heads of 64 channels and W = 21."""
+    """The backend of each kind of convolution and dtype, for 16 heads of 64 channels, W = 21."""
     import torch
 
     from cat_lm import ops
 
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    for where in devices:
+    shape = {"window": 21, "heads": 16, "head_dim": 64}
+    for where in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
         for conv_type in ("head", "depthwise", "multihead"):
-            for dtype in (torch.float32, torch.bfloat16):
-                shape = {"window": 21, "heads": 16, "head_dim": 64}
+            value, dtypes_of = {}, {}
+            for name in ("float32", "bfloat16"):
+                dtype = getattr(torch, name)
                 choice = ops.choose_backend(conv_type, device=where, dtype=dtype, **shape)
-                runs = ops.BACKENDS[choice.name].describe(conv_type, dtype, 21)
-                short = str(dtype).removeprefix("torch.")
-                value = {"backend": choice.name, "reason": choice.reason, "runs": runs, **shape}
-                text = f"{conv_type}, {short}, {where}: {choice.name}, {choice.reason}; {runs}"
-                name = f"{conv_type} {short} {where}"
-                yield Finding("convolutions", text, name, value)
+                runs = ops.BACKENDS[choice.name].describe(conv_type, dtype, shape["window"])
+                value[name] = {"backend": choice.name, "reason": choice.reason, "runs": runs}
+                # Mostly both dtypes are served alike, and share a line.
+                dtypes_of.setdefault(tuple(value[name].values()), []).append(name)
+            text = "; ".join(
+                f"{conv_type}, {' and '.join(dtypes)} on {where}: {backend}, {reason}: {runs}"
+                for (backend, reason, runs), dtypes in dtypes_of.items()
+            )
+            yield Finding("convolutions", text, f"{conv_type} {where}", value)
 
 
 ALL = (

@@ -64,7 +64,7 @@ def test_this_machine(command, tmp_path):
     assert found["torch"]["text"].startswith(torch.__version__)
     for conv_type in ("head", "depthwise", "multihead"):
         for dtype in ("float32", "bfloat16"):
-            value = found[f"{conv_type} {dtype} cpu"]["value"]
+            value = found[f"{conv_type} cpu"]["value"][dtype]
             assert value["backend"] in ("cpu", "reference") and value["reason"] and value["runs"]
     topics = {finding["topic"] for finding in record["findings"]}
     expected = ("python", "packages", "device", "compiler", "optional", "attention", "deepspeed")
