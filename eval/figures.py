@@ -35,6 +35,7 @@ INK, MUTED, GRID, PAPER = "#1c2024", "#5f6871", "#e2e5e9", "#ffffff"
 
 METHOD_LINES = {"none": "-", "pi": ":", "pi+temperature": "--", "yarn": "-.", "temperature": "--"}
 
+MANY_RUNS = 5  # above which the legend stands below the picture
 MIN_GROUPS = 20  # documents or windows below which no error bar is drawn
 WIDE, NARROW = (7.4, 3.7), (3.8, 3.3)  # inches: for a desktop column and for a phone
 STYLE = {
@@ -109,7 +110,11 @@ def loss_figure(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
         axes.xaxis.set_major_locator(MaxNLocator(5 if size[0] > 5 else 4))
-        axes.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
+        if len(runs) > MANY_RUNS:
+            columns = 4 if size[0] > 5 else 2
+            figure.legend(loc="outside lower center", ncols=columns, fontsize=8)
+        else:
+            axes.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
         return figure
 
 
@@ -243,7 +248,7 @@ def _length_legends(
             )
             for method in methods
         ]
-    if len(handles) <= 4:
+    if len(handles) <= MANY_RUNS:
         axes.legend(handles=handles, loc="best")
         return
     columns = 4 if size[0] > 5 else 2

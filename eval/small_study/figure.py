@@ -2,99 +2,138 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from eval.figures import INK, MUTED, PAPER, STYLE, run_colour, run_marker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# As in the paper's Figure 1: YaRN's temperature, and PI where positions are rotary.
+SCALED = ("pi+temperature", "temperature")
+OUTLIER = 4.0  # loss differences, in those of half of the models, beyond which a model is cut off
+
 
 def study_figure(summary: dict[str, Any]) -> Figure:
-    """Left: loss at the training length, a point for each seed, a bar at the mean. Right:
-    perplexity without scaling against context length, the mean over seeds in a band from the
-    smallest to the largest."""
+    """Above, loss at the training length: a point for each seed, a bar at their mean. Below,
+    perplexity against context length as trained and, beside it, scaled to the length as in the
+    paper: the mean over seeds in a band from the smallest to the largest; NoPE is dashed."""
     models = [model for model in summary["models"] if model["seeds"]]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((9.6, 0.42 * len(models) + 1.4), layout="constrained")
-        figure.set_size_inches(9.6, max(4.2, 0.42 * len(models) + 1.0))
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-        _losses(left, summary, models)
-        _lengths(right, summary, models)
+    with matplotlib.rc_context({**STYLE, "lines.markeredgewidth": 0.5}):
+        above = 0.3 * len(models) + 0.9
+        figure = Figure((9.2, above + 4.4), layout="constrained")
+        axes = figure.subplot_mosaic(
+            [["loss", "loss"], ["none", "scaled"]], height_ratios=(above, 4.0)
+        )
+        axes["scaled"].sharey(axes["none"])
+        _losses(axes["loss"], summary, models)
+        _lengths(axes["none"], summary, models, ("none",), "positions as trained")
+        _lengths(
+            axes["scaled"],
+            summary,
+            models,
+            SCALED,
+            "scaled to the length: PI and temperature (NoPE: temperature)",
+        )
+        axes["none"].set_ylabel("perplexity per token")
+        axes["scaled"].tick_params(axis="y", which="both", labelleft=False)
+        figure.align_titles()
+        handles, labels = axes["none"].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
         return figure
 
 
 def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:
-    for index, model in enumerate(models):
-        values = _values(summary, model["model"], summary["training_length"], "loss")
+    found = [
+        _values(summary, m["model"], summary["training_length"], ("none",), "loss") for m in models
+    ]
+    edge = _edge([statistics.fmean(values) for values in found if values])
+    for index, values in enumerate(found):
         if not values:
             axes.annotate(
-                "diverged", (0.02, index), xycoords=("axes fraction", "data"), va="center"
+                "diverged", (0.01, index), xycoords=("axes fraction", "data"), va="center"
             )
             continue
-        mean = sum(values) / len(values)
-        axes.plot([mean, mean], [index - 0.32, index + 0.32], color=INK, lw=1.6, zorder=2)
-        axes.plot(
-            values,
-            [index] * len(values),
-            run_marker(index),
-            color=run_colour(index),
-            mec=PAPER,
-            ms=7,
-            zorder=3,
-        )
+        mean = statistics.fmean(values)
+        if mean > edge:
+            text = f"{mean:.3f} \N{BLACK RIGHT-POINTING TRIANGLE}"
+            place = {"xycoords": ("axes fraction", "data"), "va": "center", "ha": "right"}
+            axes.annotate(text, (0.995, index), color=run_colour(index), **place)
+            continue
+        axes.plot([mean, mean], [index - 0.3, index + 0.3], color=INK, lw=1.5, zorder=2)
+        style = {"color": run_colour(index), "mec": PAPER, "ms": 6.5, "alpha": 0.9, "zorder": 3}
+        axes.plot(values, [index] * len(values), run_marker(index), **style)
     axes.set_yticks(range(len(models)), [model["label"] for model in models], color=INK)
     axes.set_ylim(len(models) - 0.5, -0.5)
     axes.grid(True, axis="x")
     axes.spines["left"].set_visible(False)
+    axes.margins(x=0.08)
     axes.set_xlabel(f"held-out loss at length {summary['training_length']:,} (nats per token)")
-    axes.set_title("each point a seed, bar: mean", fontsize=9, color=MUTED, loc="left")
+    _title(axes, "a point for each seed, bar: their mean")
 
 
-def _lengths(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:
+def _edge(means: list[float]) -> float:
+    """Where the picture of losses ends, so that one bad model does not hide the others' order."""
+    if len(means) < 4:
+        return float("inf")
+    ordered = sorted(means)
+    half = statistics.median(ordered) - ordered[0]
+    return statistics.median(ordered) + OUTLIER * half
+
+
+def _lengths(
+    axes: Axes,
+    summary: dict[str, Any],
+    models: list[dict[str, Any]],
+    methods: tuple[str, ...],
+    title: str,
+) -> None:
     lengths = sorted({row["length"] for row in summary["rows"]})
-    every = []
     for index, model in enumerate(models):
         found = [
             (length, values)
             for length in lengths
-            if (values := _values(summary, model["model"], length, "perplexity"))
+            if (values := _values(summary, model["model"], length, methods, "perplexity"))
         ]
-        if not found:
-            continue
         x = [length for length, _ in found]
-        means = [sum(values) / len(values) for _, values in found]
-        colour = run_colour(index)
+        means = [statistics.fmean(values) for _, values in found]
         bounds = [[pick(values) for _, values in found] for pick in (min, max)]
-        axes.fill_between(x, *bounds, color=colour, alpha=0.15, lw=0, zorder=1)
-        axes.plot(x, means, color=colour, marker=run_marker(index), mec=PAPER, label=model["label"])
-        every += means
-    if not every:
-        return
+        style = {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER, "lw": 1.4}
+        style["ls"] = "--" if model["position_embedding"] == "none" else "-"
+        axes.fill_between(x, *bounds, color=run_colour(index), alpha=0.18, lw=0, zorder=1)
+        axes.plot(x, means, label=model["label"], **style)
     axes.axvline(summary["training_length"], color=MUTED, ls=(0, (4, 3)), lw=1, zorder=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([f"{length:,}" for length in lengths])
-    axes.set_yscale("log")
+    every = [row["perplexity"] for row in summary["rows"] if row["perplexity"] is not None]
+    if every and max(every) > 4 * min(every):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("context length (tokens); dashed: training length")
-    axes.set_ylabel("perplexity per token, positions not scaled")
-    axes.set_title(
-        "mean over seeds, band: smallest to largest", fontsize=9, color=MUTED, loc="left"
-    )
-    axes.legend(fontsize=8)
+    _title(axes, title)
 
 
-def _values(summary: dict[str, Any], model: str, length: int, key: str) -> list[float]:
-    place = (model, length, "none")
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=9, color=MUTED, loc="left")
+
+
+def _values(
+    summary: dict[str, Any], model: str, length: int, methods: tuple[str, ...], key: str
+) -> list[float]:
+    """The value of every seed."""
     return [
         row[key]
         for row in summary["rows"]
-        if (row["model"], row["length"], row["method"]) == place and row[key] is not None
+        if (row["model"], row["length"]) == (model, length)
+        and row["method"] in methods
+        and row[key] is not None
     ]
