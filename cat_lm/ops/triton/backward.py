@@ -30,6 +30,7 @@ def load_gradient(
     dy_stride,
     cos_ptr,
     sin_ptr,
+    angles,
     first,
     rows,
     length,
@@ -38,14 +39,17 @@ def load_gradient(
     ROTARY: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """The gradient of the convolution's outputs: that of the results, rotated back."""
+    """The gradient of the convolution's outputs: that of the results, rotated back.
+
+    dy_ptr points to the row of the batch; `angles` is where that row's begin in cos_ptr, sin_ptr.
+    """
     gradient = load_rows(dy_ptr, first, rows, length, columns, inside, dy_stride)
     if ROTARY > 0:
         partners = rotary_partners(columns, ROTARY, ALIGNMENT)
         rotated = columns < ROTARY
         others = load_rows(dy_ptr, first, rows, length, partners, rotated, dy_stride)
-        cosines = load_rows(cos_ptr, first, rows, length, columns, rotated, ROTARY)
-        sines = load_rows(sin_ptr, first, rows, length, partners, rotated, ROTARY)
+        cosines = load_rows(cos_ptr + angles, first, rows, length, columns, rotated, ROTARY)
+        sines = load_rows(sin_ptr + angles, first, rows, length, partners, rotated, ROTARY)
         others = others.to(tl.float32) * sines.to(tl.float32)
         others = tl.where(columns[None, :] < ROTARY // 2, others, -others)
         gradient = gradient.to(tl.float32)
@@ -106,26 +110,21 @@ def backward_dot_stream(
     bias_sums = tl.zeros([BLOCK, COLUMNS], dtype=tl.float32)
 
     tiles_per_row = tl.cdiv(length, BLOCK)
-    tile = segment * tiles_per_program
-    last = tl.minimum(tile + tiles_per_program, batch_size * tiles_per_row)
-    for tile in range(tile, last):
+    start = segment * tiles_per_program
+    last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
+    for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
         first = (tile % tiles_per_row) * BLOCK
         source = dy_ptr + batch * dy_stride_b
-        cosines = cos_ptr
-        sines = sin_ptr
-        if ROTARY > 0:
-            cosines += batch * cos_stride_b
-            sines += batch * cos_stride_b
+        angles = batch * cos_stride_b
         dy = load_gradient(
-            *(source, dy_stride_t, cosines, sines, first, rows, length, columns, inside),
-            *(ROTARY, ALIGNMENT),
+            *(source, dy_stride_t, cos_ptr, sin_ptr, angles, first, rows, length),
+            *(columns, inside, ROTARY, ALIGNMENT),
         )
         if dbias_ptr is not None:
             bias_sums += dy.to(tl.float32)
-        target = dx_ptr
         if dx_ptr is not None:
-            target += batch * dx_stride_b + first.to(tl.int64) * dx_stride_t
+            target = dx_ptr + batch * dx_stride_b + first.to(tl.int64) * dx_stride_t
             target = target + rows[:, None] * dx_stride_t + columns[None, :]
         stored = (first + rows < length)[:, None] & inside[None, :]
         if f_ptr is None:
@@ -139,7 +138,7 @@ def backward_dot_stream(
                 near_allowed = near_lags <= reach[None, :]
             if HALO > 0:
                 after = load_gradient(
-                    *(source, dy_stride_t, cosines, sines, first + BLOCK, halo, length),
+                    *(source, dy_stride_t, cos_ptr, sin_ptr, angles, first + BLOCK, halo, length),
                     *(columns, inside, ROTARY, ALIGNMENT),
                 ).to(x_ptr.dtype.element_ty)
                 if positions_ptr is not None:
@@ -226,9 +225,7 @@ def backward_shift_stream(
     batch = (tile // tiles_per_row).to(tl.int64)
     first = (tile % tiles_per_row) * BLOCK
     dy_ptr += batch * dy_stride_b
-    if ROTARY > 0:
-        cos_ptr += batch * cos_stride_b
-        sin_ptr += batch * cos_stride_b
+    angles = batch * cos_stride_b
     lags = 1
     if f_ptr is not None:
         lags = WINDOW
@@ -238,8 +235,8 @@ def backward_shift_stream(
     dx = tl.zeros([BLOCK, COLUMNS], dtype=tl.float32)
     for lag in range(lags):
         dy = load_gradient(
-            *(dy_ptr, dy_stride_t, cos_ptr, sin_ptr, first + lag, rows, length, columns, inside),
-            *(ROTARY, ALIGNMENT),
+            *(dy_ptr, dy_stride_t, cos_ptr, sin_ptr, angles, first + lag, rows, length),
+            *(columns, inside, ROTARY, ALIGNMENT),
         ).to(tl.float32)
         if f_ptr is None:
             dx = dy
@@ -249,7 +246,7 @@ def backward_shift_stream(
                 reach_ptr = positions_ptr + batch * length + times
                 reach = tl.load(reach_ptr, mask=times < length, other=0)
                 dy = tl.where((lag <= reach)[:, None], dy, 0.0)
-            dx += dy * taps_of_channels(f_ptr, lag, columns, inside, WINDOW, PER_CHANNEL)
+            dx += dy * taps_of_channels(f_ptr, lag, width, columns, inside, PER_CHANNEL)
             if df_ptr is not None:
                 product = dy * inputs
                 if PER_CHANNEL:
@@ -266,8 +263,8 @@ def backward_shift_stream(
         )
     if dbias_ptr is not None:
         dy = load_gradient(
-            *(dy_ptr, dy_stride_t, cos_ptr, sin_ptr, first, rows, length, columns, inside),
-            *(ROTARY, ALIGNMENT),
+            *(dy_ptr, dy_stride_t, cos_ptr, sin_ptr, angles, first, rows, length),
+            *(columns, inside, ROTARY, ALIGNMENT),
         )
         tl.store(dbias_ptr + columns, tl.sum(dy.to(tl.float32), axis=0), mask=inside)
 
@@ -355,10 +352,10 @@ def backward_kernel(
     and [segments, H, W, D] for filters per channel; dbias_ptr is [segments, H, D].
     """
     program = tl.program_id(0)
-    head = (program % heads).to(tl.int64)
     chunks = tl.cdiv(width, COLUMNS)
-    chunk = program // heads % chunks
-    segment = program // heads // chunks
+    chunk = program % chunks
+    head = (program // chunks % heads).to(tl.int64)
+    segment = program // chunks // heads
     if dx_ptr is not None:
         dx_ptr += head * length * width
     if df_ptr is not None:

@@ -56,11 +56,11 @@ def backward_qkv_kernel(
     without; dbias_ptr is [segments, H, 3, D].
     """
     program = tl.program_id(0)
-    stream = program % 3
-    head = (program // 3 % heads).to(tl.int64)
     chunks = tl.cdiv(width, COLUMNS)
-    chunk = program // (3 * heads) % chunks
-    segment = program // (3 * heads) // chunks
+    chunk = program % chunks
+    stream = program // chunks % 3
+    head = (program // chunks // 3 % heads).to(tl.int64)
+    segment = program // chunks // 3 // heads
     x_ptr += head * x_stride_h + stream * x_stride_s
     dx_stride_t = heads * 3 * width
     dx_stride_b = dx_stride_t.to(tl.int64) * length

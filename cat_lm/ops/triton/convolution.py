@@ -16,6 +16,11 @@ from cat_lm.ops.triton.launch import (
 )
 
 
+def _for_kernel(filters: Tensor) -> Tensor:
+    """[H, W], or [H, D, W] as [H, W, D], whose channels load as vectors."""
+    return (filters.mT if filters.ndim == 3 else filters).contiguous()
+
+
 @torch.library.custom_op("cat_lm::triton_conv", mutates_args=())
 def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
     """y[b,t,h,d] = bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d].
@@ -32,11 +37,11 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
     x, y = unit_stride(x), heads_first(x)
-    tile = choose_tile(x, window, per_channel=per_channel, backward=False)
+    tile = choose_tile(x, window, per_channel=per_channel, documents=positions is not None)
     tiles_per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
     with on_device_of(x):
         forward_kernel[tile.grid(x, tiles_per_program)](
-            *(x, filters.contiguous(), contiguous(bias), y, contiguous(positions)),
+            *(x, _for_kernel(filters), contiguous(bias), y, contiguous(positions)),
             *(tiles_per_program, batch, time, heads, width, *x.stride()[:3]),
             WINDOW=window,
             BLOCK=tile.block,
@@ -44,8 +49,7 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
             COLUMNS=tile.columns,
             PER_CHANNEL=per_channel,
             USE_DOT=tile.use_dot,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.compiler_options(),
         )
     return y
 
@@ -64,7 +68,9 @@ def conv_backward(
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
     x, dy = unit_stride(x), unit_stride(dy)
-    tile = choose_tile(x, window, per_channel=per_channel, backward=True)
+    tile = choose_tile(
+        x, window, per_channel=per_channel, documents=positions is not None, backward=True
+    )
     tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
     segments = -(-tile.tiles(x) // tiles_per_program)
     dx = heads_first(x) if needs_x else x.new_empty(0)
@@ -80,7 +86,7 @@ def conv_backward(
         dbias = x.new_empty(segments, heads, width, dtype=torch.float32)
     with on_device_of(x):
         backward_kernel[tile.grid(x, tiles_per_program)](
-            *(dy, x, filters.contiguous(), dx if needs_x else None, sums, dbias),
+            *(dy, x, _for_kernel(filters), dx if needs_x else None, sums, dbias),
             *(contiguous(positions), tiles_per_program, batch, time, heads, width),
             *(*dy.stride()[:3], *x.stride()[:3]),
             WINDOW=window,
@@ -89,8 +95,7 @@ def conv_backward(
             COLUMNS=tile.columns,
             PER_CHANNEL=per_channel,
             USE_DOT=tile.use_dot,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.compiler_options(),
         )
     df = x.new_empty(0)
     if sums is not None:
@@ -122,7 +127,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy):
     x, filters, positions = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2] + (ctx.has_bias and ctx.needs_input_grad[2],)
+    needs = (*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2])
     gradients = conv_backward(dy, x, filters, positions, *needs)
     return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None
 

@@ -56,9 +56,9 @@ def forward_stream(
             far = taps_of_lags(f_ptr, HALO + rows[:, None] - halo[None, :], WINDOW)
 
     tiles_per_row = tl.cdiv(length, BLOCK)
-    tile = segment * tiles_per_program
-    last = tl.minimum(tile + tiles_per_program, batch_size * tiles_per_row)
-    for tile in range(tile, last):
+    start = segment * tiles_per_program
+    last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
+    for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
         first = (tile % tiles_per_row) * BLOCK
         reach = rows
@@ -67,8 +67,8 @@ def forward_stream(
             reach = tl.load(positions_ptr + batch * length + first + rows, mask=in_row, other=0)
         source = x_ptr + batch * x_stride_b
         outputs = convolve_tile(
-            *(source, x_stride_t, f_ptr, near, far, reach, first, length, columns, inside),
-            *(WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+            *(source, x_stride_t, f_ptr, near, far, reach, first, length),
+            *(width, columns, inside, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
         )
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -79,8 +79,8 @@ def forward_stream(
             # The channels of a head share their filter: the partners' outputs are the convolution
             # of the partners, which the caches still hold.
             others = convolve_tile(
-                *(source, x_stride_t, f_ptr, near, far, reach, first, length, partners, rotated),
-                *(WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+                *(source, x_stride_t, f_ptr, near, far, reach, first, length),
+                *(width, partners, rotated, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
             )
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + partners, mask=rotated, other=0.0).to(tl.float32)
@@ -123,13 +123,16 @@ def forward_kernel(
 ):
     """y = F * x + bias for x [B, T, H, D] with any strides but 1 in D; y is [B, H, T, D].
 
-    Heads count fastest in the grid, so that programs that run together read whole lines of x.
+    Filters are [H, W], or [H, W, D] if PER_CHANNEL.
+
+    Channels, then heads count fastest in the grid, so that programs that run at the same time read
+    neighbours in memory.
     """
     program = tl.program_id(0)
-    head = (program % heads).to(tl.int64)
     chunks = tl.cdiv(width, COLUMNS)
-    chunk = program // heads % chunks
-    segment = program // heads // chunks
+    chunk = program % chunks
+    head = (program // chunks % heads).to(tl.int64)
+    segment = program // chunks // heads
     if bias_ptr is not None:
         bias_ptr += head * width
     y_stride_b = heads.to(tl.int64) * length * width
@@ -175,17 +178,17 @@ def forward_qkv_kernel(
     ALIGNMENT: tl.constexpr,
     USE_DOT: tl.constexpr,
 ):
-    """q, k, v [B, H, T, D] from x [B, T, H, 3, D]; streams count fastest, then heads.
+    """q, k, v [B, H, T, D] from x [B, T, H, 3, D]; channels, streams and heads count fastest.
 
     A branch per stream, so that each is compiled with what it has: filter or none, rotation or
     none.
     """
     program = tl.program_id(0)
-    stream = program % 3
-    head = (program // 3 % heads).to(tl.int64)
     chunks = tl.cdiv(width, COLUMNS)
-    chunk = program // (3 * heads) % chunks
-    segment = program // (3 * heads) // chunks
+    chunk = program % chunks
+    stream = program // chunks % 3
+    head = (program // chunks // 3 % heads).to(tl.int64)
+    segment = program // chunks // 3 // heads
     x_ptr += head * x_stride_h + stream * x_stride_s
     place = head * length * width
     y_stride_b = heads.to(tl.int64) * length * width

@@ -34,6 +34,14 @@ class Tile:
     use_dot: bool
     num_warps: int
     num_stages: int
+    # Registers a thread at most, where some spilling buys a second program on a multiprocessor.
+    registers: int | None = None
+
+    def compiler_options(self) -> dict[str, int]:
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.registers
+        return options
 
     def grid(self, x: Tensor, tiles_per_program: int, streams: int = 1) -> tuple[int]:
         heads, width = x.shape[2], x.shape[-1]
@@ -59,21 +67,29 @@ def uses_dot(dtype: torch.dtype, window: int, per_channel: bool) -> bool:
     return dtype != torch.float32 and window <= WIDEST_DOT_WINDOW and not per_channel
 
 
-def choose_tile(x: Tensor, window: int, *, per_channel: bool = False, backward: bool) -> Tile:
+def choose_tile(
+    x: Tensor,
+    window: int,
+    *,
+    per_channel: bool = False,
+    documents: bool = False,
+    backward: bool = False,
+) -> Tile:
     """The tile for inputs [..., D].
 
-    With matrix products: 64 steps are the height of Hopper's matrix instruction. Without: 4096
-    elements and 4 warps hold an output tile in 32 registers a thread; the gradients' sums are
-    written once a tile, so there a tile is twice as large.
+    With matrix products 64 steps are the height of Hopper's matrix instruction, and 64 channels
+    leave registers for two programs or more on a multiprocessor. Without, 4096 elements and 4 warps
+    hold an output tile in 32 registers a thread. What needs further registers (sums of the
+    gradients, masks of documents) has 8 warps.
     """
-    columns = min(128, max(16, triton.next_power_of_2(x.shape[-1])))
+    columns = min(64, max(16, triton.next_power_of_2(x.shape[-1])))
     if uses_dot(x.dtype, window, per_channel):
         halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
-        warps = 8 if columns == 128 or (backward and halo > 32) else 4
-        return Tile(64, halo, columns, True, warps, 2)
-    if backward:
-        return Tile(min(128, 8192 // columns), 0, columns, False, 8, 1)
-    return Tile(min(64, 4096 // columns), 0, columns, False, 4, 1)
+        warps = 8 if backward or documents else 4
+        registers = 128 if backward and not documents and halo <= 32 else None
+        # With a wide halo a second stage would not fit into an A100's shared memory.
+        return Tile(64, halo, columns, True, warps, 2 if halo <= 64 else 1, registers)
+    return Tile(64, 0, columns, False, 8 if backward else 4, 1)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:

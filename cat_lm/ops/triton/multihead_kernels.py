@@ -86,8 +86,8 @@ def mix_kernel(
         if positions_ptr is not None:
             if REVERSED:
                 in_row = block_first + offsets < length
-                reach = tl.load(reach_ptr + offsets, mask=in_row, other=0)
-                used = used & (lags <= reach[None, :])
+                ahead = tl.load(reach_ptr + offsets, mask=in_row, other=0)
+                used = used & (lags <= ahead[None, :])
             else:
                 used = used & (lags <= reach[:, None])
         entries = (lags * heads + outputs[:, None]) * heads + inputs[None, :]

@@ -37,8 +37,7 @@ def _tile_options(tile: Tile) -> dict[str, int]:
         "HALO": tile.halo,
         "COLUMNS": tile.columns,
         "USE_DOT": tile.use_dot,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **tile.compiler_options(),
     }
 
 
@@ -69,7 +68,7 @@ def conv_qkv(
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
     outputs = tuple(heads_first(qkv[:, :, :, s]) for s in range(3))
-    tile = choose_tile(qkv, window, backward=False)
+    tile = choose_tile(qkv, window, documents=positions is not None)
     tiles_per_program = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
     angle_stride, angle_options = _angle_options(cos)
     with on_device_of(qkv):
@@ -100,12 +99,12 @@ def conv_qkv_backward(
     needs_filters: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dqkv [B, T, H, 3, D], the filters' gradients and dbias [H, 3, D]; no elements if not needed."""
+    """dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; without elements if not needed."""
     batch, time, heads, _, width = qkv.shape
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
     gradients = [unit_stride(gradient) for gradient in (dq, dk, dv)]
-    tile = choose_tile(qkv, window, backward=True)
+    tile = choose_tile(qkv, window, documents=positions is not None, backward=True)
     tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
     segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns)
     dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)

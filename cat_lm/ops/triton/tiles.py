@@ -46,10 +46,10 @@ def taps_of_lags(f_ptr, lags, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def taps_of_channels(f_ptr, lag, columns, inside, WINDOW: tl.constexpr, PER_CHANNEL: tl.constexpr):
-    """The filter at one lag: [1, COLUMNS] of a filter per channel, otherwise one number."""
+def taps_of_channels(f_ptr, lag, width, columns, inside, PER_CHANNEL: tl.constexpr):
+    """The filter at one lag: [1, COLUMNS] of a filter [W, D] per channel, otherwise one number."""
     if PER_CHANNEL:
-        taps = tl.load(f_ptr + columns * WINDOW + lag, mask=inside, other=0.0)[None, :]
+        taps = tl.load(f_ptr + lag * width + columns, mask=inside, other=0.0)[None, :]
     else:
         taps = tl.load(f_ptr + lag)
     return taps.to(tl.float32)
@@ -77,6 +77,7 @@ def convolve_tile(
     reach,
     first,
     length,
+    width,
     columns,
     inside,
     WINDOW: tl.constexpr,
@@ -109,7 +110,7 @@ def convolve_tile(
             outputs = add_product(outputs, far, before)
     else:
         outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
-        for lag in tl.range(0, WINDOW, loop_unroll_factor=4):
+        for lag in tl.range(0, WINDOW, loop_unroll_factor=2):
             times = first - lag + rows
             allowed = (times >= 0) & (times < length)
             if DOCUMENTS:
@@ -120,6 +121,6 @@ def convolve_tile(
                 mask=allowed[:, None] & inside[None, :],
                 other=0.0,
             )
-            taps = taps_of_channels(f_ptr, lag, columns, inside, WINDOW, PER_CHANNEL)
+            taps = taps_of_channels(f_ptr, lag, width, columns, inside, PER_CHANNEL)
             outputs += taps * delayed.to(tl.float32)
     return outputs

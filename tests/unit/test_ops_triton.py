@@ -1,0 +1,82 @@
+"""The Triton kernels where there is no GPU: through Triton's interpreter, in another process.
+
+Whether kernels are compiled or interpreted is settled for a process when they are imported, and
+other tests of this process must see them as users do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cat_lm.ops import triton as backend
+
+REPOSITORY = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "part", ["head or depthwise", "multihead", "qkv or packed", "not head and not depthwise"]
+)
+def test_kernels_in_the_interpreter(part, tmp_path):
+    if part.startswith("not"):
+        part += " and not multihead and not qkv and not packed"
+    command = [sys.executable, "-m", "pytest", "tests/unit/triton_cases.py", "-q", "-k", part]
+    command += ["-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
+    assert " passed" in result.stdout and " skipped" not in result.stdout
+
+
+def test_says_why_it_cannot_serve(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    shape = (21, 16, 64)
+    if backend.INSTALLED:
+        assert "need a GPU" in backend.why_not("head", cpu, torch.float32, *shape)
+        assert "float64" in backend.why_not("head", gpu, torch.float64, *shape)
+        assert backend.why_not("head", gpu, torch.bfloat16, *shape) is None
+    monkeypatch.setattr(backend, "INSTALLED", False)
+    assert backend.why_not("head", gpu, torch.float32, *shape) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("conv_type", "dtype", "window", "named"),
+    [
+        ("head", torch.bfloat16, 21, "matrix units"),
+        ("head", torch.bfloat16, 130, "W is above 129"),
+        ("head", torch.float32, 21, "fp32"),
+        ("depthwise", torch.bfloat16, 4, "filters per channel"),
+        ("multihead", torch.bfloat16, 21, "matrix units"),
+        ("multihead", torch.float32, 21, "fp32 products"),
+    ],
+)
+def test_describes_what_runs(conv_type, dtype, window, named):
+    description = backend.describe(conv_type, dtype, window)
+    assert named in description and "interpreter" not in description
+
+
+@needs_triton
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("time", [1, 64, 65, 4096])
+def test_programs_cover_all_tiles(time, heads):
+    from cat_lm.ops.triton.launch import choose_tile
+
+    x = torch.empty(3, time, heads, 80, dtype=torch.bfloat16, device="meta")
+    tile = choose_tile(x, 21, backward=True)
+    per_program = tile.tiles_per_program(x, most=8)
+    segments, rest = divmod(tile.grid(x, per_program)[0], heads * 2)
+    assert rest == 0 and 1 <= per_program <= 8
+    assert (segments - 1) * per_program < 3 * -(-time // 64) <= segments * per_program
