@@ -296,12 +296,13 @@ def model_section(config: GPTNeoXConfig) -> dict[str, Any]:
         "rotary_pct": config.rope_parameters["partial_rotary_factor"],
         "rope_theta": config.rope_parameters["rope_theta"],
     }
-    # Defaults are left out; these say too little by themselves.
+    if config.rope_parameters["rope_type"] == "default":
+        values["rope_parameters"] = None  # the two above say it all
     defaults = {name: field.default for name, field in ModelSection.model_fields.items()}
     return {
         name: values[name]
         for name, default in defaults.items()
-        if name in values and (values[name] != default or name.startswith("conv_type"))
+        if name in values and values[name] != default
     }
 
 
