@@ -108,7 +108,8 @@ def _scorer(folder: Path, settings: Settings) -> Scorer:
 
 
 def _check_rows(name: str, task: ConfigurableTask, limit: int | None, ranks: int) -> None:
-    rows = min(len(task.eval_docs), limit or len(task.eval_docs))
+    rows = len(task.task_docs)
+    rows = min(rows, limit or rows)
     if rows < ranks:
         raise UserError(f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer")
 

@@ -21,7 +21,8 @@ SOURCE_FOLDERS = ("cat_lm", "data_prep", "eval", "launch")
 SCRIPTS = ("launch/quickstart.sh", "launch/environment.sh", "tests/run.sh", ".ci/run")
 PROMISED = {
     *("train", "data_prep.prepare", "data_prep.inspect", "cat_lm.export", "cat_lm.generate"),
-    *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed", "launch.doctor"),
+    *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed", "eval.zero_shot"),
+    "launch.doctor",
 }
 
 
