@@ -38,7 +38,7 @@ def study_figure(summary: dict[str, Any]) -> Figure:
             summary,
             models,
             SCALED,
-            "scaled to the length: PI and temperature (NoPE: temperature)",
+            "scaled to the length, as in the paper's Figure 1",
         )
         axes["none"].set_ylabel("perplexity per token")
         axes["scaled"].tick_params(axis="y", which="both", labelleft=False)

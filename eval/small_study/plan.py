@@ -38,6 +38,7 @@ class Size:
     Attributes:
         vocabulary: of the sentencepiece tokenizer that is trained on the text.
         methods: position scaling of the sweep, in the words of eval.length_sweep.
+        cells: lengths times methods, of a model with rotary positions.
         sweep_tokens: held-out tokens that are scored at every length.
         parallel: whether several runs share the machine, a thread each.
     """
@@ -45,13 +46,14 @@ class Size:
     name: str
     vocabulary: int
     methods: str
+    cells: int
     sweep_tokens: int
     parallel: bool
 
 
 SIZES = {
-    "cpu": Size("cpu", 2048, "paper", 65_536, parallel=True),
-    "gpu": Size("gpu", 8192, "all", 131_072, parallel=False),
+    "cpu": Size("cpu", 2048, "paper", 10, 65_536, parallel=True),
+    "gpu": Size("gpu", 8192, "all", 20, 131_072, parallel=False),
 }
 
 

@@ -19,7 +19,6 @@ from eval.small_study.plan import MODELS, Job, Study
 
 STEPS = 12  # of a trial training
 FORWARD = 1 / 3  # of the work of training on a token: a forward pass alone
-SWEEP_CELLS = 10  # lengths times methods, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
         config = study.config(job)
         rate, start = rates[kinds[config.model.conv_type].model]
         validations = config.total_steps / config.validation.every_steps
-        scored = SWEEP_CELLS * study.size.sweep_tokens
+        scored = study.size.cells * study.size.sweep_tokens
         scored += validations * (config.validation.max_tokens or 0)
         trained = config.total_steps * config.tokens_per_step
         # Three processes: training, export, sweep.

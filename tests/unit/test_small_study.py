@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -109,6 +110,18 @@ class TestPlan:
     def test_bad_arguments_are_one_line(self, arguments, message):
         with pytest.raises(UserError, match=re.escape(message)):
             study_of(parse_arguments(arguments))
+
+    def test_help_imports_nothing_heavy(self):
+        code = (
+            "import sys, runpy; sys.argv = ['x', '--help']\n"
+            "try: runpy.run_module('eval.small_study', run_name='__main__')\n"
+            "except SystemExit as e: code = e.code\n"
+            "heavy = {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\n"
+            "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert "--size" in result.stdout
 
 
 class TestStatistics:
