@@ -131,19 +131,19 @@ def test_no_bias(conv_type):
 
 def test_any_strides(conv_type):
     """Inputs that are views, and gradients that are transposed, expanded or sliced."""
-    _, filters, bias = draw(conv_type, (2, 45, 3, 4, 7))
-    storage = torch.randn(6, 4, 2, 2, 45, dtype=torch.float64)
-    packed = torch.randn(2, 45, 3, 3, 4, dtype=torch.float64)
+    _, filters, bias = draw(conv_type, (2, 19, 3, 4, 7))
+    storage = torch.randn(6, 4, 2, 2, 19, dtype=torch.float64)
+    packed = torch.randn(2, 19, 3, 3, 4, dtype=torch.float64)
     views = [
         storage[:, :, 0].permute(2, 3, 0, 1)[:, :, ::2],  # channels far apart
         packed[:, :, :, 1],  # one stream of a packed projection
-        torch.randn(1, 45, 1, 4, dtype=torch.float64).expand(2, 45, 3, 4),
+        torch.randn(1, 19, 1, 4, dtype=torch.float64).expand(2, 19, 3, 4),
     ]
     cotangents = [
-        torch.randn(3, 45, 2, 4, dtype=torch.float64).permute(2, 1, 0, 3),
-        torch.ones((), dtype=torch.float64).expand(2, 45, 3, 4),
-        torch.randn(1, 1, 1, 4, dtype=torch.float64).expand(2, 45, 3, 4),
-        torch.randn(2, 45, 3, 8, dtype=torch.float64)[..., ::2],
+        torch.randn(3, 19, 2, 4, dtype=torch.float64).permute(2, 1, 0, 3),
+        torch.ones((), dtype=torch.float64).expand(2, 19, 3, 4),
+        torch.randn(1, 1, 1, 4, dtype=torch.float64).expand(2, 19, 3, 4),
+        torch.randn(2, 19, 3, 8, dtype=torch.float64)[..., ::2],
     ]
     for view in views:
         tensors = [view.detach().requires_grad_(), filters, bias]

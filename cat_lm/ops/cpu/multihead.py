@@ -25,15 +25,15 @@ ROWS = 128  # rows of M to aim at: enough for matrix units, few zeros multiplied
 BORDER_NUMBERS = 1 << 22  # numbers in the border blocks' own matrices at a time
 
 
-def forward(x: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
-    """y [B, T, H, D] for x [B, T, H, D] and filters [W, H, H] of one dtype; positions [B, T]."""
+def forward(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """y [B, T, H, D] of x [B, T, H, D], filters [W, H, H], bias [H, D]; positions [B, T]."""
     window = filters.shape[0]
-    return _convolve(x, filters.flip(0), window - 1, positions)
+    return _convolve(x, filters.flip(0), window - 1, bias, positions)
 
 
 def input_gradient(dy: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
     """dx[b,t,h,:] = sum_i sum_j F[j,i,h] dy[b,t+j,i,:]."""
-    return _convolve(dy, filters.mT, 0, positions)
+    return _convolve(dy, filters.mT, 0, None, positions)
 
 
 def filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
@@ -59,17 +59,27 @@ def filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None
     return bands.sum(dim=0).flip(0)
 
 
-def _convolve(x: Tensor, taps: Tensor, before: int, positions: Tensor | None) -> Tensor:
-    """out[b,t,i] = sum_k taps[k,i,h] x[b, t − before + k, h] within documents."""
+def _convolve(
+    x: Tensor, taps: Tensor, before: int, bias: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """bias + sum_k taps[k,i,h] x[b, t − before + k, h], rounded once, within documents."""
     batch, time, heads, width = x.shape
     window = taps.shape[0]
     block = _block_length(time, window, heads)
     inputs = _windows(x, block, block + window - 1, before, window)
     matrix = _matrix(taps, block)
-    outputs = torch.matmul(matrix, inputs)  # [B·N, C·H, D]
+
+    def outputs(matrices: Tensor, inputs: Tensor) -> Tensor:
+        matrices = matrices.expand(inputs.shape[0], -1, -1)
+        if bias is None:
+            return torch.bmm(matrices, inputs)
+        start = bias.repeat(block, 1).expand(inputs.shape[0], -1, -1)
+        return torch.baddbmm(start, matrices, inputs)
+
+    y = outputs(matrix, inputs)  # [B·N, C·H, D]
     for chosen, mask in _borders(positions, block, window, before, heads):
-        outputs[chosen] = torch.bmm(matrix * mask, inputs[chosen])
-    return outputs.view(batch, -1, heads, width)[:, :time]
+        y[chosen] = outputs(matrix * mask, inputs[chosen])
+    return y.view(batch, -1, heads, width)[:, :time]
 
 
 def _block_length(time: int, window: int, heads: int) -> int:

@@ -38,8 +38,7 @@ def cpu_conv(
     if kernel is not None:
         kernel.forward(x, filters, bias, positions, out)
         return out
-    y = TORCH_PATHS[conv_type].forward(x, filters, positions)
-    return torch.add(y, bias, out=out) if bias is not None else out.copy_(y)
+    return out.copy_(TORCH_PATHS[conv_type].forward(x, filters, bias, positions))
 
 
 @torch.library.custom_op("cat_lm::cpu_conv_backward", mutates_args=(), device_types="cpu")

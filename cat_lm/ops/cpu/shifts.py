@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 
-def forward(x: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
-    """y[b,t,h,d] = sum_j F[h,d,j] x[b,t−j,h,d]; x [B, T, H, D], filters [H, D, W]."""
+def forward(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """y[b,t,h,d] = bias[h,d] + sum_j F[h,d,j] x[b,t−j,h,d]; x [B, T, H, D], filters [H, D, W]."""
     sums = torch.promote_types(x.dtype, torch.float32)
     x, taps, dtype = x.to(sums), filters.to(sums).permute(2, 0, 1).contiguous(), x.dtype
     y = x * taps[0]
+    if bias is not None:
+        y += bias
     for lag in range(1, min(taps.shape[0], x.shape[1])):
         y[:, lag:].addcmul_(_seen(x[:, :-lag], lag, positions), taps[lag])
     return y.to(dtype)

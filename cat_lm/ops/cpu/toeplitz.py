@@ -27,16 +27,18 @@ from torch.nn import functional as F
 BLOCK = 32
 
 
-def forward(x: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
-    """y[b,t,h,:] = sum_j F[h,j] x[b,t−j,h,:] for x [B, T, H, D] and filters [H, W] of one dtype.
+def forward(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """y[b,t,h,:] = bias[h,:] + sum_j F[h,j] x[b,t−j,h,:], all of one dtype.
 
-    `positions` [B, T] are those of the tokens in their documents. The result is laid out as
+    x is [B, T, H, D], filters [H, W], bias [H, D]; `positions` [B, T] are those of the tokens in
+    their documents. In half precision the bias is added to a rounded sum. The result is laid out as
     [B, H, T, D] in memory, which is how attention reads it.
     """
     block = block_length(x.shape[1], filters.shape[1])
     inputs = windows_of(x, block, filters.shape[1])
     outputs = torch.matmul(_matrices(filters, positions, block), inputs)
-    return _time_second(outputs, x.shape[1])
+    y = _time_second(outputs, x.shape[1])
+    return y if bias is None else y.add_(bias)
 
 
 def input_gradient(dy: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
