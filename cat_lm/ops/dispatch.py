@@ -1,50 +1,70 @@
-"""`head_conv` and `multihead_conv`: checks, state, and the choice of a backend for both."""
+"""`head_conv`, `depthwise_conv`, `multihead_conv`: checks, state, and the choice of a backend.
+
+A backend is a module with three functions: `convolve`, `why_not`, `describe`; `reference` documents
+them. All backends read zeros before the start, and across document borders given as positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.documents import document_runs
-from cat_lm.ops.multihead import multihead_conv1d, multihead_conv_reference
-from cat_lm.ops.reference import head_conv_reference
-from cat_lm.ops.toeplitz import head_conv_toeplitz
+from cat_lm.ops import cpu, reference, triton
+from cat_lm.ops.documents import document_positions, positions_of_starts, starts_of_lengths
 
-# What computes each kind of convolution, from (x, filters, document numbers).
-BACKENDS: dict[str, dict[str, Callable[..., Tensor]]] = {
-    "head": {"reference": head_conv_reference, "toeplitz": head_conv_toeplitz},
-    "multihead": {"reference": multihead_conv_reference, "conv1d": multihead_conv1d},
-}
+BACKENDS = {"reference": reference, "cpu": cpu, "triton": triton}
+
+
+class BackendChoice(NamedTuple):
+    """The name of the backend that serves a convolution, and why this one."""
+
+    name: str
+    reason: str
 
 
 def choose_backend(
-    dtype: torch.dtype, window: int, backend: str = "auto", conv_type: str = "head"
-) -> tuple[str, str]:
+    conv_type: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    window: int,
+    heads: int,
+    head_dim: int,
+    backend: str = "auto",
+) -> BackendChoice:
     """The backend that serves a convolution and the reason.
 
+    `auto` takes `triton` on a GPU, `cpu` on a CPU, and `reference`, which serves everything slowly,
+    where these cannot.
+
     Args:
-        dtype: the dtype of the inputs.
-        window: W.
-        backend: "auto", or a name of `BACKENDS[conv_type]` that must serve.
-        conv_type: "head" or "multihead".
+        conv_type: head, depthwise or multihead.
+        device: where the inputs are.
+        dtype: of the inputs.
+        window, heads, head_dim: W, H and D.
+        backend: auto, or the name of a backend that must serve.
 
     Raises:
-        ValueError: the name is unknown, or no backend serves the dtype.
+        ValueError: the name is unknown, the backend asked for cannot serve, or none can.
     """
-    known = BACKENDS[conv_type]
-    if backend not in ("auto", *known):
-        raise ValueError(f"backend={backend!r}: choose auto or one of {', '.join(known)}")
+    device = torch.device(device)
     if not dtype.is_floating_point:
         raise ValueError(f"inputs of {dtype} cannot be convolved; use a floating-point dtype")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend={backend!r}: choose auto or one of {', '.join(BACKENDS)}")
+    shape = (conv_type, device, dtype, window, heads, head_dim)
     if backend != "auto":
-        return backend, "asked for by name"
-    if window == 1:
-        return "reference", "a window of 1 is one product"
-    if conv_type == "multihead":
-        return "conv1d", f"torch's convolution with heads as channels (W={window})"
-    return "toeplitz", f"matrix products, exact for every device and window (W={window})"
+        obstacle = BACKENDS[backend].why_not(*shape)
+        if obstacle is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this convolution: {obstacle}")
+        return BackendChoice(backend, "asked for by name")
+    fast = "cpu" if device.type == "cpu" else "triton"
+    obstacle = BACKENDS[fast].why_not(*shape)
+    if obstacle is None:
+        return BackendChoice(fast, f"the fast path of {device.type} tensors")
+    return BackendChoice("reference", f"{fast} cannot serve: {obstacle}")
 
 
 def head_conv(
@@ -53,6 +73,7 @@ def head_conv(
     bias: Tensor | None = None,
     *,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     backend: str = "auto",
@@ -69,24 +90,58 @@ def head_conv(
             autocast; products are summed in fp32 where x has half precision.
         bias: [H, D].
         document_ids: [B, T] integers; a change of the id starts a new document.
+        cu_seqlens: [N+1] integers, the same said as flash attention says it: the borders of N
+            documents in the B rows joined end to end, from 0 to B·T. A row starts a document.
         initial_state: [B, W−1, H, D], the inputs before x; zeros if absent.
         return_state: also return the last W−1 inputs, [B, W−1, H, D], to go on from.
-        backend: "auto", "reference" or "toeplitz"; see `choose_backend`.
+        backend: auto, reference, cpu or triton; see `choose_backend`.
 
     Returns:
-        y [B, T, H, D] in the dtype of x, or (y, state).
+        y [B, T, H, D] in the dtype of x, or (y, state). Differentiable in x, filters, bias and
+        initial_state.
 
     Raises:
-        ValueError: shapes that do not fit, a backend that cannot serve, or document ids together
-            with a state, which belongs to no document.
+        ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
+            a state, which belongs to no document.
     """
-    heads = _heads(x)
-    if filters.ndim != 2 or filters.shape[0] != heads or filters.shape[1] < 1:
-        raise ValueError(f"filters must be [{heads}, W] for x {list(x.shape)}")
-    name, _ = choose_backend(x.dtype, filters.shape[1], backend, "head")
-    convolve = BACKENDS["head"][name]
-    return _with_context(
-        convolve, x, filters, filters.shape[1], bias, document_ids, initial_state, return_state
+    return _convolve(
+        "head", x, filters, bias, document_ids, cu_seqlens, initial_state, return_state, backend
+    )
+
+
+def depthwise_conv(
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal convolution along time, with one filter for each channel.
+
+        y[b,t,h,d] = bias[h,d] + sum_{j=0}^{W−1} F[h,d,j] x[b,t−j,h,d]
+
+    The short convolution of Primer, Mamba and DeltaNet, and of Canon layers at position B
+    (arXiv:2512.17351).
+
+    Args:
+        filters: [H, D, W], lag 0 first.
+
+    The other arguments, the results and the errors are those of `head_conv`.
+    """
+    return _convolve(
+        "depthwise",
+        x,
+        filters,
+        bias,
+        document_ids,
+        cu_seqlens,
+        initial_state,
+        return_state,
+        backend,
     )
 
 
@@ -96,6 +151,7 @@ def multihead_conv(
     bias: Tensor | None = None,
     *,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     backend: str = "auto",
@@ -106,42 +162,100 @@ def multihead_conv(
 
     Args:
         filters: [W, H, H]: lag (0 first), output head, input head.
-        backend: "auto", "reference" or "conv1d".
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
-    heads = _heads(x)
-    if filters.ndim != 3 or filters.shape[1:] != (heads, heads) or filters.shape[0] < 1:
-        raise ValueError(f"filters must be [W, {heads}, {heads}] for x {list(x.shape)}")
-    name, _ = choose_backend(x.dtype, filters.shape[0], backend, "multihead")
-    convolve = BACKENDS["multihead"][name]
-    return _with_context(
-        convolve, x, filters, filters.shape[0], bias, document_ids, initial_state, return_state
+    return _convolve(
+        "multihead",
+        x,
+        filters,
+        bias,
+        document_ids,
+        cu_seqlens,
+        initial_state,
+        return_state,
+        backend,
     )
 
 
-def _with_context(
-    convolve: Callable[..., Tensor],
+def _convolve(
+    conv_type: str,
     x: Tensor,
     filters: Tensor,
-    window: int,
     bias: Tensor | None,
     document_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
     return_state: bool,
+    backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolves x after what stood before it, within its documents, and adds the bias."""
-    _check_shapes(x, window, bias, document_ids, initial_state)
-    if document_ids is not None and (initial_state is not None or return_state):
-        raise ValueError("document_ids cannot be used together with a state")
+    """Convolves x after what stood before it, within its documents."""
+    window = check_filters(conv_type, x, filters)
+    _check_shapes(x, window, bias, initial_state)
+    positions = packed_positions(x, document_ids, cu_seqlens)
+    if positions is not None and (initial_state is not None or return_state):
+        raise ValueError("packed documents cannot be used together with a state")
+    choice = choose_backend(
+        conv_type,
+        device=x.device,
+        dtype=x.dtype,
+        window=window,
+        heads=x.shape[2],
+        head_dim=x.shape[3],
+        backend=backend,
+    )
     past = 0
     if initial_state is not None:
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
-    runs = None if document_ids is None else document_runs(document_ids)
-    y = convolve(x, filters.to(x.dtype), runs)[:, past:]
-    if bias is not None:
-        y = y + bias.to(y.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    y = BACKENDS[choice.name].convolve(conv_type, x, filters.to(x.dtype), bias, positions)
+    if past:
+        y = y[:, past:]
     return (y, _last_inputs(x, window)) if return_state else y
+
+
+def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
+    """W of filters that fit x [B, T, H, D]; raises ValueError for those that do not."""
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
+    heads, width = x.shape[2:]
+    expected = {
+        "head": [heads, "W"],
+        "depthwise": [heads, width, "W"],
+        "multihead": ["W", heads, heads],
+    }[conv_type]
+    axis = expected.index("W")
+    window = filters.shape[axis] if filters.ndim == len(expected) else 0
+    if list(filters.shape) != [window if size == "W" else size for size in expected] or window < 1:
+        shape = ", ".join(str(size) for size in expected)
+        raise ValueError(
+            f"filters must be [{shape}] with W >= 1 for x {list(x.shape)}, "
+            f"not {list(filters.shape)}"
+        )
+    return window
+
+
+def packed_positions(
+    x: Tensor, document_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    """[B, T] int32, the position of each token in its document; None if rows are not packed.
+
+    Args:
+        x: [B, T, …].
+        document_ids, cu_seqlens: as in `head_conv`; at most one of them.
+    """
+    batch, time = x.shape[:2]
+    if document_ids is not None and cu_seqlens is not None:
+        raise ValueError("give document_ids or cu_seqlens, not both")
+    if document_ids is not None:
+        if tuple(document_ids.shape) != (batch, time):
+            raise ValueError(
+                f"document_ids must be {[batch, time]}, not {list(document_ids.shape)}"
+            )
+        return document_positions(document_ids).int()
+    if cu_seqlens is not None:
+        return positions_of_starts(starts_of_lengths(cu_seqlens, batch, time)).int()
+    return None
 
 
 def _last_inputs(x: Tensor, window: int) -> Tensor:
@@ -150,25 +264,12 @@ def _last_inputs(x: Tensor, window: int) -> Tensor:
     return torch.nn.functional.pad(last, (0, 0, 0, 0, missing, 0))
 
 
-def _heads(x: Tensor) -> int:
-    if x.ndim != 4:
-        raise ValueError(f"x must be [B, T, H, D], not {list(x.shape)}")
-    return x.shape[2]
-
-
 def _check_shapes(
-    x: Tensor,
-    window: int,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    initial_state: Tensor | None,
+    x: Tensor, window: int, bias: Tensor | None, initial_state: Tensor | None
 ) -> None:
-    batch, time, heads, width = x.shape
-    if time < 1:
-        raise ValueError("x has no time steps")
+    batch, _, heads, width = x.shape
     expected = {
         "bias": (bias, (heads, width)),
-        "document_ids": (document_ids, (batch, time)),
         "initial_state": (initial_state, (batch, window - 1, heads, width)),
     }
     for name, (tensor, shape) in expected.items():

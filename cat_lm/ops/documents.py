@@ -1,4 +1,7 @@
-"""Packed documents: what a row's document ids say about which positions belong together."""
+"""Packed documents: which positions of a row belong together, and where each one starts.
+
+A document is a run of equal ids; an id that comes back later starts another document.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,55 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """True where a document starts. [B, T] integers to [B, T] bool."""
+    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+
+
+def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
+    """True where a document starts, from cumulative lengths. [N+1] integers to [B, T] bool.
+
+    Args:
+        cu_seqlens: 0, the length of the first document, of the first two, … up to B·T: borders in
+            the B rows joined end to end, as flash attention takes them. A row starts a document.
+        batch, time: B and T.
+
+    Raises:
+        ValueError: borders that do not start at 0, decrease, or do not end at B·T. Borders on a GPU
+            are not looked at, as that would make the host wait for it.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _INTEGERS:
+        raise ValueError(
+            f"cu_seqlens must be [documents + 1] integers, not {list(cu_seqlens.shape)} "
+            f"{cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != batch * time or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to {batch * time} (all tokens of x), "
+                f"not from {first} to {last}"
+            )
+    borders = torch.zeros(batch * time + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts = borders.index_fill(0, cu_seqlens.long(), True)[:-1].view(batch, time)
+    # A row begins anew even where a document's length would let it run on.
+    return F.pad(starts[:, 1:], (1, 0), value=True)
+
 
 def document_runs(document_ids: Tensor) -> Tensor:
-    """Numbers the documents of each row 0, 1, 2 … in order. [B, T] integers to [B, T] int64.
-
-    A document is a run of equal ids; an id that comes back later starts another document.
-    """
-    starts = document_ids[:, 1:] != document_ids[:, :-1]
-    return F.pad(starts, (1, 0)).cumsum(dim=1)
+    """Numbers the documents of each row 0, 1, 2 … in order. [B, T] integers to [B, T] int64."""
+    return document_starts(document_ids).cumsum(dim=1) - 1
 
 
-def document_positions(runs: Tensor) -> Tensor:
-    """The position of each token in its document, from 0. [B, T] to [B, T] int64."""
-    time = torch.arange(runs.shape[1], device=runs.device).expand_as(runs)
-    is_start = F.pad(runs[:, 1:] != runs[:, :-1], (1, 0), value=True)
-    starts = torch.where(is_start, time, 0).cummax(dim=1).values
-    return time - starts
+def document_positions(document_ids: Tensor) -> Tensor:
+    """The position of each token in its document, from 0. [B, T] integers to [B, T] int64."""
+    return positions_of_starts(document_starts(document_ids))
+
+
+def positions_of_starts(starts: Tensor) -> Tensor:
+    """The position of each token in its document, from 0. [B, T] bool to [B, T] int64."""
+    time = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return time - torch.where(starts, time, 0).cummax(dim=1).values

@@ -1,4 +1,14 @@
-"""The convolution as its definition reads: a sum over lags of delayed inputs."""
+"""The convolutions as their definitions read: a sum over lags of delayed inputs.
+
+With x [B, T, H, D] and lag 0 first in every filter F:
+
+    head        y[b,t,h,:] = bias[h,:] + sum_j F[h,j]   x[b,t−j,h,:]          F [H, W]
+    depthwise   y[b,t,h,d] = bias[h,d] + sum_j F[h,d,j] x[b,t−j,h,d]          F [H, D, W]
+    multihead   y[b,t,i,:] = bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:]    F [W, H_out, H_in]
+
+(CAT, Definition 1 and section 3.1; depthwise is the short convolution of Primer, Mamba, DeltaNet).
+Every other backend is tested against this one, and this one against a loop over numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +19,63 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def head_conv_reference(x: Tensor, filters: Tensor, runs: Tensor | None = None) -> Tensor:
-    """y[b,t,h,:] = sum_j F[h,j] x[b,t−j,h,:], with zeros before the start.
+def convolve(
+    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """One of the sums above, on any device, in fp32 where x has half precision.
 
     Args:
+        conv_type: head, depthwise or multihead.
         x: [B, T, H, D].
-        filters: [H, W], lag 0 first.
-        runs: [B, T] document numbers; inputs of another document are read as zeros.
+        filters: as above, in the dtype of x.
+        bias: [H, D], or none.
+        positions: [B, T], the position of each token in its document. An input j steps back counts
+            if j ≤ positions[b,t]. Without it only the left edge limits.
 
-    Sums in fp32 where x has half precision, and returns the dtype of x.
+    Returns:
+        y [B, T, H, D] in the dtype of x.
     """
+    window = filters.shape[0 if conv_type == "multihead" else -1]
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    y = torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
-    for lag, delayed in delayed_inputs(x, filters.shape[1], runs):
-        y = y + filters[:, lag, None].to(sum_dtype) * delayed.to(sum_dtype)
+    taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
+    for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
+        if conv_type == "head":
+            y = y + taps[:, lag, None] * delayed
+        elif conv_type == "depthwise":
+            y = y + taps[:, :, lag] * delayed
+        else:
+            y = y + torch.einsum("ih,bthd->btid", taps[lag], delayed)
+    if bias is not None:
+        y = y + bias
     return y.to(x.dtype)
 
 
-def delayed_inputs(x: Tensor, window: int, runs: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+def why_not(
+    conv_type: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int,
+    heads: int,
+    head_dim: int,
+) -> str | None:
+    """None: plain torch serves every shape, dtype and device."""
+    return None
+
+
+def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
+    """What runs."""
+    return f"plain torch, lag by lag ({window} passes)"
+
+
+def _delayed_inputs(
+    x: Tensor, window: int, positions: Tensor | None
+) -> Iterator[tuple[int, Tensor]]:
     """(j, x delayed by j) for the lags j of a window that reach into x [B, T, H, D].
 
-    Zeros stand before the start and, given `runs` [B, T], where the input is of another document.
+    Zeros stand before the start and, given `positions` [B, T], before the start of a document.
     """
     for lag in range(min(window, x.shape[1])):
-        delayed = _delay(x, lag)
-        if runs is not None:
-            same_document = _delay(runs, lag, fill=-1) == runs
-            delayed = torch.where(same_document[:, :, None, None], delayed, 0.0)
+        delayed = F.pad(x[:, : x.shape[1] - lag], (0, 0, 0, 0, lag, 0))
+        if positions is not None:
+            delayed = torch.where((positions >= lag)[:, :, None, None], delayed, 0.0)
         yield lag, delayed
-
-
-def _delay(x: Tensor, lag: int, fill: float = 0) -> Tensor:
-    """x[:, t − lag], with `fill` before the start."""
-    padding = (0, 0) * (x.ndim - 2) + (lag, 0)
-    return F.pad(x[:, : x.shape[1] - lag], padding, value=fill)

@@ -1,0 +1,168 @@
+"""`head_conv_qkv`: from GPT-NeoX's packed projection to what attention reads, in one step.
+
+    y_s = RoPE_s(F_s * x_s + b_s)     for s in q, k, v
+
+with a filter per head, or none, for each stream, and rotary positions on q and k. The convolution
+comes before the rotation (CAT, Definition 1: filters act on the embeddings, before attention).
+On a GPU this is one kernel each way; elsewhere it is composed of `head_conv` and the rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops import triton
+from cat_lm.ops.dispatch import check_filters, choose_backend, head_conv, packed_positions
+
+# Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
+STREAM_SLICES = {
+    "q": slice(0, 1),
+    "k": slice(1, 2),
+    "v": slice(2, 3),
+    "qk": slice(0, 2),
+    "kv": slice(1, 3),
+    "qv": slice(0, 3, 2),
+    "qkv": slice(0, 3),
+}
+
+
+def head_conv_qkv(
+    qkv: Tensor,
+    filters: Sequence[Tensor | None],
+    bias: Tensor | None = None,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolves, biases and rotates queries, keys and values.
+
+    Args:
+        qkv: [B, T, H, 3, D], the projection without its bias.
+        filters: for q, k and v: [H, W], lag 0 first and of one W, or None for a stream that is not
+            convolved; at least one is.
+        bias: [H, 3, D].
+        rotary: (cosines, sines), each [B or 1, T, R], that turn the first R channels of q and k
+            by halves, channel r with channel r + R/2; None for no positions.
+        document_ids, cu_seqlens: as in `head_conv`.
+        initial_state: [B, W−1, H, S, D], the inputs before these of the S convolved streams.
+        backend: auto, reference, cpu or triton.
+
+    Returns:
+        q, k, v, each [B, T, H, D], laid out as [B, H, T, D] in memory where that is free, which
+        is how attention reads them.
+
+    Raises:
+        ValueError: as `head_conv`, and for filters of different windows.
+    """
+    window = _check(qkv, filters, bias, rotary, initial_state)
+    choice = choose_backend(
+        "head",
+        device=qkv.device,
+        dtype=qkv.dtype,
+        window=window,
+        heads=qkv.shape[2],
+        head_dim=qkv.shape[4],
+        backend=backend,
+    )
+    if choice.name == "triton" and initial_state is None:
+        positions = packed_positions(qkv, document_ids, cu_seqlens)
+        cast = [None if taps is None else taps.to(qkv.dtype) for taps in filters]
+        bias = None if bias is None else bias.to(qkv.dtype)
+        return triton.head_conv_qkv(qkv, tuple(cast), bias, rotary, positions)
+    outputs = _convolved(qkv, filters, bias, document_ids, cu_seqlens, initial_state, choice.name)
+    if rotary is None:
+        return outputs
+    query, key, value = outputs
+    return rotate(query, *rotary), rotate(key, *rotary), value
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary positions on the first R channels of x [B, T, H, D], by halves (GPT-NeoX).
+
+        y[r] = x[r] cos[r] − x[r + R/2] sin[r],   y[r + R/2] = x[r + R/2] cos[r + R/2] + x[r] sin[…]
+
+    for r < R/2, with cosines and sines [B or 1, T, R]; the other channels pass.
+    """
+    width = cosines.shape[-1]
+    cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
+    turned, passed = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
+    return torch.cat([turned, passed], dim=-1)
+
+
+def _convolved(
+    qkv: Tensor,
+    filters: Sequence[Tensor | None],
+    bias: Tensor | None,
+    document_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    streams = "".join(s for s, taps in zip("qkv", filters, strict=True) if taps is not None)
+    chosen = STREAM_SLICES[streams]
+    inputs = qkv[:, :, :, chosen]
+    # One call for all streams: [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
+    taps = torch.stack([taps for taps in filters if taps is not None], dim=1).flatten(0, 1)
+    convolved = head_conv(
+        inputs.flatten(2, 3),
+        taps,
+        None if bias is None else bias[:, chosen].flatten(0, 1),
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        initial_state=None if initial_state is None else initial_state.flatten(2, 3),
+        backend=backend,
+    )
+    outputs = dict(
+        zip(streams, convolved.unflatten(2, inputs.shape[2:4]).unbind(dim=3), strict=True)
+    )
+    for index, stream in enumerate("qkv"):
+        if stream not in outputs:
+            unchanged = qkv[:, :, :, index]
+            outputs[stream] = (
+                unchanged if bias is None else unchanged + bias[:, index].to(qkv.dtype)
+            )
+    return outputs["q"], outputs["k"], outputs["v"]
+
+
+def _check(
+    qkv: Tensor,
+    filters: Sequence[Tensor | None],
+    bias: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    initial_state: Tensor | None,
+) -> int:
+    """W, the one window of the filters."""
+    if qkv.ndim != 5 or qkv.shape[3] != 3:
+        raise ValueError(f"qkv must be [B, T, H, 3, D], not {list(qkv.shape)}")
+    batch, time, heads, _, width = qkv.shape
+    given = [taps for taps in filters if taps is not None]
+    if len(filters) != 3 or not given:
+        raise ValueError("filters must be three, for q, k and v, and at least one not None")
+    windows = {check_filters("head", qkv[:, :, :, 0], taps) for taps in given}
+    if len(windows) > 1:
+        raise ValueError(f"the filters have windows {sorted(windows)}; they must be equal")
+    window = windows.pop()
+    if bias is not None and tuple(bias.shape) != (heads, 3, width):
+        raise ValueError(f"bias must be {[heads, 3, width]}, not {list(bias.shape)}")
+    state_shape = (batch, window - 1, heads, len(given), width)
+    if initial_state is not None and tuple(initial_state.shape) != state_shape:
+        raise ValueError(
+            f"initial_state must be {list(state_shape)}, not {list(initial_state.shape)}"
+        )
+    for angles in rotary or ():
+        rotated = angles.shape[-1]
+        rows = angles.shape[0] if angles.ndim == 3 else 0
+        if rows not in (1, batch) or angles.shape[1] != time or rotated % 2 or rotated > width:
+            raise ValueError(
+                f"rotary must be cosines and sines of [{batch} or 1, {time}, R] with R even and at "
+                f"most {width}, not {list(angles.shape)}"
+            )
+    return window
