@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-BINS_PER_DOUBLING = 4  # of a loss curve over positions
+BINS_PER_DOUBLING = 2  # of a loss curve over positions
 
 
 @dataclass(frozen=True)
