@@ -71,7 +71,9 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"of {', '.join(KERNELS)} (default: all but the slow reference)",
     )
-    parser.add_argument("--repeats", type=_positive, default=10, metavar="N")
+    parser.add_argument(
+        "--repeats", type=_positive, metavar="N", help="default: 10 on a CPU, 100 on a GPU"
+    )
     parser.add_argument(
         "--eager",
         action="store_true",
@@ -161,6 +163,7 @@ def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.conv import ConvOptions, conv_speed
 
+    options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
     asked = ConvOptions(
         shapes=options.shape or SHAPES[device.type],
         dtypes=options.dtype,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from eval.speed import check
-from eval.speed.timing import time_in_turn
+from eval.speed.timing import time_in_turn, times_as_fast
 
 DIRECTIONS = ("forward", "forward_backward")
+RIVAL = "conv1d"  # what one would write without this project
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,12 @@ def hold(
     )
     for (name, direction), timing in timings.items():
         rate = floors[direction] / timing.median
+        rival = timings.get((RIVAL, direction))
         rows[name][direction] = {
             "seconds": timing.record(),
             "bytes_per_second": rate,
             "of_copy_bandwidth": rate / rules.copy_rate,
+            "times_as_fast_as_conv1d": times_as_fast(timing, rival) if rival else None,
         }
     return list(rows.values())
 

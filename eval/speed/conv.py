@@ -20,7 +20,7 @@ from eval.speed import check, qkv
 from eval.speed.contest import Contender, Rules, hold
 from eval.speed.floor import forward_backward_bytes, forward_bytes
 from eval.speed.kernels import ConvCase, Kernel, kernels_for
-from eval.speed.machine import copy_bandwidth
+from eval.speed.machine import copy_bandwidth, without_home
 from eval.speed.progress import say
 
 
@@ -47,6 +47,8 @@ def conv_speed(options: ConvOptions, device: torch.device) -> dict[str, Any]:
         for conv_type in options.conv_types
         for window in options.windows
     ]
+    # cuDNN would round float32 inputs to tf32; what is called float32 here is float32 for all.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     say(f"copy bandwidth of {device}")
     copy = copy_bandwidth(device, [case.tensor_bytes for case in cases], options.repeats)
     results = []
@@ -132,7 +134,7 @@ def _backend_of(case: ConvCase) -> dict[str, str]:
     choice = ops.choose_backend(**case.backend_arguments)
     convolves = "head" if case.conv_type == "qkv" else case.conv_type
     runs = ops.BACKENDS[choice.name].describe(convolves, case.torch_dtype, case.window)
-    return {"name": choice.name, "reason": choice.reason, "runs": runs}
+    return {"name": choice.name, "reason": choice.reason, "runs": without_home(runs)}
 
 
 def _contender(kernel: Kernel, x: Tensor, filters: Tensor, dy: Tensor) -> Contender:

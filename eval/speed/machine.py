@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from cat_lm.errors import UserError
 from cat_lm.pretrained import choose_device
 from eval.speed.timing import time_in_turn
 
@@ -19,11 +21,14 @@ _OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "KMP
 def open_device(name: str, threads: int | None) -> torch.device:
     """The device by its option's value, with `threads` CPU threads where that is given.
 
-    Raises `UserError` for a device that is absent.
+    Raises `UserError` for a device that is absent or of a kind that is not measured.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    return choose_device(name)
+    device = choose_device(name)
+    if device.type not in _LARGE_COPY_BYTES:
+        raise UserError(f"--device {name}: only CPUs and CUDA GPUs are measured")
+    return device
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -44,6 +49,11 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "openmp": settings,
     }
+
+
+def without_home(text: str) -> str:
+    """`text` with `~` for this user's home, which is nobody else's business in a record."""
+    return text.replace(str(Path.home()), "~")
 
 
 def _sm_clock(device: torch.device) -> int | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from cat_lm.errors import UserError
 from eval.speed.choices import MODELS
+from eval.speed.machine import without_home
 
 # Relative to the largest logit. In bf16 the bias is added to a projection that was rounded before.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -137,4 +138,4 @@ def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
 
     if not isinstance(model.config, CatConfig):
         return None
-    return describe_backend(model.config, size.device, getattr(torch, size.dtype))
+    return without_home(describe_backend(model.config, size.device, getattr(torch, size.dtype)))

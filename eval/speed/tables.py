@@ -31,10 +31,8 @@ def conv_table(record: dict[str, Any]) -> str:
             f"cat_lm takes {backend['name']}, {backend['reason']}: {backend['runs']}"
         )
         timed = [row for row in result["kernels"] if not row["refused"]]
-        rival = next((row for row in timed if row["kernel"] == "conv1d"), None)
         if timed:
-            cells = [(row["kernel"], *_cells(row, rival)) for row in timed]
-            lines.append(aligned(header, cells))
+            lines.append(aligned(header, [(row["kernel"], *_cells(row)) for row in timed]))
         for row in result["kernels"]:
             if row["refused"]:
                 lines.append(f"refused: {row['kernel']}: {row['refused']}")
@@ -42,12 +40,12 @@ def conv_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any], rival: dict[str, Any] | None) -> list[str]:
+def _cells(row: dict[str, Any]) -> list[str]:
     cells = []
     for direction in ("forward", "forward_backward"):
         seconds = row[direction]["seconds"]
         low, high = (f"{value * 1e3:.3f}" for value in seconds["quartiles"])
-        faster = rival and rival[direction]["seconds"]["median"] / seconds["median"]
+        faster = row[direction]["times_as_fast_as_conv1d"]
         cells += [
             f"{seconds['median'] * 1e3:.3f}",
             f"{low}-{high}",

@@ -32,7 +32,7 @@ from eval.speed.models import (
     randomize_filters,
 )
 from eval.speed.progress import say
-from eval.speed.timing import summary, time_in_turn
+from eval.speed.timing import summary, time_in_turn, times_as_fast
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,11 @@ def train_speed(
             "model": MODELS[name][0],
             "convolution": convolutions[name],
             "parameters": parameters[name],
-            "step_seconds": summary(timings[name].seconds) | {"all": timings[name].seconds},
+            "step_seconds": summary(timings[name].seconds),
             "tokens_per_second": case.tokens / seconds,
-            "relative_to_pythia": timings["pythia"].median / seconds if "pythia" in names else None,
+            "relative_to_pythia": times_as_fast(timings[name], timings["pythia"])
+            if "pythia" in timings
+            else None,
             "flops_per_step": flops,
             "mfu": flops / seconds / peak if peak else None,
             "peak_memory_bytes": memory[name],

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cat_lm.training.estimate import count_parameters, flops_per_token
-from eval.speed import check, decode, kernels, models, qkv, train
+from eval.speed import check, decode, kernels, machine, models, qkv, train
 from eval.speed.__main__ import main
 from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
 from eval.speed.floor import forward_backward_bytes, forward_bytes
 from eval.speed.kernels import ConvCase, Kernel
-from eval.speed.timing import summary, time_in_turn
+from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
 CPU = torch.device("cpu")
@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def speed(monkeypatch, capsys, tmp_path):
     """Runs the command: its exit code, record (None where none was written), stdout and stderr."""
+    monkeypatch.setitem(machine._LARGE_COPY_BYTES, "cpu", 2**20)
 
     def run(*arguments: object) -> tuple[int, dict | None, str, str]:
         path = tmp_path / "record.json"
@@ -159,7 +160,7 @@ def test_conv_record(speed, conv_type):
             assert row["kernel"] in out
             for direction, floor in result["floor_bytes"].items():
                 timed = row[direction]
-                assert timed["seconds"]["repeats"] == 2
+                assert len(timed["seconds"]["all"]) == 2
                 rate = floor / timed["seconds"]["median"]
                 assert timed["bytes_per_second"] == pytest.approx(rate)
                 share = rate / result["copy_bytes_per_second"]
@@ -267,9 +268,15 @@ def test_summary():
         "median": 3.0,
         "quartiles": [2.0, 4.0],
         "range": [1.0, 5.0],
-        "repeats": 5,
+        "all": [4.0, 1.0, 2.0, 3.0, 5.0],
     }
     assert summary([2.0])["quartiles"] == [2.0, 2.0]
+
+
+def test_ratios_are_taken_within_a_round():
+    """One round was ten times slower for both."""
+    own, rival = Timing([1.0, 10.0, 2.0]), Timing([2.0, 20.0, 2.0])
+    assert times_as_fast(own, rival) == 2.0
 
 
 # Training
@@ -341,7 +348,8 @@ def test_decode_record(speed):
     assert places == [(name, prompt) for name in decoded for prompt in (5, 9)]
     for row in record["results"]:
         cached, uncached = row["tokens_per_second_cached"], row["tokens_per_second_uncached"]
-        assert cached["repeats"] == uncached["repeats"] == row["prompt_seconds"]["repeats"] == 2
+        for measured in (cached, uncached, row["prompt_seconds"]):
+            assert len(measured["all"]) == 2
         assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
         assert row["near_ties"] == 0
         assert MODELS[row["name"]][0] in out
@@ -398,6 +406,14 @@ def test_bad_options(speed, arguments, named):
     assert (code, record, out) == (2, None, "")
     last = err.splitlines()[-1]
     assert "error: " in last and named in last
+
+
+def test_other_devices(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eval.speed", "train", "--device", "meta"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "--device meta: only CPUs and CUDA GPUs are measured" in capsys.readouterr().err
 
 
 def test_absent_device(monkeypatch, capsys):
