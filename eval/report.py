@@ -76,6 +76,8 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "conv_type": model.conv_type,
         "conv_streams": model.conv_streams if model.conv_type != "none" else None,
         "conv_window": model.conv_window if model.conv_type != "none" else None,
+        "conv_mixing": model.conv_mixing if model.conv_type == "multihead" else None,
+        "conv_activation": model.conv_activation if model.conv_type == "depthwise" else None,
         "position_embedding": model.position_embedding,
         "parameters": run.parameters,
         "tokens": run.tokens,

@@ -113,7 +113,7 @@ class TestTable2:
         assert float(rows[0]["piqa_stderr"]) == 0.0123
         page = (out / "index.html").read_text(encoding="utf-8")
         assert "Printed in the paper, not measured here" in page
-        assert 'class="best">0.422' in page
+        assert 'class="best"><span>0.422' in page
         assert "eval.zero_shot" not in page.split("How this was made")[0]
         summary = json.loads((out / "summary.json").read_text())
         assert summary["runs"][0]["zero_shot_average"] == pytest.approx(average)
@@ -217,6 +217,7 @@ class TestPage:
             assert (out / f"filters_{name}.png").stat().st_size > 5000
             assert f"<h3>{name}</h3>" in page
         assert not (out / "filters_pythia.png").exists()
+        assert re.search(r"multihead convolution of q, k, v, W=\d+; RoPE", page)
         referred = set(re.findall(r"(?:url\(#|href=\"#)([^\")]+)", page))
         ids = [i for i in re.findall(r' id="([^"]+)"', page) if i in referred]
         assert referred and sorted(ids) == sorted(referred), "each is there once"
