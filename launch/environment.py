@@ -100,6 +100,11 @@ def installed_torch(python: str | Path) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def has_triton(python: str | Path) -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('triton') is None)"
+    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+
+
 def keepable_torch(python: str | Path) -> str | None:
     version = installed_torch(python)
     return version if version and in_range(version, torch_range()) else None
@@ -285,6 +290,9 @@ def choose_requirements(kept_torch: str | None) -> None:
     if kept_torch:
         del wanted["torch"]
         fixed.append(f"torch=={kept_torch}")
+        if has_triton(VENV_PYTHON):
+            # A torch for GPUs comes with the triton that it was built for.
+            del wanted["triton"]
     for name, lines in (
         ("requirements.txt", [f"{package}=={version}" for package, version in wanted.items()]),
         ("constraints.txt", fixed),

@@ -79,13 +79,16 @@ def test_torch_range_comes_from_setup_cfg(project):
     assert environment.torch_range() == ">=7.1,<7.2"
 
 
+@pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize(
     ("installed", "kept"),
     [("2.12.1+rocm6.9", "2.12.1+rocm6.9"), ("2.9.0", None), (None, None), ("2.13.0+cu130", None)],
 )
-def test_a_torch_that_is_there_stays(project, monkeypatch, installed, kept):
+def test_a_torch_that_is_there_stays(project, monkeypatch, installed, kept, has_triton):
     monkeypatch.setattr(environment, "installed_torch", lambda python: installed)
-    monkeypatch.setattr(environment, "pins", lambda: {"torch": "2.13.0", "setuptools": "81.0.0"})
+    pins = {"torch": "2.13.0", "triton": "3.7.1", "setuptools": "81.0.0"}
+    monkeypatch.setattr(environment, "pins", lambda: pins.copy())
+    monkeypatch.setattr(environment, "has_triton", lambda python: has_triton)
     (project / ".venv").mkdir()
     assert environment.torch_to_keep({}) == kept
     environment.choose_requirements(kept)
@@ -93,6 +96,7 @@ def test_a_torch_that_is_there_stays(project, monkeypatch, installed, kept):
     fixed = (project / ".venv" / "constraints.txt").read_text().split()
     assert ("torch==2.13.0" in wanted) is (kept is None)
     assert (f"torch=={installed}" in fixed) is (kept is not None)
+    assert ("triton==3.7.1" in wanted) is (kept is None or not has_triton)
 
 
 def test_a_torch_that_these_scripts_installed_follows_the_pin(project, monkeypatch):

@@ -17,7 +17,7 @@ from cat_lm.ops.triton.qkv import conv_qkv, conv_qkv_backward
 
 # Relative errors of whole tensors: fp32 sums; one rounding of a half-precision result, which the
 # interpreter does toward zero for bf16.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
