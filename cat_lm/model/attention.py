@@ -23,8 +23,9 @@ from cat_lm.model.rope_scaling import logit_temperature
 class CatAttention(GPTNeoXAttention):
     """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
 
-    The convolution comes before the rotary positions. With `conv_type: none` this is GPT-NeoX's
-    attention, bit for bit; with `position_embedding: none` nothing is rotated.
+    The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
+    act on the softmax instead: see `cat_lm.model.map_mixing`. With `conv_type: none` this is
+    GPT-NeoX's attention, bit for bit; with `position_embedding: none` nothing is rotated.
     """
 
     def __init__(self, config: CatConfig, layer_idx: int):
@@ -71,34 +72,36 @@ class CatAttention(GPTNeoXAttention):
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
 
-        dropout = self.attention_dropout if self.training else 0.0
-        if self.config.mixes_maps and follows_cache:
+        if not self.config.mixes_maps:
+            output, maps = self._attend(query, key, value, attention_mask, **kwargs)
+        elif follows_cache:
+            dropout = self.attention_dropout if self.training else 0.0
             output, maps = attend_mixing_maps(
                 query, key, value, streams[3], attention_mask, self.scaling, dropout
             )
-            return self._output(output), maps
-        if self.config.mixes_maps:
-            value = streams[3].transpose(1, 2)
+        else:
+            mixed = streams[3].transpose(1, 2)
+            output, maps = self._attend(query, key, mixed, attention_mask, **kwargs)
+            output = sum_over_maps(output)
+        return self.dense(output.flatten(2).contiguous()), maps
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        output, maps = attend(
+        return attend(
             self,
             query,
             key,
             value,
             attention_mask,
             scaling=self.scaling,
-            dropout=dropout,
+            dropout=self.attention_dropout if self.training else 0.0,
             **kwargs,
         )
-        if self.config.mixes_maps:
-            output = sum_over_maps(output)
-        return self._output(output), maps
-
-    def _output(self, heads: Tensor) -> Tensor:
-        """[B, T, H, D] to [B, T, C]."""
-        return self.dense(heads.flatten(2).contiguous())
 
     def _project(
         self,

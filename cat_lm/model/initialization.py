@@ -1,7 +1,6 @@
 """Initial weights: GPT-NeoX's small-init and wang-init, and the filters.
 
-C is the model width, L the number of layers, W the window, H
-the number of heads:
+C is the model width, L the number of layers, W the window, H the number of heads:
 
 | parameter                                    | distribution                | name       |
 |----------------------------------------------|-----------------------------|------------|
@@ -11,7 +10,7 @@ the number of heads:
 | biases                                       | 0                           |            |
 | layer norms                                  | weight 1, bias 0            |            |
 | filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
-|                                              | (of the same head)          |            |
+|                                              | (of the same head, channel) |            |
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
 
