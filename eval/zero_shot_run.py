@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
 BOOTSTRAP_ITERATIONS = 1000  # a standard error to about two per cent
+# Keys of a definition that say where its rows are.
+_OF_DATA = {"metadata", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}
+_OF_DATA |= {"training_split", "validation_split", "test_split", "fewshot_split"}
 PACKAGES = ("lm_eval", "datasets", "accelerate", "tokenizers")
 
 
@@ -160,6 +163,7 @@ def _compute(
         _write_samples(_samples_file(out, name, key), found["samples"][name])
     values = _values(found, name) | {
         "truncated": truncated,
+        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
         "seconds": round(seconds, 3),
         "tokens_per_second": round(positions / seconds, 1),
         "key": dict(key),
@@ -205,10 +209,10 @@ def _key(
     name: str, task: ConfigurableTask, model: Mapping[str, Any], settings: Settings
 ) -> dict[str, Any]:
     """All that a task's numbers depend on; not the batch size and not the number of ranks."""
-    definition = {
-        key: value
-        for key, value in task.dump_config().items()
-        if key not in ("metadata", "dataset_path", "dataset_name", "dataset_kwargs", "tag")
+    definition = {key: v for key, v in task.dump_config().items() if key not in _OF_DATA}
+    # The few-shot examples' split is left out of it too: the rows have their own hash.
+    definition["fewshot_config"] = {
+        key: v for key, v in definition["fewshot_config"].items() if key != "split"
     }
     text = json.dumps(definition, sort_keys=True, default=_source_of)
     return {

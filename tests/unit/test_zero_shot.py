@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import lm_eval.tasks
 import pytest
 import torch
@@ -21,13 +22,14 @@ from safetensors.torch import load_file, save_file
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_model, load_tokenizer
 from eval import zero_shot_run
-from eval.tasks import table2
+from eval.tasks import sources, table2
 from eval.zero_shot_run import Settings, run, table
 from tests.finished_runs import finished_run, tiny_model
 from tests.zero_shot_rows import ROWS, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 160
+SPLITS = ("train", "validation", "test")
 FEW = ("lambada_openai", "piqa", "winogrande", "wikitext")
 
 
@@ -54,7 +56,7 @@ def model(models) -> Path:
     return models["rope"]
 
 
-def settings(rows: Path, **changes) -> Settings:
+def settings(rows: Path | None, **changes) -> Settings:
     return Settings(**{"data_dir": rows, "device": "cpu", "bootstrap_iterations": 20} | changes)
 
 
@@ -216,6 +218,23 @@ class TestBatches:
             ]
             assert accuracies[0] == accuracies[1] and len(accuracies[0]) == 4
 
+    def test_generated_answers_do_not_depend_on_the_batch(self, model, tmp_path):
+        """Any other task of the harness; generation pads on the left."""
+        rows = [
+            row | {"question": row["question"] * (1 + i)}
+            for i, row in enumerate(ROWS["arc_challenge"])
+        ]
+        folder = write_rows(tmp_path / "rows", {"arc_challenge_chat": rows})
+        texts = []
+        for size in (1, 3):
+            changes = {"batch_size": size, "samples": True, "max_length": 900, "limit": 3}
+            out = tmp_path / str(size)
+            result = run(model, ["arc_challenge_chat"], out, settings(folder, **changes))
+            texts.append(answers(out)["arc_challenge_chat"])
+            metrics = result["tasks"]["arc_challenge_chat"]["metrics"]
+            assert set(metrics) == {"exact_match,remove_whitespace"}
+        assert texts[0] == texts[1] and len(texts[0]) == 3
+
     def test_context_is_cut_from_the_left_and_counted(self, model, rows, tmp_path):
         result = run(model, ["piqa"], tmp_path, settings(rows, max_length=24))
         values = result["tasks"]["piqa"]
@@ -228,6 +247,26 @@ class TestBatches:
         values = result["tasks"]["piqa"]
         assert (values["n"], values["rows"], result["settings"]["limit"]) == (2, 5, 2)
         assert result["average"]["value"] is None
+
+
+class TestHub:
+    def test_revisions_are_recorded(self, model, tmp_path, monkeypatch):
+        asked = []
+
+        def load_dataset(path, name=None, revision=None):
+            asked.append((path, revision))
+            return {split: datasets.Dataset.from_list(ROWS["piqa"]) for split in SPLITS}
+
+        monkeypatch.setattr(sources, "load_dataset", load_dataset)
+        monkeypatch.setattr(sources, "newest_commit", lambda dataset, branch: f"{branch}-1")
+        result = run(model, ["piqa"], tmp_path, settings(None))
+        expected = {"dataset": "baber/piqa", "config": None, "split": "validation"}
+        assert result["tasks"]["piqa"]["data"] == expected | {"revision": "main-1"}
+        assert asked == [("baber/piqa", "main-1")]
+        # The same rows from a file are the same task.
+        local = run(model, ["piqa"], tmp_path, settings(write_rows(tmp_path / "rows")))
+        assert local["tasks"]["piqa"]["key"] == result["tasks"]["piqa"]["key"]
+        assert len(list((tmp_path / "tasks").iterdir())) == 1
 
 
 class TestRestart:

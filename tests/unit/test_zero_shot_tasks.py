@@ -87,6 +87,8 @@ class TestTable:
         assert [*table2.COLUMNS, "average"] == paper["columns"]
         assert list(table2.AVERAGED) == paper["accuracies"]
         assert all(set(paper["columns"]) < set(row) for row in paper["rows"])
+        normalised = {task for task, metric in table2.COLUMNS.values() if metric == "acc_norm"}
+        assert normalised == {"hellaswag", "arc_challenge"}
 
     def test_stderr_of_the_average(self):
         tasks = {task: {"metrics": {}, "stderr": {}} for task in table2.TASKS}
