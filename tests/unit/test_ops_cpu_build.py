@@ -44,7 +44,11 @@ def check_convolution_without_kernel(reason: str) -> None:
     x = torch.randn(1, 9, 2, 4, dtype=torch.float64, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, filters in (("head", torch.ones(2, 2)), ("depthwise", torch.ones(2, 4, 2))):
+        for name, filters in (
+            ("head", torch.ones(2, 2)),
+            ("depthwise", torch.ones(2, 4, 2)),
+            ("multihead", torch.eye(2).expand(2, 2, 2)),
+        ):
             y = cpu.convolve(name, x, filters.double(), None, None)
             torch.testing.assert_close(y[:, 1:], x[:, 1:] + x[:, :-1])
             y.sum().backward()
@@ -168,7 +172,7 @@ def test_one_openmp_runtime():
 
 def test_the_call_is_laid_out_as_in_the_source():
     """Every field of the C++ struct, in order; all are 8 bytes wide."""
-    source = (Path(compiler.__file__).parent / "kernel.cpp").read_text()
+    source = (Path(compiler.__file__).parent / "call.h").read_text()
     body = source.split("struct ConvolutionCall {")[1].split("};")[0]
     fields = []
     for line in body.splitlines():

@@ -1,8 +1,8 @@
-"""The backend for CPU tensors: a C++ kernel, compiled at first use, or matrix products.
+"""The backend for CPU tensors: a C++ kernel, compiled at first use.
 
-`head` and `depthwise` run in the kernel where a C++ compiler is at hand, and otherwise, like
-`multihead`, in plain torch. The choice is made inside of one operator, so nothing is built while
-torch.compile traces.
+Where no C++ compiler is at hand, or it fails, plain torch computes the same: matrix products for
+`head` and `multihead`, shifted sums for `depthwise`. The choice is made inside of one operator, so
+nothing is built while torch.compile traces.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def why_not(
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """What runs and why. Builds the kernel if it was not yet."""
-    if conv_type == "multihead":
-        return "matrix products over heads and time"
     library = load_library()
     if library.handle is not None:
         return f"C++ kernel ({library.reason})"
-    instead = "matrix products" if conv_type == "head" else "shifted sums"
+    instead = "shifted sums" if conv_type == "depthwise" else "matrix products"
     return f"{instead}, as {library.reason}"

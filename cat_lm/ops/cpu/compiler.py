@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = ("kernel.cpp", "numbers.h", "threads.h", "tiles.h")
+SOURCES = ("kernel.cpp", "block.h", "call.h", "numbers.h", "pairs.h", "threads.h", "tiles.h")
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120  # a compiler that takes longer counts as failing
 

@@ -16,22 +16,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "numbers.h"
+#include "block.h"
+#include "pairs.h"
 #include "threads.h"
-#include "tiles.h"
-
-// Mirrored in kernel.py. Strides count numbers; the channels of a head are next to each other.
-struct ConvolutionCall {
-  int64_t dtype, per_channel, threads;             // dtype: 0 fp32, 1 bf16, 2 fp16, 3 fp64
-  int64_t batch, time, heads, width, window;       // B, T, H, D, W
-  int64_t x_strides[3], dy_strides[3], out_strides[3];  // of B, T, H
-  const void *x, *dy, *filters, *bias;             // filters and bias contiguous; bias may be null
-  const int32_t* positions;                        // [B, T] contiguous, or null
-  void *out;                                       // y, or dx (null if not wanted)
-  void *filter_gradient, *bias_gradient;           // null if not wanted
-  void *workspace;                                 // as many bytes as convolution_workspace says
-  void *parallel;                                  // GOMP_parallel, or null
-};
 
 namespace {
 
@@ -54,19 +41,20 @@ struct Plan {
     per_segment = std::max<int64_t>(1, c.batch * blocks * columns / ITEMS);
     segments = (c.batch * blocks + per_segment - 1) / per_segment;
     padded = (std::min(c.width, COLUMN) + lanes - 1) / lanes * lanes;
-    filter_sums = c.per_channel ? c.window * padded : c.window;
+    filter_sums = (c.kind == CHANNEL) ? c.window * padded : c.window;
     partial = filter_sums + padded;
     scratch = (3 * length + 4 * c.window) * padded + (2 * length / lanes + 1) * lanes;
   }
 };
 
-template <class T, class IO> class Worker {
+template <class T, class IO> class Worker : Block<T, IO> {
  public:
-  Worker(const ConvolutionCall& call, const Plan& cut, T* scratch) : c(call), plan(cut) {
+  Worker(const ConvolutionCall& call, const Plan& cut, T* scratch)
+      : Block<T, IO>(call), plan(cut) {
     const auto take = [&](int64_t rows) {
       T* first = scratch;
       scratch += rows * plan.padded;
-      return Rows<T>{first, plan.padded};
+      return Rows<T>{first, plan.padded, plan.padded};
     };
     x = take(plan.length + c.window - 1);
     dy = take(plan.length + c.window - 1);
@@ -101,13 +89,13 @@ template <class T, class IO> class Worker {
   }
 
  private:
-  const ConvolutionCall& c;
+  using Base = Block<T, IO>;
+  using Base::c, Base::limits, Base::dx_limits, Base::head, Base::channel, Base::channels;
+  using Base::batch, Base::first, Base::count;
+  using Base::offset, Base::load, Base::find_limits, Base::find_dx_limits;
   const Plan& plan;
   Rows<T> x, dy, out, sums, filter;
   T* start;
-  int32_t *limits, *dx_limits;
-  int64_t head, channel, channels;  // the column
-  int64_t batch, first, count;      // the block
 
   template <class Call> void for_blocks(int64_t item, Call call) {
     const int64_t column = item % plan.columns, segment = item / plan.columns;
@@ -127,7 +115,7 @@ template <class T, class IO> class Worker {
   // The filter as rows of a number (shared by the channels) or of a column, and the bias.
   void load_filter() {
     const IO* from = static_cast<const IO*>(c.filters);
-    if (c.per_channel) {
+    if ((c.kind == CHANNEL)) {
       from += (head * c.width + channel) * c.window;
       for (int64_t j = 0; j < c.window; ++j)
         for (int64_t d = 0; d < plan.padded; ++d)
@@ -141,51 +129,14 @@ template <class T, class IO> class Worker {
       convert_row(static_cast<const IO*>(c.bias) + head * c.width + channel, start, channels);
   }
 
-  int64_t offset(const int64_t* strides, int64_t t) const {
-    return batch * strides[0] + t * strides[1] + head * strides[2] + channel;
-  }
-
-  // Rows from time `from` on; zeros before the start and after the end.
-  void load(Rows<T> rows, const void* source, const int64_t* strides, int64_t from, int64_t number) {
-    for (int64_t i = 0; i < number; ++i) {
-      const int64_t t = from + i;
-      const int64_t valid = t >= 0 && t < c.time ? channels : 0;
-      if (valid) convert_row(static_cast<const IO*>(source) + offset(strides, t), rows[i], valid);
-      for (int64_t d = valid; d < plan.padded; ++d) rows[i][d] = T(0);
-    }
-  }
-
   template <int STEP> void convolve(Rows<T> in, int64_t row, const int32_t* taps) {
-    if (c.per_channel)
+    if ((c.kind == CHANNEL))
       convolve_block<T, STEP, true>(in, row, filter, c.window, start, out, count, taps);
     else
       convolve_block<T, STEP, false>(in, row, filter, c.window, start, out, count, taps);
     IO* to = static_cast<IO*>(c.out);
     for (int64_t t = 0; t < count; ++t)
       convert_row(out[t], to + offset(c.out_strides, first + t), channels);
-  }
-
-  // How many inputs of its own document each output sees.
-  const int32_t* find_limits() {
-    if (!c.positions) return nullptr;
-    const int32_t* position = c.positions + batch * c.time + first;
-    for (int64_t t = 0; t < count; ++t)
-      limits[t] = int32_t(std::min<int64_t>(c.window, int64_t(position[t]) + 1));
-    return limits;
-  }
-
-  // How many outputs of its own document see each input.
-  const int32_t* find_dx_limits() {
-    if (!c.positions) return nullptr;
-    const int32_t* position = c.positions + batch * c.time;
-    int64_t border = std::min(first + count + c.window - 1, c.time);
-    for (int64_t t = border - 1; t >= first + count; --t)
-      if (position[t] == 0) border = t;
-    for (int64_t t = first + count - 1; t >= first; --t) {
-      dx_limits[t - first] = int32_t(std::min(c.window, border - t));
-      if (position[t] == 0) border = t;
-    }
-    return dx_limits;
   }
 
   void add_rows() {
@@ -198,7 +149,7 @@ template <class T, class IO> class Worker {
   }
 
   void write_sums(T* to) const {
-    if (c.per_channel) {
+    if ((c.kind == CHANNEL)) {
       std::copy_n(sums.data, plan.filter_sums, to);
     } else {
       for (int64_t j = 0; j < c.window; ++j) {
@@ -221,7 +172,7 @@ void finish_head(const ConvolutionCall& c, const Plan& plan, T* partials, int64_
   }
   const T* sums = partials + head * plan.columns_per_head * plan.partial;
   IO* df = static_cast<IO*>(c.filter_gradient);
-  for (int64_t j = 0; df && !c.per_channel && j < c.window; ++j) {
+  for (int64_t j = 0; df && !(c.kind == CHANNEL) && j < c.window; ++j) {
     T total = T(0);
     for (int64_t part = 0; part < plan.columns_per_head; ++part)
       total += sums[part * plan.partial + j];
@@ -229,7 +180,7 @@ void finish_head(const ConvolutionCall& c, const Plan& plan, T* partials, int64_
   }
   for (int64_t d = 0; d < c.width; ++d) {
     const T* column = sums + d / COLUMN * plan.partial;
-    for (int64_t j = 0; df && c.per_channel && j < c.window; ++j)
+    for (int64_t j = 0; df && (c.kind == CHANNEL) && j < c.window; ++j)
       df[(head * c.width + d) * c.window + j] = convert<IO>(column[j * plan.padded + d % COLUMN]);
     if (c.bias_gradient)
       static_cast<IO*>(c.bias_gradient)[head * c.width + d] =
@@ -237,10 +188,29 @@ void finish_head(const ConvolutionCall& c, const Plan& plan, T* partials, int64_
   }
 }
 
+template <class T> T* aligned(void* workspace) {
+  const auto address = reinterpret_cast<uintptr_t>(workspace);
+  return reinterpret_cast<T*>((address + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES);
+}
+
+template <class T, class IO> void run_pairs(const ConvolutionCall& c) {
+  const PairPlan plan(c, Simd<T>::LANES);
+  T* taps = aligned<T>(c.workspace);
+  T* scratch = taps + plan.taps;
+  T* partials = scratch + c.threads * plan.scratch;
+  load_taps<T, IO>(c, taps);
+  for_each(plan.items, c.threads, c.parallel, [&](int64_t item, int64_t thread) {
+    PairWorker<T, IO> worker(c, plan, taps, scratch + thread * plan.scratch);
+    if (c.dy) worker.backward(item, partials);
+    else worker.forward(item);
+  });
+  if (c.filter_gradient || c.bias_gradient) finish_pairs<T, IO>(c, plan, partials);
+}
+
 template <class T, class IO> void run(const ConvolutionCall& c) {
+  if (c.kind == PAIR) return run_pairs<T, IO>(c);
   const Plan plan(c, Simd<T>::LANES);
-  const auto address = reinterpret_cast<uintptr_t>(c.workspace);
-  T* scratch = reinterpret_cast<T*>((address + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES);
+  T* scratch = aligned<T>(c.workspace);
   T* partials = scratch + c.threads * plan.scratch;
   for_each(plan.segments * plan.columns, c.threads, c.parallel, [&](int64_t item, int64_t thread) {
     Worker<T, IO> worker(c, plan, scratch + thread * plan.scratch);
@@ -248,7 +218,7 @@ template <class T, class IO> void run(const ConvolutionCall& c) {
     else worker.forward(item);
   });
   if (c.filter_gradient || c.bias_gradient) {
-    const int64_t threads = c.per_channel ? c.threads : 1;
+    const int64_t threads = (c.kind == CHANNEL) ? c.threads : 1;
     for_each(c.heads, threads, c.parallel, [&](int64_t head, int64_t) {
       finish_head<T, IO>(c, plan, partials, head);
     });
@@ -259,8 +229,13 @@ template <class T, class IO> void run(const ConvolutionCall& c) {
 
 extern "C" int64_t convolution_workspace(const ConvolutionCall* c) {
   const int64_t size = c->dtype == 3 ? sizeof(double) : sizeof(float);
-  const Plan plan(*c, VECTOR_BYTES / size);
   const bool summed = c->filter_gradient || c->bias_gradient;
+  if (c->kind == PAIR) {
+    const PairPlan plan(*c, VECTOR_BYTES / size);
+    const int64_t partials = summed ? plan.items * plan.partial : 0;
+    return VECTOR_BYTES + size * (plan.taps + c->threads * plan.scratch + partials);
+  }
+  const Plan plan(*c, VECTOR_BYTES / size);
   const int64_t partials = summed ? plan.segments * plan.columns * plan.partial : 0;
   return VECTOR_BYTES + size * (c->threads * plan.scratch + partials);
 }

@@ -1,4 +1,4 @@
-"""Calls of the C++ kernel (`kernel.cpp`): head and depthwise convolutions, forward and backward."""
+"""Calls of the C++ kernel (`kernel.cpp`): every convolution, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from cat_lm.ops.cpu.compiler import load_library
 
+KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 # Products of x and filters below which one thread is faster than waking others.
 SMALL = 1 << 18
 
 _Strides = ctypes.c_int64 * 3
-_INTEGERS = ("dtype", "per_channel", "threads", "batch", "time", "heads", "width", "window")
+_INTEGERS = ("dtype", "kind", "threads", "batch", "time", "heads", "width", "window")
 _POINTERS = (
     *("x", "dy", "filters", "bias", "positions", "out"),
     *("filter_gradient", "bias_gradient", "workspace", "parallel"),
@@ -26,7 +27,7 @@ _POINTERS = (
 
 
 class _Call(ctypes.Structure):
-    """`ConvolutionCall` of kernel.cpp."""
+    """`ConvolutionCall` of call.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _INTEGERS),
@@ -57,13 +58,20 @@ class Kernel:
         self.parallel = None
 
     def forward(
-        self, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, out: Tensor
+        self,
+        conv_type: str,
+        x: Tensor,
+        filters: Tensor,
+        bias: Tensor | None,
+        positions: Tensor | None,
+        out: Tensor,
     ) -> None:
-        """Writes y to `out`. x and out [B, T, H, D], filters [H, W] or [H, D, W], bias [H, D]."""
-        self._call(x, filters, positions, x=x, out=out, bias=bias)
+        """Writes y to `out`. x and out [B, T, H, D], filters and bias as in `convolve`."""
+        self._call(conv_type, x, filters, positions, x=x, out=out, bias=bias)
 
     def backward(
         self,
+        conv_type: str,
         dy: Tensor,
         x: Tensor,
         filters: Tensor,
@@ -74,6 +82,7 @@ class Kernel:
     ) -> None:
         """Writes the gradients that are not None; the last two are contiguous."""
         self._call(
+            conv_type,
             x,
             filters,
             positions,
@@ -85,13 +94,18 @@ class Kernel:
         )
 
     def _call(
-        self, like: Tensor, filters: Tensor, positions: Tensor | None, **tensors: Tensor | None
+        self,
+        conv_type: str,
+        like: Tensor,
+        filters: Tensor,
+        positions: Tensor | None,
+        **tensors: Tensor | None,
     ) -> None:
         batch, time, heads, width = like.shape
-        window = filters.shape[-1]
+        window = filters.shape[0 if conv_type == "multihead" else -1]
         threads = 1 if like.numel() * window < SMALL else torch.get_num_threads()
-        per_channel = filters.ndim == 3
-        call = _Call(DTYPES[like.dtype], per_channel, threads, batch, time, heads, width, window)
+        kind = KINDS[conv_type]
+        call = _Call(DTYPES[like.dtype], kind, threads, batch, time, heads, width, window)
         held = []  # copies must outlive the call
         for name, tensor in tensors.items():
             if tensor is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.cpu import multihead, shifts, toeplitz
-from cat_lm.ops.cpu.kernel import Kernel, load_kernel
+from cat_lm.ops.cpu.kernel import load_kernel
 
 # What computes each kind of convolution in plain torch.
 TORCH_PATHS: dict[str, ModuleType] = {
@@ -16,12 +16,6 @@ TORCH_PATHS: dict[str, ModuleType] = {
     "depthwise": shifts,
     "multihead": multihead,
 }
-KERNEL_TYPES = ("head", "depthwise")  # what the C++ kernel computes
-
-
-def kernel_for(conv_type: str) -> Kernel | None:
-    """The C++ kernel if it computes this kind of convolution and can be built."""
-    return load_kernel() if conv_type in KERNEL_TYPES else None
 
 
 @torch.library.custom_op("cat_lm::cpu_conv", mutates_args=(), device_types="cpu")
@@ -33,10 +27,10 @@ def cpu_conv(
     positions: Tensor | None,
 ) -> Tensor:
     """y [B, T, H, D] of one of the convolutions; see `cat_lm.ops.cpu.convolve`."""
-    kernel = kernel_for(conv_type)
+    kernel = load_kernel()
     out = _output(conv_type, x)
     if kernel is not None:
-        kernel.forward(x, filters, bias, positions, out)
+        kernel.forward(conv_type, x, filters, bias, positions, out)
         return out
     return out.copy_(TORCH_PATHS[conv_type].forward(x, filters, bias, positions))
 
@@ -52,12 +46,12 @@ def cpu_conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, filters and bias; empty tensors for those that are not wanted."""
     dx, df, db = _gradients(x, filters, wanted)
-    kernel = kernel_for(conv_type)
+    kernel = load_kernel()
     if kernel is not None:
         chosen = (
             tensor if want else None for tensor, want in zip((dx, df, db), wanted, strict=True)
         )
-        kernel.backward(dy, x, filters, positions, *chosen)
+        kernel.backward(conv_type, dy, x, filters, positions, *chosen)
         return dx, df, db
     path = TORCH_PATHS[conv_type]
     window = filters.shape[0 if conv_type == "multihead" else -1]

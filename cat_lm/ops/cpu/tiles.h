@@ -20,10 +20,10 @@ template <class T> struct Simd {
   static void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 };
 
-// A buffer of rows of one column, `stride` numbers apart, a multiple of the vector's.
+// A buffer of rows of `width` numbers, a multiple of the vector's, `stride` numbers apart.
 template <class T> struct Rows {
   T* data;
-  int64_t stride;
+  int64_t stride, width;
   T* operator[](int64_t row) const { return data + row * stride; }
 };
 
