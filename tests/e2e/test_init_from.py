@@ -96,6 +96,10 @@ def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     assert "model.conv_type is 'none' there and 'head' here" in message
     assert "cat_lm.upcycle" in message and "conv_window" not in message
     assert "model.rope_theta is 10000.0 there" in error(pythia, rope_theta=500.0)
+    activated = shutil.copytree(pythia, tmp_path / "activated")
+    changed = json.loads((activated / "config.json").read_text()) | {"hidden_act": "relu"}
+    (activated / "config.json").write_text(json.dumps(changed))
+    assert "model.hidden_act is 'relu' there and 'gelu' here" in error(activated)
     other = shutil.copytree(pythia, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(
