@@ -38,7 +38,7 @@ class Size:
     Attributes:
         vocabulary: of the sentencepiece tokenizer that is trained on the text.
         methods: position scaling of the sweep, in the words of eval.length_sweep.
-        cells: lengths times methods, of a model with rotary positions.
+        cells: that a sweep of a model with rotary positions computes.
         sweep_tokens: held-out tokens that are scored at every length.
         parallel: whether several runs share the machine, a thread each.
     """
@@ -52,8 +52,8 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size("cpu", 2048, "paper", 10, 65_536, parallel=True),
-    "gpu": Size("gpu", 8192, "all", 20, 131_072, parallel=False),
+    "cpu": Size("cpu", 2048, "paper", 8, 65_536, parallel=True),
+    "gpu": Size("gpu", 8192, "all", 14, 131_072, parallel=False),
 }
 
 

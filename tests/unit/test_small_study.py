@@ -94,7 +94,7 @@ class TestPlan:
         with pytest.raises(UserError, match="another data_fingerprint"):
             claim(study, "e" * 64)
         other = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data", tokens=8192)
-        with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1638400, now 8192\)"):
+        with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1433600, now 8192\)"):
             claim(other, "f" * 64)
 
     @pytest.mark.parametrize(
