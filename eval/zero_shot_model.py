@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from cat_lm.errors import UserError
 from cat_lm.pretrained import choose_device, load_model, load_tokenizer
 
-_LARGEST_BATCH = {"cpu": 8, "cuda": 64}
+_LARGEST_BATCH, _LARGEST_CPU_BATCH = 64, 8
 _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
 
 
@@ -62,16 +62,15 @@ class Scorer(HFLM):
             pretrained=model,
             tokenizer=tokenizer,
             # Given here and not to the evaluator, which does not hand it on to a loaded model.
-            batch_size="auto" if batch_size is None and model.device.type == "cuda" else 1,
-            max_batch_size=_LARGEST_BATCH["cuda"],
+            batch_size=batch_size or "auto",
+            max_batch_size=_LARGEST_BATCH,
             max_length=max_length,
         )
         if accelerator is not None:
             self.accelerator = accelerator
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        if batch_size is not None:
-            self.batch_size_per_gpu = batch_size
-        elif model.device.type == "cpu":
+        if batch_size is None and model.device.type == "cpu":
+            # HFLM finds the largest batch by running out of memory, which a CPU does not survive.
             self.batch_size_per_gpu = self._batch_size_for_cpu()
         self.positions = self.truncated = 0
         self._progress: _Progress | None = None
@@ -152,7 +151,7 @@ class Scorer(HFLM):
         """Rows whose logits (three copies in fp32) take at most a quarter of the free memory."""
         row_bytes = 3 * 4 * self.max_length * self.model.config.vocab_size
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(1, min(_LARGEST_BATCH["cpu"], free // 4 // row_bytes))
+        return max(1, min(_LARGEST_CPU_BATCH, free // 4 // row_bytes))
 
 
 def launched_ranks() -> int:
