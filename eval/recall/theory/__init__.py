@@ -1,0 +1,1 @@
+"""The paper's theorems and propositions, computed: what is claimed, what is measured."""

@@ -1,0 +1,117 @@
+"""`python -m eval.recall theory`: every claim computed, as JSON, pictures and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cat_lm.files import write_json, write_text
+from eval.provenance import provenance
+from eval.recall.theory import associative, copying, generalization, landmark
+from eval.recall.theory.claims import Claim
+from eval.recall.theory.figures import generalization_figure, landmark_figure, save
+
+ROWS, TRIALS, SLOW_TRIALS = 500, 100_000, 400
+
+
+def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLOW_TRIALS) -> bool:
+    """Computes all claims into `out` and prints each.
+
+    Returns:
+        Whether all hold.
+    """
+    started = time.monotonic()
+    trained: list[generalization.Trained] = []
+    figures: dict[str, dict] = {}
+
+    def second_theorem() -> list[Claim]:
+        trained.append(generalization.train(seed=seed))
+        return generalization.theorem_2(trained[0])
+
+    def tradeoff() -> list[Claim]:
+        figures["landmark"] = landmark.bands(TRIALS, slow_trials, seed)
+        return landmark.propositions(TRIALS, slow_trials, seed)
+
+    parts: dict[str, Callable[[], list[Claim]]] = {
+        "Theorem 1": lambda: associative.theorem_1(rows),
+        "Theorem 2": second_theorem,
+        "Theorem 4": lambda: copying.theorem_4(rows),
+        "Propositions 1 and 2": tradeoff,
+    }
+    claims: list[Claim] = []
+    bar = tqdm(parts.items(), disable=None, unit="part")
+    for name, compute in bar:
+        bar.set_description(name)
+        for claim in compute():
+            claims.append(claim)
+            tqdm.write(claim.text())
+    _write(out, claims, trained[0], figures["landmark"], time.monotonic() - started)
+    return all(claim.holds for claim in claims)
+
+
+def _write(
+    out: Path,
+    claims: list[Claim],
+    trained: generalization.Trained,
+    bands: dict[str, list[dict[str, float]]],
+    seconds: float,
+) -> None:
+    curves = landmark.formula_curves()
+    save(landmark_figure(bands, curves), out, "landmark_tradeoff")
+    save(generalization_figure(trained), out, "theorem_2")
+    made = provenance()
+    record = {
+        "claims": [dataclasses.asdict(claim) for claim in claims],
+        "landmark_tradeoff": {"length": landmark.LENGTH, "bands": bands, "curves": curves},
+        "theorem_2": {
+            "snapshots": [dataclasses.asdict(s) for s in trained.snapshots],
+            "filter": trained.filters.tolist(),
+            "by_length": trained.by_length,
+        },
+        "seconds": round(seconds, 1),
+        "provenance": made,
+    }
+    write_json(out / "theory.json", record)
+    write_text(out / "theory.md", markdown(claims, made["command"]))
+    write_text(out / "theory.html", page(claims, made["command"]))
+
+
+def markdown(claims: list[Claim], command: str) -> str:
+    """The table of claims with the pictures, in Markdown."""
+    lines = ["# The theory, computed", "", f"`{command}`", ""]
+    lines += ["| source | claim | computed | measured | holds | correction |", "|" + " --- |" * 6]
+    for claim in claims:
+        cells = [claim.source, claim.statement, claim.setting, claim.measured]
+        cells += ["yes" if claim.holds else "**no**", claim.correction]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "![d against block size](landmark_tradeoff.png)"]
+    lines += ["", "![The trained layer of Theorem 2](theorem_2.png)", ""]
+    return "\n".join(lines)
+
+
+def page(claims: list[Claim], command: str) -> str:
+    """The same as one HTML page beside its pictures, in the style of the reports."""
+    style = (Path(__file__).parents[2] / "report.css").read_text(encoding="utf-8")
+    sections = []
+    for claim in claims:
+        correction = f"<p><em>Correction.</em> {escape(claim.correction)}</p>"
+        sections.append(
+            f"<section><h2>{escape(claim.source)}: {'holds' if claim.holds else 'does not hold'}"
+            f"</h2><p>{escape(claim.statement)}</p><p><strong>{escape(claim.measured)}</strong></p>"
+            f"<p>{escape(claim.setting)}</p>{correction if claim.correction else ''}</section>"
+        )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>The theory, computed</title><style>{style}\nimg {{max-width: 100%}}</style></head>"
+        "<body><main><header><h1>The theory, computed</h1>"
+        f"<p><code>{escape(command)}</code></p></header>"
+        '<img src="landmark_tradeoff.svg" alt="d against block size">'
+        '<img src="theorem_2.svg" alt="The trained layer of Theorem 2">'
+        f"{''.join(sections)}</main></body></html>\n"
+    )
