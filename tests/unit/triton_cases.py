@@ -51,11 +51,11 @@ def filter_shape(kind: str, heads: int, width: int, window: int) -> tuple[int, .
 
 
 def uneven_positions(batch: int, time: int) -> Tensor:
-    """Documents of 1, 30, 3 and the rest, in other orders in other rows."""
-    lengths = [1, 30, 3, time]
+    """Documents with borders inside of tiles (of 64 steps) and shortly before the second one."""
+    lengths = [1, 30, 30, 4, time]
     rows = []
     for row in range(batch):
-        order = lengths[row % 4 :] + lengths[: row % 4]
+        order = lengths[row % 5 :] + lengths[: row % 5]
         rows.append(torch.cat([torch.arange(n) for n in order])[:time])
     return torch.stack(rows).int()
 

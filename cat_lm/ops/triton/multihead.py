@@ -14,31 +14,55 @@ HEADS = 16
 PARTS = 64
 
 
+def mix_options(x: Tensor, window: int, documents: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of `mix_kernel` and what its compiler is told.
+
+    128 rows by 256 columns are a tile of a fast matrix product; with documents the matrix differs
+    by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
+    """
+    half = x.dtype != torch.float32
+    columns = min(128 if half else 64, max(16, triton.next_power_of_2(x.shape[-1])))
+    constants = {
+        "WINDOW": window,
+        "STEPS": 8,
+        "HEADS": HEADS,
+        "INNER": 4 if half else 2,
+        "BLOCKS": max(1, 256 // columns) if half and not documents else 1,
+        "COLUMNS": columns,
+    }
+    return constants, {"num_warps": 8, "num_stages": 3 if half else 1}
+
+
+def filter_options(x: Tensor, window: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The same for `mix_filters_kernel`."""
+    half = x.dtype != torch.float32
+    constants = {
+        "WINDOW": window,
+        "STEPS": 8,
+        "HEADS": HEADS,
+        "INNER": 8 if half else 4,
+        "COLUMNS": 64 if half else 16,
+    }
+    return constants, {"num_warps": 8, "num_stages": 3 if half else 1}
+
+
 def _mix(
     x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, reverse: bool
 ) -> Tensor:
     """y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
     batch, time, heads, width = x.shape
-    half = x.dtype != torch.float32
-    columns = min(128 if half else 64, max(16, triton.next_power_of_2(width)))
-    steps, inner = (8, 4) if half else (8, 2)
-    blocks = max(1, 256 // columns) if half and positions is None else 1
+    constants, options = mix_options(x, filters.shape[0], positions is not None)
     x, y = unit_stride(x), heads_first(x)
-    groups = triton.cdiv(batch * triton.cdiv(time, steps), blocks)
-    programs = triton.cdiv(heads, HEADS) * triton.cdiv(width, columns) * groups
+    blocks = batch * triton.cdiv(time, constants["STEPS"])
+    programs = triton.cdiv(heads, HEADS) * triton.cdiv(width, constants["COLUMNS"])
+    programs *= triton.cdiv(blocks, constants["BLOCKS"])
     with on_device_of(x):
         mix_kernel[(programs,)](
             *(x, filters.contiguous(), contiguous(bias), y, contiguous(positions)),
             *(batch, time, heads, width, *x.stride()[:3]),
-            WINDOW=filters.shape[0],
-            STEPS=steps,
-            HEADS=HEADS,
-            INNER=inner,
-            BLOCKS=blocks,
-            COLUMNS=columns,
             REVERSED=reverse,
-            num_warps=8,
-            num_stages=3 if half else 1,
+            **constants,
+            **options,
         )
     return y
 
@@ -71,25 +95,20 @@ def multihead_conv_dx(dy: Tensor, filters: Tensor, positions: Tensor | None) -> 
 def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
     """The gradient with respect to the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape
-    half = x.dtype != torch.float32
-    steps, inner, columns = (8, 8, 64) if half else (8, 4, 16)
+    constants, options = filter_options(x, window)
+    steps, inner = constants["STEPS"], constants["INNER"]
     x, dy = unit_stride(x), unit_stride(dy)
     blocks = batch * triton.cdiv(time, steps)
     blocks_per_program = triton.cdiv(blocks, PARTS)
     parts = triton.cdiv(blocks, blocks_per_program)
-    inner_groups = triton.cdiv(steps + window - 1, inner)
+    programs = triton.cdiv(heads, HEADS) ** 2 * triton.cdiv(steps + window - 1, inner) * parts
     sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
-        mix_filters_kernel[(triton.cdiv(heads, HEADS) ** 2 * inner_groups * parts,)](
+        mix_filters_kernel[(programs,)](
             *(dy, x, sums, contiguous(positions), blocks_per_program),
             *(batch, time, heads, width, *dy.stride()[:3], *x.stride()[:3]),
-            WINDOW=window,
-            STEPS=steps,
-            HEADS=HEADS,
-            INNER=inner,
-            COLUMNS=columns,
-            num_warps=8,
-            num_stages=3 if half else 1,
+            **constants,
+            **options,
         )
     return sums.sum(dim=(0, 1)).to(x.dtype)
 
