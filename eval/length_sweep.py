@@ -190,9 +190,9 @@ def _streams(
     if data is not None:
         # Every tokenizer is compared with the data's own.
         streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
-        if document_tokens is None:
-            streams = [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
-        return [_long_enough(stream, largest) for stream in streams]
+        if document_tokens is not None:
+            return [_long_enough(stream, largest) for stream in streams]
+        return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
     stream = text_stream(split_documents(read_text(text), separator), first, str(text))
     if document_tokens is None:
         stream = _whole_windows(stream, largest, max_tokens, first)

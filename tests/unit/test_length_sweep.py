@@ -294,6 +294,27 @@ class TestNumbers:
         assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-5)
         assert row["words"] == sum(len(re.split(r"\s+", document)) for document in long)
 
+    def test_concatenated_windows_may_be_longer_than_any_document(
+        self, models, documents, tiny_corpus, tmp_path
+    ):
+        options = {"text": documents, "document_separator": r"\n===\n"}
+        (row,) = sweep([models["cat"]], [500], tmp_path / "a", **options)
+        ids = [256]
+        for document in DOCUMENTS:
+            ids += [*document.encode(), 256]
+        total = plain_loss(load_model(models["cat"]), ids[:501], 500)
+        assert row["loss"] == pytest.approx(total / 500, rel=1e-5)
+        assert row["document_count"] == row["groups"] == 4
+        (row,) = sweep([models["cat"]], [2000], tmp_path / "b", data=tiny_corpus)
+        assert row["tokens"] % 2000 == 0
+        with pytest.raises(UserError, match="no document has 2000 tokens"):
+            sweep(
+                [models["cat"]], [2000], tmp_path / "c", data=tiny_corpus, documents="per-document"
+            )
+        with pytest.raises(UserError, match="too short for length 200: the longest document has"):
+            small = {"documents": "per-document", "min_document_tokens": 50, "max_tokens": 150}
+            sweep([models["cat"]], [200], tmp_path / "c", data=tiny_corpus, **small)
+
     def test_model_with_another_tokenizer_gets_the_same_text(
         self, models, tmp_path, documents, tiny_corpus
     ):
