@@ -106,7 +106,7 @@ def _convolution(case: ConvCase, options: ConvOptions) -> Work:
         return torch.randn(shape, generator=generator, device=case.device).to(case.torch_dtype)
 
     x, dy = draw(case.shape), draw(case.shape)
-    filters = (draw(case.filter_shape) / case.window**0.5).requires_grad_()
+    filters = draw(case.filter_shape) / case.window**0.5
     kernels, absent = kernels_for(case, options.kernels)
     return Work(
         [_contender(kernel, x, filters, dy) for kernel in kernels],
@@ -138,13 +138,15 @@ def _backend_of(case: ConvCase) -> dict[str, str]:
 
 
 def _contender(kernel: Kernel, x: Tensor, filters: Tensor, dy: Tensor) -> Contender:
-    """A kernel with its inputs in its own layout."""
+    """A kernel with its inputs and filters in its own layout."""
     x, dy = kernel.arrange(x).detach(), kernel.arrange(dy)
+    filters = kernel.arrange_filters(filters).contiguous().requires_grad_()
     learned = (x.clone().requires_grad_(), filters)
     forward_backward = partial(_forward_backward, kernel.convolve, learned, dy)
 
     def results() -> dict[str, Tensor]:
         y, (dx, dfilters) = forward_backward()
+        dfilters = kernel.restore_filters(dfilters)
         return {"y": kernel.restore(y), "dx": kernel.restore(dx), "dfilters": dfilters}
 
     def forward() -> Tensor:

@@ -1,8 +1,9 @@
 """The causal convolutions that are timed: this project's backends, and what one would use instead.
 
-Every kernel is asked for the same sum, with filters in this project's layout; what it does to them
-to suit itself is part of its time, as it is of its user's. Kernels that want [B, C, T] with C = H·D
-are timed twice: given it, contiguous, as if nobody had to transpose, and from [B, T, H, D].
+Other libraries are given everything, filters too, as they like it best, and its making is not
+timed: a filter for each of C = H·D channels, the newest input's tap last, and [B, C, T] where they
+want that. torch's is timed a second time as one would use it here, from [B, T, H, D] and this
+project's filters.
 """
 
 from __future__ import annotations
@@ -87,9 +88,11 @@ class Kernel:
     Attributes:
         name: its row in the table.
         timed: what its time includes, in words.
-        convolve: from x in the kernel's own layout, and filters in this project's, to y.
+        convolve: from x and filters in the kernel's own layout to y.
         arrange: from [B, T, H, D] to the kernel's own layout, which is not timed.
         restore: back from it, for the check.
+        arrange_filters: from this project's layout to the kernel's own, which is not timed.
+        restore_filters: from the gradient of these to that of this project's, for the check.
     """
 
     name: str
@@ -97,6 +100,8 @@ class Kernel:
     convolve: Callable[[Tensor, Tensor], Tensor]
     arrange: Callable[[Tensor], Tensor] = Tensor.contiguous
     restore: Callable[[Tensor], Tensor] = Tensor.contiguous
+    arrange_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
+    restore_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
 
 
 def kernels_for(case: ConvCase, names: Sequence[str]) -> tuple[list[Kernel], dict[str, str]]:
@@ -135,12 +140,14 @@ def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     if case.conv_type == "multihead":
         shape, inside = "[B·D, H, T]", _conv1d_over_heads
         arrange, restore = _heads_as_channels, partial(_from_heads_as_channels, case=case)
+        filters_to, filters_from = _taps_of_pairs, _from_taps_of_pairs
     else:
-        shape, inside = "[B, H·D, T]", partial(_conv1d_groups, conv_type=case.conv_type)
+        shape, inside = "[B, H·D, T]", _conv1d_groups
         arrange, restore = _channels_first, partial(_from_channels_first, case=case)
+        filters_to, filters_from = _channel_filters(case)
 
     def from_time_first(x: Tensor, filters: Tensor) -> Tensor:
-        return restore(inside(arrange(x), filters))
+        return restore(inside(arrange(x), filters_to(filters)))
 
     return [
         Kernel(
@@ -149,6 +156,8 @@ def _torch_conv1d(case: ConvCase) -> list[Kernel]:
             inside,
             lambda x: arrange(x).contiguous(),
             restore,
+            filters_to,
+            filters_from,
         ),
         Kernel(
             "conv1d, transposed",
@@ -158,24 +167,40 @@ def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     ]
 
 
-def _conv1d_groups(x: Tensor, filters: Tensor, conv_type: str) -> Tensor:
-    """`conv1d` with a group for each channel: x [B, C, T]."""
+def _conv1d_groups(x: Tensor, taps: Tensor) -> Tensor:
+    """`conv1d` with a group for each channel: x [B, C, T], taps [C, W]."""
     channels, time = x.shape[1:]
-    taps = _taps_of_channels(filters, conv_type, channels)
     return F.conv1d(x, taps[:, None], padding=taps.shape[1] - 1, groups=channels)[..., :time]
 
 
-def _conv1d_over_heads(x: Tensor, filters: Tensor) -> Tensor:
-    """`conv1d` with heads as channels: x [B·D, H, T]."""
-    weight = filters.permute(1, 2, 0).flip(2)
+def _conv1d_over_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """`conv1d` with heads as channels: x [B·D, H, T], weight [H_out, H_in, W]."""
     return F.conv1d(x, weight, padding=weight.shape[2] - 1)[..., : x.shape[2]]
 
 
-def _taps_of_channels(filters: Tensor, conv_type: str, channels: int) -> Tensor:
-    """[C, W], the newest input's tap last, as libraries that correlate want it."""
-    if conv_type == "head":
-        filters = filters.repeat_interleave(channels // filters.shape[0], dim=0)
-    return filters.reshape(channels, -1).flip(1)
+def _taps_of_pairs(filters: Tensor) -> Tensor:
+    return filters.permute(1, 2, 0).flip(2)
+
+
+def _from_taps_of_pairs(weight: Tensor) -> Tensor:
+    return weight.flip(2).permute(2, 0, 1)
+
+
+def _channel_filters(
+    case: ConvCase,
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """To [C, W] with the newest input's tap last, and from its gradient to that of the filters."""
+
+    def arrange(filters: Tensor) -> Tensor:
+        if case.conv_type == "head":
+            filters = filters.repeat_interleave(case.head_dim, dim=0)
+        return filters.reshape(case.heads * case.head_dim, case.window).flip(1)
+
+    def restore(gradient: Tensor) -> Tensor:
+        channels = gradient.flip(1).unflatten(0, (case.heads, case.head_dim))
+        return channels.sum(1) if case.conv_type == "head" else channels
+
+    return arrange, restore
 
 
 def _channels_first(x: Tensor) -> Tensor:
@@ -201,18 +226,14 @@ def _flash_linear_attention(case: ConvCase) -> list[Kernel]:
     # The module has moved between versions; the first name is kept for old users since.
     modules = ("fla.modules.convolution", "fla.modules.causal_conv1d")
     convolve = _import_for_gpu(case, modules, "causal_conv1d")
-
-    def from_time_first(x: Tensor, filters: Tensor) -> Tensor:
-        taps = _taps_of_channels(filters, case.conv_type, x.shape[2])
-        return convolve(x, taps.contiguous(), backend="triton")[0]
-
     return [
         Kernel(
             "fla",
             "flash-linear-attention's causal_conv1d, Triton, [B, T, H·D]",
-            from_time_first,
+            lambda x, taps: convolve(x, taps, backend="triton")[0],
             lambda x: x.flatten(2).contiguous(),
             lambda y: y.unflatten(2, (case.heads, case.head_dim)),
+            *_channel_filters(case),
         )
     ]
 
@@ -221,25 +242,23 @@ def _causal_conv1d(case: ConvCase) -> list[Kernel]:
     if not 2 <= case.window <= 4:
         raise _Absent("has kernels for windows of 2, 3 and 4 only")
     convolve = _import_for_gpu(case, ("causal_conv1d",), "causal_conv1d_fn")
-
-    def inside(x: Tensor, filters: Tensor) -> Tensor:
-        return convolve(x, _taps_of_channels(filters, case.conv_type, x.shape[1]).contiguous())
-
     restore = partial(_from_channels_first, case=case)
     return [
         Kernel(
             "causal-conv1d",
             "given, and returning, contiguous [B, H·D, T]",
-            inside,
+            convolve,
             lambda x: _channels_first(x).contiguous(),
             restore,
+            *_channel_filters(case),
         ),
         Kernel(
             "causal-conv1d, channels last",
             "given [B, H·D, T] as a view of contiguous [B, T, H·D]",
-            inside,
+            convolve,
             lambda x: _channels_first(x.contiguous()),
             restore,
+            *_channel_filters(case),
         ),
     ]
 

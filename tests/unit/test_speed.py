@@ -176,6 +176,29 @@ def test_absent_kernels_say_why(speed):
     assert all(f"absent: {name}: {why}" in out for name, why in result["absent"].items())
 
 
+@pytest.mark.parametrize("conv_type", ["head", "depthwise"])
+def test_other_libraries_are_given_what_they_document(speed, monkeypatch, conv_type):
+    """Both say what they equal in torch's terms; that stands in for them where no GPU is."""
+
+    def causal_conv1d_fn(x, weight, bias=None):
+        padding = weight.shape[1] - 1
+        y = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=padding, groups=x.shape[1])
+        return y[..., : x.shape[2]]
+
+    def causal_conv1d(x, weight=None, bias=None, backend="triton"):
+        assert x.is_contiguous() and weight.is_contiguous() and backend == "triton"
+        return causal_conv1d_fn(x.transpose(1, 2), weight, bias).transpose(1, 2), None
+
+    stand_ins = {"causal_conv1d": causal_conv1d, "causal_conv1d_fn": causal_conv1d_fn}
+    monkeypatch.setattr(kernels, "_import_for_gpu", lambda case, _, function: stand_ins[function])
+    code, record, out, _ = speed(
+        *conv_arguments(kernels="fla,causal-conv1d", conv_type=conv_type, dtype="bfloat16")
+    )
+    assert code == 0, out
+    names = [row["kernel"] for row in record["cases"][0]["kernels"]]
+    assert names == ["fla", "causal-conv1d", "causal-conv1d, channels last"]
+
+
 def shifted(y):
     return torch.nn.functional.pad(y, (0, 0, 0, 0, 1, 0))[:, :-1]
 
