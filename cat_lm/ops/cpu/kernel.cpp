@@ -4,7 +4,7 @@
 //   backward  dx[b,s,h,d] = sum_j F[h,(d),j] dy[b,s+j,h,d]
 //             dF[h,(d),j] = sum_{b,t,(d)} dy[b,t,h,d] x[b,t-j,h,d],   dbias[h,d] = sum_{b,t} dy
 //
-// Work is cut into items: a column of at most COLUMN channels of one head, and a segment of blocks of
+// Work is cut into items: a column of at most WIDEST channels of one head, and a segment of blocks of
 // time. A block's rows are read once, through any strides, into a small buffer in the type of sums
 // (fp32, or fp64 for fp64), which the first-level cache holds while W taps are summed in registers.
 // Each segment has its own partial sums of dF and dbias, added at the end in the order of segments;
@@ -22,11 +22,13 @@
 
 namespace {
 
+constexpr int64_t WIDEST = 96;  // channels of an item at most
 constexpr int64_t BLOCK = 64;   // time steps of a block: two buffers of rows fit the first-level cache
 constexpr int64_t ITEMS = 512;  // items to aim at: work for many threads, little memory for sums
 
 // How a call is cut; depends on shapes alone, never on threads.
 struct Plan {
+  int64_t column;        // channels of an item
   int64_t columns_per_head, columns, length, blocks, per_segment, segments;
   int64_t padded;        // numbers in a row of a buffer
   int64_t filter_sums;   // numbers in a partial sum: those of the filter's gradient,
@@ -34,13 +36,14 @@ struct Plan {
   int64_t scratch;       // numbers in the buffers of a thread
 
   Plan(const ConvolutionCall& c, int64_t lanes) {
-    columns_per_head = (c.width + COLUMN - 1) / COLUMN;
+    columns_per_head = (c.width + WIDEST - 1) / WIDEST;
+    column = ((c.width + columns_per_head - 1) / columns_per_head + 15) / 16 * 16;
     columns = c.heads * columns_per_head;
     length = std::min(c.time, BLOCK);
     blocks = (c.time + length - 1) / length;
     per_segment = std::max<int64_t>(1, c.batch * blocks * columns / ITEMS);
     segments = (c.batch * blocks + per_segment - 1) / per_segment;
-    padded = (std::min(c.width, COLUMN) + lanes - 1) / lanes * lanes;
+    padded = (std::min(c.width, column) + lanes - 1) / lanes * lanes;
     filter_sums = (c.kind == CHANNEL) ? c.window * padded : c.window;
     partial = filter_sums + padded;
     scratch = (3 * length + 4 * c.window) * padded + (2 * length / lanes + 1) * lanes;
@@ -100,8 +103,8 @@ template <class T, class IO> class Worker : Block<T, IO> {
   template <class Call> void for_blocks(int64_t item, Call call) {
     const int64_t column = item % plan.columns, segment = item / plan.columns;
     head = column / plan.columns_per_head;
-    channel = column % plan.columns_per_head * COLUMN;
-    channels = std::min(c.width - channel, COLUMN);
+    channel = column % plan.columns_per_head * plan.column;
+    channels = std::min(c.width - channel, plan.column);
     load_filter();
     const int64_t last = std::min((segment + 1) * plan.per_segment, c.batch * plan.blocks);
     for (int64_t block = segment * plan.per_segment; block < last; ++block) {
@@ -179,12 +182,12 @@ void finish_head(const ConvolutionCall& c, const Plan& plan, T* partials, int64_
     df[head * c.window + j] = convert<IO>(total);
   }
   for (int64_t d = 0; d < c.width; ++d) {
-    const T* column = sums + d / COLUMN * plan.partial;
+    const T* column = sums + d / plan.column * plan.partial;
     for (int64_t j = 0; df && (c.kind == CHANNEL) && j < c.window; ++j)
-      df[(head * c.width + d) * c.window + j] = convert<IO>(column[j * plan.padded + d % COLUMN]);
+      df[(head * c.width + d) * c.window + j] = convert<IO>(column[j * plan.padded + d % plan.column]);
     if (c.bias_gradient)
       static_cast<IO*>(c.bias_gradient)[head * c.width + d] =
-          convert<IO>(column[plan.filter_sums + d % COLUMN]);
+          convert<IO>(column[plan.filter_sums + d % plan.column]);
   }
 }
 
