@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
@@ -15,9 +16,79 @@ def main() -> None:
         description="Associative recall, selective copying and the theory behind them.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    from eval.recall.mixers import mixer_names
+    from eval.recall.tasks import TASKS
+
+    parser = commands.add_parser(
+        "run",
+        help="train and test one model",
+        description="Trains a small model on a task and tests it. OUT/cells gets one JSON with "
+        "every accuracy, the options, the versions and the command; a finished one is kept.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    tasks, mixers = ", ".join(TASKS), ", ".join(mixer_names())
+    parser.add_argument(
+        "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
+    )
+    parser.add_argument("--mixer", required=True, help=f"{mixers}; options as cat:streams=k")
+    parser.add_argument("--d-model", type=int, required=True, help="model width")
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens that a model reads")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=64)
+    parser.add_argument("--train-examples", type=int, default=100_000)
+    parser.add_argument("--test-examples", type=int, default=3_000)
+    parser.add_argument("--layers", type=int, help="blocks (default: the mixer's in the paper)")
+    parser.add_argument("--batch-size", type=int, help="rows (default: Zoology's at that length)")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="on all parameters")
+    parser.add_argument(
+        "--stop-above", type=float, default=0.99, help="test accuracy to stop at; above 1: never"
+    )
+    parser.add_argument(
+        "--eval-steps", type=int, help="test within epochs too, every so many steps"
+    )
+    parser.add_argument(
+        "--test-lengths", type=_lengths, default=(), metavar="32,64,…", help="also test there"
+    )
+    parser.add_argument(
+        "--fixed-items",
+        action="store_true",
+        help="at longer lengths also with as many keys as in training",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.set_defaults(run=_run)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers such as 64,256") from None
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from eval.recall.cells import cell_path, run
+    from eval.recall.training import Cell, choose_device
+
+    values = vars(arguments)
+    cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
+    record = run(arguments.out, cell, choose_device(arguments.device))
+    for name, test in record["tests"].items():
+        numbers = ", ".join(f"{k} {v:.4f}" for k, v in test.items() if k != "seq_len")
+        print(f"{name} ({test['seq_len']}): {numbers}")
+    for i, streams in enumerate(record["delays"]):
+        said = ", ".join(f"{s} {' '.join(map(str, lags))}" for s, lags in streams.items())
+        print(f"layer {i}: lag of the largest tap: {said}")
+    seconds = record["seconds"]["training"]
+    print(f"{record['steps']} steps in {seconds:.0f} s; {cell_path(arguments.out, cell)}")
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

@@ -1,0 +1,43 @@
+"""Cells on disk: one JSON file each, named by what decides its result; finished ones are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.files import write_json
+from eval.provenance import provenance
+
+if TYPE_CHECKING:
+    from eval.recall.training import Cell
+
+
+def cell_path(folder: Path, cell: Cell) -> Path:
+    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
+    words = json.dumps(dataclasses.asdict(cell), sort_keys=True)
+    short = hashlib.sha256(words.encode()).hexdigest()[:8]
+    name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    return folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}.json"
+
+
+def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """The record of a finished cell, or none."""
+    path = cell_path(folder, cell)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def run(folder: Path, cell: Cell, device: str, label: str = "") -> dict[str, Any]:
+    """The record of a cell: read if it is finished, else trained, tested and written."""
+    record = finished(folder, cell)
+    if record is None:
+        from eval.recall.training import delays, run_cell
+
+        record = run_cell(cell, device, label)
+        record["delays"] = delays(record["filters"])
+        record["provenance"] = {**provenance(), "device": device}
+        write_json(cell_path(folder, cell), record)
+    return record

@@ -1,0 +1,49 @@
+"""CAT: softmax attention over convolved queries, keys and values (Definition 1 of the paper).
+
+Without position embeddings. The rest is Zoology's attention layer: a projection with bias, dropout
+0.1 on the attention map, an output projection with bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from eval.recall.mixers import Setting
+from eval.recall.mixers._attention import softmax_attention
+from eval.recall.mixers._convolution import ConvolutionOptions, ConvolvedProjections
+
+LAYERS = 1
+
+
+@dataclass(frozen=True)
+class Options(ConvolutionOptions):
+    """Options of CAT.
+
+    Attributes:
+        bias: of the projections.
+        dropout: of the attention map.
+    """
+
+    bias: bool = True
+    dropout: float = 0.1
+
+
+class ConvolutionAugmentedAttention(nn.Module):
+    """One CAT layer."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__()
+        self.streams = ConvolvedProjections(setting.d_model, options, options.bias)
+        self.out_proj = nn.Linear(setting.d_model, setting.d_model, bias=options.bias)
+        self.dropout = options.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.streams(x)
+        y = softmax_attention(q, k, v, self.dropout if self.training else 0.0)
+        return self.out_proj(y.flatten(2))
+
+
+def build(options: Options, setting: Setting) -> nn.Module:
+    return ConvolutionAugmentedAttention(options, setting)

@@ -1,0 +1,93 @@
+"""Zoology's language model around a mixer: embeddings, blocks, tied output.
+
+    h = Dropout(embeddings);  layer i:  r = r + h,  r = r + mixer(LN₁ r),  h = LN₂ r;  LN_f(r + h)
+
+with no state mixer (Identity), learned positions only where the mixer asks for them, and its
+initialisation: N(0, 0.02) for every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers))
+for `out_proj`; everything else keeps its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from eval.recall.mixers import Mixer, Setting
+
+SPREAD = 0.02
+EMBEDDING_DROPOUT = 0.1
+
+
+class Block(nn.Module):
+    """LN₁, a mixer, LN₂ on a residual stream."""
+
+    def __init__(self, mixer: nn.Module, d_model: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = hidden if residual is None else residual + hidden
+        residual = residual + self.mixer(self.norm1(residual))
+        return self.norm2(residual), residual
+
+
+class RecallModel(nn.Module):
+    """Token ids [B, T] to logits at chosen positions.
+
+    Args:
+        layers: number of blocks; none: the mixer's own.
+        positions: rows of the position table, where the mixer has one: the longest T.
+    """
+
+    def __init__(
+        self, mixer: Mixer, *, vocabulary: int, d_model: int, positions: int, layers: int | None
+    ) -> None:
+        super().__init__()
+        layers = layers or mixer.layers
+        self.embedding = nn.Embedding(vocabulary, d_model)
+        self.positions = nn.Embedding(positions, d_model) if mixer.learned_positions else None
+        self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
+        self.blocks = nn.ModuleList(
+            Block(mixer.build(Setting(d_model, i, layers)), d_model) for i in range(layers)
+        )
+        self.norm = nn.LayerNorm(d_model)
+        initialise(self, layers)
+
+    def forward(self, tokens: Tensor, scored: Tensor) -> Tensor:
+        """Logits [N, vocabulary] at the N positions where `scored` [B, T] is true."""
+        hidden = self.embedding(tokens)
+        if self.positions is not None:
+            hidden = hidden + self.positions.weight[: tokens.shape[1]]
+        hidden, residual = self.dropout(hidden), None
+        for block in self.blocks:
+            hidden, residual = block(hidden, residual)
+        return self.norm((residual + hidden)[scored]) @ self.embedding.weight.T
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """The initialisation above."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            spread = SPREAD / math.sqrt(2 * layers) if name.endswith("out_proj") else SPREAD
+            nn.init.normal_(module.weight, std=spread)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of trained parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
+    """For each layer with filters, stream -> [H][W], lag 0 first."""
+    found = []
+    for block in getattr(model, "blocks", []):
+        streams = getattr(block.mixer, "streams", None)
+        if streams is not None and len(streams.filters):
+            with torch.no_grad():
+                found.append({s: f.tolist() for s, f in streams.filters.items()})
+    return found

@@ -1,0 +1,174 @@
+"""Every mixer against an independent loop or the library's own; all of them causal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cat_lm.errors import UserError
+from eval.recall.mixers import Setting, make_mixer, mixer_names
+from eval.recall.model import RecallModel, learned_filters
+
+SPECIFICATIONS = [
+    *mixer_names(),
+    "cat:streams=k,init=identity",
+    "cat:place=before,window=2",
+    "cat:heads=4",
+    "lincat:streams=none",
+    "attention:position=rope,heads=2",
+    "attention:position=none",
+]
+
+
+def built(specification: str, width: int = 16, layer: int = 0, layers: int = 1) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return make_mixer(specification).build(Setting(width, layer, layers)).eval()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("specification", SPECIFICATIONS)
+def test_no_mixer_reads_the_future_and_all_learn(specification, layer):
+    mixer = built(specification, layer=layer, layers=2)
+    x = torch.randn(2, 37, 16, requires_grad=True)
+    y = mixer(x)
+    assert y.shape == x.shape
+    changed = x.detach().clone()
+    changed[:, 20:] += torch.randn_like(changed[:, 20:])
+    torch.testing.assert_close(mixer(changed)[:, :20], y[:, :20], rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    for name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_cat_is_attention_over_filtered_streams():
+    mixer = built("cat:streams=qkv,window=3")
+    x = torch.randn(1, 7, 16)
+    q, k, v = mixer.streams.projection(x)[0].chunk(3, dim=-1)
+    filtered = []
+    for name, stream in zip("qkv", (q, k, v), strict=True):
+        taps = mixer.streams.filters[name][0]
+        moved = [sum(taps[j] * stream[t - j] for j in range(3) if t >= j) for t in range(7)]
+        filtered.append(torch.stack(moved))
+    q, k, v = filtered
+    rows = [(q[t] @ k[: t + 1].T / 4).softmax(0) @ v[: t + 1] for t in range(7)]
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj(torch.stack(rows)))
+
+
+def test_filters_before_the_projection_equal_filters_after_it_without_bias():
+    after, before = built("cat:bias=false"), built("cat:bias=false,place=before")
+    before.load_state_dict(after.state_dict())
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(after(x), before(x))
+
+
+def test_identity_filters_start_as_attention_and_uniform_ones_are_bounded():
+    cat, plain = built("cat:init=identity"), built("attention:position=none")
+    plain.load_state_dict(
+        {k.removeprefix("streams."): v for k, v in cat.state_dict().items() if "filters" not in k}
+    )
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(cat(x), plain(x))
+    taps = torch.cat([f.flatten() for f in built("cat:heads=16").streams.filters.values()])
+    assert 0.9 / math.sqrt(3) < taps.abs().max() <= 1 / math.sqrt(3)
+
+
+def test_linear_attention_is_the_running_sum():
+    mixer = built("linear-attention")
+    x = torch.randn(1, 6, 16)
+    q, k, v = mixer.streams.projection(x)[0].chunk(3, dim=-1)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    rows = []
+    for t in range(6):
+        weights = torch.stack([q[t] @ k[s] for s in range(t + 1)])
+        rows.append(weights @ v[: t + 1] / weights.sum())
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj(torch.stack(rows)))
+
+
+def test_rotary_attention_sees_distances_alone():
+    from eval.recall.mixers._attention import rotate
+
+    q, k = torch.randn(2, 1, 1, 1, 16).expand(-1, -1, 9, -1, -1)
+    products = torch.einsum("bthd,bshd->ts", rotate(q), rotate(k))
+    for distance in (0, 3):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert (products[5, 5] - products[5, 2]).abs() > 1e-3
+
+
+def test_based_is_a_gated_convolution_then_taylor_attention():
+    mixer = built("based", layer=0)
+    x = torch.randn(1, 6, 16)
+    moved = F.conv1d(
+        F.pad(x.transpose(1, 2), (2, 0)), mixer.filters[0].flip(1)[:, None], groups=16
+    ).transpose(1, 2)
+    expected = (moved + mixer.bias) * mixer.projection(x) + x
+    torch.testing.assert_close(mixer(x), expected)
+    mixer = built("based:features=4", layer=1)
+    q, k = mixer.qk_proj(x)[0].chunk(2, dim=-1)
+    v, rows = mixer.v_proj(x)[0], []
+    for t in range(6):
+        s = torch.stack([q[t] @ k[i] for i in range(t + 1)]) / 2
+        weights = 1 + s + s**2 / 2
+        rows.append(weights @ v[: t + 1] / weights.sum())
+    torch.testing.assert_close(mixer(x)[0], mixer.o_proj(torch.stack(rows)))
+
+
+def test_the_model_around_a_mixer_is_zoologys():
+    torch.manual_seed(0)
+    mixer = make_mixer("attention")
+    model = RecallModel(mixer, vocabulary=50, d_model=16, positions=12, layers=2).eval()
+    tokens = torch.randint(50, (3, 12))
+    scored = torch.rand(3, 12) < 0.4
+    residual = model.embedding(tokens) + model.positions.weight
+    first, second = model.blocks
+    residual = residual + first.mixer(first.norm1(residual))
+    residual = residual + first.norm2(residual)
+    residual = residual + second.mixer(second.norm1(residual))
+    out = model.norm(residual + second.norm2(residual))
+    expected = (out @ model.embedding.weight.T)[scored]
+    torch.testing.assert_close(model(tokens, scored), expected)
+    big = RecallModel(mixer, vocabulary=900, d_model=64, positions=12, layers=2)
+    assert abs(big.embedding.weight.std() - 0.02) < 1e-3
+    assert abs(big.blocks[0].mixer.projection.weight.std() - 0.02) < 1e-3
+    assert abs(big.blocks[0].mixer.out_proj.weight.std() - 0.01) < 1e-3
+    assert not big.blocks[0].mixer.projection.bias.any()
+    assert (
+        RecallModel(make_mixer("cat"), vocabulary=9, d_model=16, positions=9, layers=None).positions
+        is None
+    )
+
+
+def test_learned_filters_are_listed_by_layer_and_stream():
+    model = RecallModel(
+        make_mixer("cat:streams=kv,heads=2"), vocabulary=9, d_model=8, positions=9, layers=2
+    )
+    found = learned_filters(model)
+    assert len(found) == 2 and list(found[0]) == ["k", "v"]
+    assert torch.tensor(found[1]["v"]).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "specification,words",
+    [
+        ("dog", "choose one of attention"),
+        ("cat:stream=k", "did you mean streams"),
+        ("cat:streams=kk", "streams='kk'"),
+        ("cat:init", "'init' must be key=value"),
+        ("cat:heads=3", "do not divide d_model=16"),
+        ("cat:heads=2,place=before", "needs heads=1"),
+        ("attention:position=alibi", "must be learned, rope or none"),
+        ("none:x=1", "it has none"),
+    ],
+)
+def test_bad_specifications_are_one_clear_line(specification, words):
+    with pytest.raises(UserError) as error:
+        make_mixer(specification).build(Setting(16))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_labels_name_what_differs():
+    assert make_mixer("cat").label == "cat"
+    assert make_mixer("cat:streams=k,window=3").label == "cat:streams=k"

@@ -1,0 +1,167 @@
+"""Cells: they learn, stop, are kept, and say clearly what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from cat_lm.errors import UserError
+from eval.recall import cells
+from eval.recall.mixers import make_mixer
+from eval.recall.model import RecallModel
+from eval.recall.tasks import IGNORED, Examples, generate, make_task
+from eval.recall.training import Cell, delays, free_running, measure, run_cell
+
+SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
+
+
+def test_one_cat_layer_learns_recall_generalises_and_no_mixing_guesses():
+    cell = Cell(
+        task="mqar:vocab_size=64",
+        mixer="cat",
+        train_examples=64 * 200,
+        epochs=8,
+        test_lengths=(12, 64),
+        fixed_items=True,
+        **SMALL,
+    )
+    record = run_cell(cell)
+    assert record["accuracy"] > 0.99 and record["steps"] % 200 == 0
+    assert set(record["tests"]) == {"trained length", "length 12", "length 64", "length 64, 4 keys"}
+    assert record["tests"]["length 64"]["accuracy"] > 0.9
+    found = delays(record["filters"])[0]
+    assert found["k"][0] == found["q"][0] + found["v"][0] + 1
+    control = run_cell(dataclasses.replace(cell, mixer="none", epochs=1, test_lengths=()))
+    assert control["accuracy"] < 0.15
+
+
+def test_training_stops_where_it_is_told():
+    cell = Cell("mqar:vocab_size=64", "none", train_examples=256, epochs=3, **SMALL)
+    record = run_cell(dataclasses.replace(cell, stop_above=0.0, eval_steps=2))
+    assert record["steps"] <= 4 and record["history"][-1]["accuracy"] > 0
+    whole = run_cell(dataclasses.replace(cell, stop_above=None))
+    assert whole["steps"] == 12 and [p["epoch"] for p in whole["history"]] == [1, 2, 3]
+
+
+def test_a_cell_is_a_pure_function_of_its_seed():
+    cell = Cell("mqar:vocab_size=64", "cat", train_examples=256, epochs=1, **SMALL)
+    first, again = run_cell(cell), run_cell(cell)
+    other = run_cell(dataclasses.replace(cell, seed=1))
+    assert first["history"] == again["history"] and first["filters"] == again["filters"]
+    assert first["filters"] != other["filters"]
+
+
+class Oracle(torch.nn.Module):
+    """Answers from a table: (fed token) -> token, through the interface of RecallModel."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(len(answer), 2)
+        self.answer = answer
+
+    def forward(self, tokens: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(self.answer[tokens[scored]], len(self.answer)).float()
+
+
+def test_accuracy_is_the_mean_over_rows_and_free_running_feeds_answers_back():
+    # ⊥ = 5 is answered 1, 1 is answered 2, 2 is answered 4 (wrong: 3), 4 and 3 are answered 0.
+    model = Oracle(torch.tensor([0, 2, 4, 4, 0, 1]))
+    inputs = np.array([[0, 0, 5, 1, 2, 3]])
+    labels = np.array([[IGNORED, IGNORED, 1, 2, 3, 4]])
+    examples = Examples(np.repeat(inputs, 3, axis=0), np.repeat(labels, 3, axis=0))
+    assert measure(model, examples) == {"accuracy": 0.75, "rows_right": 0.0}
+    # Fed its own 4 in place of 3 it answers 0 where 4 was due.
+    assert free_running(model, examples)["free_running_accuracy"] == 0.5
+
+
+def test_teacher_forcing_equals_free_running_for_a_model_that_is_always_right():
+    task = make_task("selective-copy", 24, {"copies": "4", "signals": "4"})
+    examples = generate(task, 20, seed=0, split="test")
+    torch.manual_seed(0)
+    model = RecallModel(
+        make_mixer("cat"), vocabulary=task.vocabulary, d_model=16, positions=24, layers=1
+    )
+    scored = torch.from_numpy(examples.labels) != IGNORED
+    model.eval()
+    with torch.no_grad():
+        first = model(torch.from_numpy(examples.inputs), scored).argmax(1).view(20, 4)[:, 0]
+    forced = (first.numpy() == examples.labels[:, -4]).mean()
+    only_first = Examples(examples.inputs[:, :21], examples.labels[:, :21])
+    assert free_running(model, only_first)["free_running_accuracy"] == pytest.approx(forced)
+
+
+def test_finished_cells_are_kept(tmp_path, monkeypatch):
+    cell = Cell("mqar:vocab_size=64", "none", train_examples=64, epochs=1, **SMALL)
+    first = cells.run(tmp_path, cell, "cpu")
+    path = cells.cell_path(tmp_path, cell)
+    assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
+    assert first["provenance"]["versions"]["torch"]
+    monkeypatch.setattr("eval.recall.training.run_cell", None)
+    assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
+    assert cells.cell_path(tmp_path, dataclasses.replace(cell, weight_decay=0.0)) != path
+
+
+def test_the_papers_batches_and_layers():
+    assert [Cell("mqar", "cat", 8, n).rows for n in (64, 128, 256, 512, 1024)] == [
+        512,
+        512,
+        256,
+        128,
+        64,
+    ]
+    assert make_mixer("cat").layers == make_mixer("lincat").layers == 1
+    assert all(make_mixer(m).layers == 2 for m in ("attention", "based", "linear-attention"))
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"task": "mqar:keys=9"}, "keys=9: seq_len=16 fits 1 to 4"),
+        ({"task": "mqnar:ngram=8"}, "too short"),
+        ({"mixer": "cat:heads=5"}, "do not divide"),
+        ({"test_lengths": (3,)}, "--test-lengths 3"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"epochs": 0}, "epochs=0"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_line(changes, words):
+    base = {"task": "mqar", "mixer": "cat", **SMALL}
+    with pytest.raises(UserError) as error:
+        run_cell(Cell(**{**base, **changes}))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_line(tmp_path):
+    def call(*words: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "eval.recall", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    started = time.monotonic()
+    assert "theory" in call("--help").stdout
+    assert "mqar" in call("run", "--help").stdout
+    assert "--trials" in call("theory", "--help").stdout
+    imported = (
+        call("-h").stderr
+        + subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "eval.recall", "run", "--help"],
+            capture_output=True,
+            text=True,
+        ).stderr
+    )
+    assert "| torch" not in imported and "matplotlib" not in imported
+    assert time.monotonic() - started < 60
+    small = ("--d-model", 16, "--seq-len", 16, "--epochs", 1, "--train-examples", 64)
+    words = ("run", "--task", "mqar", "--mixer", "cat", *small, "--test-examples", 50)
+    done = call(*words, "--out", tmp_path)
+    assert done.returncode == 0 and "lag of the largest tap" in done.stdout, done.stderr
+    assert len(list((tmp_path / "cells").glob("mqar-cat-d16-L16-*.json"))) == 1
+    wrong = call("run", "--task", "mqar:keys=5", "--mixer", "cat", *small, "--out", tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip() == "error: task mqar: keys=5: seq_len=16 fits 1 to 4"
