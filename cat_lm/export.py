@@ -120,6 +120,9 @@ def export_model(
     # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
+    # What stood before every document in training is what evaluations should put before a text; a
+    # start token of the tokenizer's own (Mistral's <s>) was never seen.
+    tokenizer.bos_token = tokenizer.eos_token
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
     with replaced_folder(out) as folder:
@@ -256,10 +259,9 @@ def _generation_config(
     from transformers import GenerationConfig
 
     end = tokenizer.eos_token_id
-    start = tokenizer.bos_token_id
     pad = tokenizer.pad_token_id
     config = GenerationConfig(
-        bos_token_id=end if start is None else start,
+        bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end if pad is None else pad,
     )

@@ -109,6 +109,16 @@ def test_tokenizer_and_generation_settings_come_along(tmp_path, tokenizer_folder
     assert settings["eos_token_id"] == tokenizer.eos_token_id == 256
 
 
+def test_texts_start_with_what_started_documents(tmp_path, tokenizer_folder):
+    """Evaluations put the start token before a text; Mistral's own was never trained on."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(65)
+    out = export_model(tiny_model(257), tokenizer, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).bos_token_id == 256
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["bos_token_id"] == 256
+
+
 def test_card_tells_training_tokens_and_validation_loss(tmp_path, tokenizer_folder):
     run = tmp_path / "a-run"
     checkpoint(run, tiny_model(257), tokenizer_folder, step=12)

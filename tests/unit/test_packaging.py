@@ -167,7 +167,10 @@ def test_data_flows_one_way():
         if relative.startswith(("cat_lm/model/", "cat_lm/ops/")):
             for upper in ("cat_lm.training", "deepspeed"):
                 assert not imports_of(path, upper), f"{relative} imports {upper}"
-            assert "environ" not in path.read_text(encoding="utf-8"), relative
+            reads_environment = "environ" in path.read_text(encoding="utf-8")
+            # The system's convention for where caches lie decides nothing about results.
+            is_cache = relative == "cat_lm/ops/cpu/compiler.py"
+            assert reads_environment == is_cache, relative
 
 
 def test_only_training_imports_deepspeed():
