@@ -4,7 +4,9 @@
 
 with no state mixer (Identity), learned positions only where the mixer asks for them, and its
 initialisation: N(0, 0.02) for every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers))
-for `out_proj`; everything else keeps its own.
+for `out_proj`; everything else keeps its own. Mamba's block has RMSNorm and no LN₂:
+
+    r = r + h,  h = mixer(RMS r);  LN_f(r + h)
 """
 
 from __future__ import annotations
@@ -34,6 +36,19 @@ class Block(nn.Module):
         return self.norm2(residual), residual
 
 
+class RmsBlock(nn.Module):
+    """RMSNorm and a mixer on a residual stream."""
+
+    def __init__(self, mixer: nn.Module, d_model: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = hidden if residual is None else residual + hidden
+        return self.mixer(self.norm(residual)), residual
+
+
 class RecallModel(nn.Module):
     """Token ids [B, T] to logits at chosen positions.
 
@@ -50,8 +65,9 @@ class RecallModel(nn.Module):
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.positions = nn.Embedding(positions, d_model) if mixer.learned_positions else None
         self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
+        block = {"layer": Block, "rms": RmsBlock}[mixer.block]
         self.blocks = nn.ModuleList(
-            Block(mixer.build(Setting(d_model, i, layers)), d_model) for i in range(layers)
+            block(mixer.build(Setting(d_model, i, layers)), d_model) for i in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
         initialise(self, layers)
@@ -69,7 +85,10 @@ class RecallModel(nn.Module):
 
 def initialise(model: nn.Module, layers: int) -> None:
     """The initialisation above."""
+    kept = [n for n, m in model.named_modules() if getattr(m, "keeps_initialisation", False)]
     for name, module in model.named_modules():
+        if any(name.startswith(f"{prefix}.") for prefix in kept):
+            continue
         if isinstance(module, nn.Linear | nn.Embedding):
             spread = SPREAD / math.sqrt(2 * layers) if name.endswith("out_proj") else SPREAD
             nn.init.normal_(module.weight, std=spread)

@@ -20,6 +20,10 @@ SPECIFICATIONS = [
     "lincat:streams=none",
     "attention:position=rope,heads=2",
     "attention:position=none",
+    "mamba:init=zoology",
+    "deltanet:streams=k,heads=1",
+    "gated-deltanet:streams=none",
+    "gla:heads=2",
 ]
 
 
@@ -114,6 +118,86 @@ def test_based_is_a_gated_convolution_then_taylor_attention():
         weights = 1 + s + s**2 / 2
         rows.append(weights @ v[: t + 1] / weights.sum())
     torch.testing.assert_close(mixer(x)[0], mixer.o_proj(torch.stack(rows)))
+
+
+def recurrence(q, k, v, beta, decay):
+    """The delta rule as it reads, one step at a time: [T, K], [T, V], [T]."""
+    state, rows = torch.zeros(v.shape[1], q.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        state = decay[t] * state
+        state = state + beta[t] * torch.outer(v[t] - state @ k[t], k[t])
+        rows.append(state @ q[t] / math.sqrt(q.shape[1]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_delta_rule_at_once_equals_step_by_step(gated):
+    from eval.recall.mixers._delta import delta_rule
+
+    torch.manual_seed(0)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 5).double(), dim=-1)
+    v, beta = torch.randn(2, 40, 2, 7).double(), torch.rand(2, 40, 2).double()
+    decay = -3 * torch.rand(2, 40, 2).double() if gated else None
+    found = delta_rule(q, k, v, beta, decay)
+    for b in range(2):
+        for h in range(2):
+            alpha = decay[b, :, h].exp() if gated else torch.ones(40)
+            expected = recurrence(q[b, :, h], k[b, :, h], v[b, :, h], beta[b, :, h], alpha)
+            torch.testing.assert_close(found[b, :, h], expected)
+
+
+def test_gated_linear_attention_in_chunks_equals_step_by_step():
+    from eval.recall.mixers.gla import gated_linear_attention
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 37, 2, 3).double()
+    v, decay = torch.randn(2, 37, 2, 4).double(), -20 * torch.rand(2, 37, 2, 3).double() ** 3
+    found = gated_linear_attention(q, k, v, decay)
+    for b in range(2):
+        for h in range(2):
+            state = torch.zeros(3, 4).double()
+            for t in range(37):
+                state = decay[b, t, h].exp()[:, None] * state + torch.outer(k[b, t, h], v[b, t, h])
+                expected = state.T @ q[b, t, h] / math.sqrt(3)
+                torch.testing.assert_close(found[b, t, h], expected)
+
+
+def test_mamba_equals_transformers_mamba():
+    from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
+
+    mixer = built("mamba", width=32)
+    config = MambaConfig(hidden_size=32, state_size=16, conv_kernel=4, expand=2, time_step_rank=2)
+    other = MambaMixer(config, layer_idx=0).eval()
+    state = mixer.state_dict()
+    state["conv1d.weight"] = state.pop("filters")[0].flip(1)[:, None]
+    state["conv1d.bias"] = state.pop("conv_bias")[0]
+    other.load_state_dict(state)
+    x = torch.randn(2, 11, 32)
+    found = other(x)
+    found = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(mixer(x), found, rtol=1e-4, atol=1e-5)
+
+
+def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
+    def model(specification):
+        torch.manual_seed(0)
+        return RecallModel(
+            make_mixer(specification), vocabulary=9, d_model=64, positions=9, layers=None
+        )
+
+    own, trap = model("mamba"), model("mamba:init=zoology")
+    steps = F.softplus(own.blocks[0].mixer.dt_proj.bias)
+    assert 0.0009 < steps.min() < 0.003 and 0.04 < steps.max() < 0.11
+    assert not trap.blocks[0].mixer.dt_proj.bias.any()
+    assert abs(trap.blocks[0].mixer.in_proj.weight.std() - 0.02) < 1e-3
+    assert own.blocks[0].mixer.in_proj.weight.std() > 0.05
+    assert trap.positions is None and len(trap.blocks) == 2
+    tokens = torch.randint(9, (2, 6))
+    residual = own.eval().embedding(tokens)
+    first, second = own.blocks
+    residual = residual + first.mixer(first.norm(residual))
+    out = own.norm(residual + second.mixer(second.norm(residual))) @ own.embedding.weight.T
+    torch.testing.assert_close(own(tokens, torch.ones(2, 6).bool()), out.flatten(0, 1))
 
 
 def test_the_model_around_a_mixer_is_zoologys():

@@ -7,7 +7,9 @@ A file offers
     build(options, setting) -> Module   [B, T, C] to [B, T, C], causal
 
 and, if it wants them, LEARNED_POSITIONS(options) -> bool (a learned table of positions is added to
-the embeddings; default no). Names are file names with `-` for `_`.
+the embeddings; default no) and BLOCK, `layer` (default) or `rms`, see eval/recall/model.py. A
+module with `keeps_initialisation` true is left as it built itself. Names are file names with `-`
+for `_`.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Mixer:
     options: Any
     layers: int
     learned_positions: bool
+    block: str = "layer"
 
     @property
     def label(self) -> str:
@@ -78,7 +81,8 @@ def make_mixer(specification: str) -> Mixer:
     module = _module(name)
     options = build_options(module.Options, f"mixer {name}", given)
     positions = getattr(module, "LEARNED_POSITIONS", None)
-    return Mixer(name, options, module.LAYERS, bool(positions and positions(options)))
+    block = getattr(module, "BLOCK", "layer")
+    return Mixer(name, options, module.LAYERS, bool(positions and positions(options)), block)
 
 
 def _module(name: str) -> Any:

@@ -1,0 +1,116 @@
+"""The (gated) delta rule, whole sequences at once, and the layer around it.
+
+    S_t = α_t S_{t−1} (I − β_t k_t k_t^T) + β_t v_t k_t^T,   o_t = S_t q_t / √d_k
+
+With u_t = β_t (v_t − α_t S_{t−1} k_t) and Γ_ts = α_{s+1} … α_t, this is the triangular system
+(I + strictly lower(β_t Γ_ts k_t·k_s)) u = β v and o_t = Σ_{s≤t} Γ_ts (q_t·k_s) u_s / √d_k.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.ops import depthwise_conv
+from eval.recall.mixers import Setting
+
+STREAMS = "qkv"
+
+
+@dataclass(frozen=True)
+class DeltaOptions:
+    """Options of both delta-rule layers.
+
+    Attributes:
+        streams: which of q, k, v pass a depthwise short convolution; none: none of them. SiLU
+            follows on all three in any case.
+        window: W of the short convolutions.
+        heads: H.
+    """
+
+    streams: str | None = STREAMS
+    window: int = 4
+    heads: int = 2
+
+    def __post_init__(self) -> None:
+        streams = self.streams or ""
+        if len(set(streams)) != len(streams) or not set(streams) <= set(STREAMS):
+            raise ValueError(f"streams={self.streams!r}: must be any of q, k, v, or none")
+        if self.window < 1 or self.heads < 1:
+            raise ValueError("window and heads must be at least 1")
+
+
+class DeltaRuleLayer(nn.Module):
+    """Short convolutions with SiLU, unit-norm queries and keys, the delta rule, RMSNorm of heads.
+
+    Args:
+        expand_v: width of all values over C.
+        gated: whether the state decays, α = exp(−e^A softplus(a(x) + dt)).
+    """
+
+    def __init__(
+        self, options: DeltaOptions, setting: Setting, expand_v: float, gated: bool
+    ) -> None:
+        super().__init__()
+        width, heads = setting.d_model, options.heads
+        values = int(width * expand_v)
+        if width % heads or values % heads or values < 1:
+            raise ValueError(f"heads={heads} do not divide {width} keys, {values} values")
+        self.heads, self.gated = heads, gated
+        sizes = {"q": width, "k": width, "v": values}
+        self.projections = nn.ModuleDict(
+            {s: nn.Linear(width, size, bias=False) for s, size in sizes.items()}
+        )
+        bound = 1 / math.sqrt(options.window)
+        self.filters = nn.ParameterDict(
+            {
+                s: nn.Parameter(torch.empty(1, size, options.window).uniform_(-bound, bound))
+                for s, size in sizes.items()
+                if s in (options.streams or "")
+            }
+        )
+        self.b_proj = nn.Linear(width, heads, bias=False)
+        if gated:
+            self.a_proj = nn.Linear(width, heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(heads).uniform_(1e-3, 16).log())
+            steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
+            self.dt_bias = nn.Parameter(steps + torch.log(-torch.expm1(-steps)))
+        self.norm = nn.RMSNorm(values // heads, eps=1e-5)
+        self.o_proj = nn.Linear(values, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self._stream(s, x).unflatten(-1, (self.heads, -1)) for s in STREAMS)
+        decay = None
+        if self.gated:
+            decay = -self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias)
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        y = delta_rule(q, k, v, self.b_proj(x).sigmoid(), decay)
+        return self.o_proj(self.norm(y).flatten(2))
+
+    def _stream(self, name: str, x: Tensor) -> Tensor:
+        x = self.projections[name](x)
+        if name in self.filters:
+            x = depthwise_conv(x[:, :, None], self.filters[name])[:, :, 0]
+        return F.silu(x)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None
+) -> Tensor:
+    """o [B, T, H, V] for q, k [B, T, H, K], v [B, T, H, V], β and log α [B, T, H]."""
+    q, k, v = (s.transpose(1, 2) for s in (q * q.shape[-1] ** -0.5, k, v))
+    beta = beta.transpose(1, 2)[..., None]
+    products, scores = k @ k.transpose(2, 3), q @ k.transpose(2, 3)
+    if log_decay is not None:
+        total = log_decay.transpose(1, 2).cumsum(dim=2)
+        between = total[..., :, None] - total[..., None, :]
+        time = torch.arange(between.shape[-1], device=q.device)
+        between = between.masked_fill(time[:, None] < time, -torch.inf).exp()
+        products, scores = products * between, scores * between
+    system = (beta * products).tril(-1)
+    u = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
+    return (scores.tril() @ u).transpose(1, 2)

@@ -1,0 +1,28 @@
+"""Gated DeltaNet (Yang et al., 2024): the delta rule on a state that decays; no output gate here,
+as in Zoology's synthetic runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from eval.recall.mixers import Setting
+from eval.recall.mixers._delta import DeltaOptions, DeltaRuleLayer
+
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Options(DeltaOptions):
+    """Options of Gated DeltaNet.
+
+    Attributes:
+        expand_v: width of all values over C.
+    """
+
+    expand_v: float = 2.0
+
+
+def build(options: Options, setting: Setting) -> nn.Module:
+    return DeltaRuleLayer(options, setting, expand_v=options.expand_v, gated=True)

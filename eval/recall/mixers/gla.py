@@ -1,0 +1,86 @@
+"""Gated linear attention (Yang et al., 2023): each key channel decays as the input says.
+
+    S_t = diag(α_t) S_{t−1} + k_t v_t^T,   o_t = S_t^T q_t / √d_k,   α = sigmoid(low rank)^{1/16}
+
+then RMSNorm of each head, a swish output gate and a projection; no short convolution by default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eval.recall.mixers import Setting
+
+LAYERS = 2
+LOW_RANK, TEMPERATURE, CHUNK = 16, 16, 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of GLA.
+
+    Attributes:
+        heads: H.
+        expand_k: width of all keys over C.
+        expand_v: width of all values over C.
+    """
+
+    heads: int = 4
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+
+
+class GatedLinearAttention(nn.Module):
+    """One GLA layer."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__()
+        width, self.heads = setting.d_model, options.heads
+        keys, values = int(width * options.expand_k), int(width * options.expand_v)
+        if options.heads < 1 or keys < 1 or keys % options.heads or values % options.heads:
+            raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
+        self.q_proj = nn.Linear(width, keys, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, values, bias=False)
+        self.g_proj = nn.Linear(width, values, bias=False)
+        self.decay_proj = nn.Sequential(
+            nn.Linear(width, LOW_RANK, bias=False), nn.Linear(LOW_RANK, keys)
+        )
+        self.norm = nn.RMSNorm(values // options.heads, eps=1e-5)
+        self.o_proj = nn.Linear(values, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = F.logsigmoid(self.decay_proj(x)) / TEMPERATURE
+        streams = (self.q_proj(x), self.k_proj(x), self.v_proj(x), decay)
+        y = gated_linear_attention(*(s.unflatten(-1, (self.heads, -1)) for s in streams))
+        return self.o_proj(self.norm(y).flatten(2) * F.silu(self.g_proj(x)))
+
+
+def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """o [B, T, H, V] for q, k, log α [B, T, H, K] and v [B, T, H, V], in chunks of time.
+
+    Within a chunk all pairs are formed with the decay between them, which is at most 1, so that
+    nothing overflows; before it there is the state.
+    """
+    q, outputs = q * q.shape[-1] ** -0.5, []
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    for parts in zip(*(s.split(CHUNK, dim=1) for s in (q, k, v, log_decay)), strict=True):
+        qc, kc, vc, gc = (s.transpose(1, 2) for s in parts)
+        total = gc.cumsum(dim=2)
+        before = torch.einsum("bhtk,bhkv->bhtv", qc * total.exp(), state)
+        time = torch.arange(qc.shape[2], device=q.device)
+        future = (time[:, None] < time)[..., None]
+        between = (total[:, :, :, None] - total[:, :, None]).masked_fill(future, -torch.inf).exp()
+        scores = torch.einsum("bhtk,bhsk,bhtsk->bhts", qc, kc, between)
+        outputs.append((before + scores @ vc).transpose(1, 2))
+        left = (total[:, :, -1:] - total).exp()
+        state = total[:, :, -1, :, None].exp() * state + (kc * left).transpose(2, 3) @ vc
+    return torch.cat(outputs, dim=1)
+
+
+def build(options: Options, setting: Setting) -> nn.Module:
+    return GatedLinearAttention(options, setting)
