@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.export import describe_model, replaced_folder
+from cat_lm.export import describe_model
+from cat_lm.folders import replaced_folder
 from cat_lm.pretrained import (
     WEIGHTS,
     load_model,

@@ -191,7 +191,7 @@ def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, 
 
 def test_two_exports_into_one_folder_exclude_each_other(tmp_path, tokenizer_folder, monkeypatch):
     def load(folder, **options):
-        with pytest.raises(UserError, match="another export is writing"):
+        with pytest.raises(UserError, match="another command is writing"):
             export(tiny_model(257, seed=2), tokenizer_folder, tmp_path / "out")
         return load_model(folder, **options)
 
