@@ -7,6 +7,7 @@ differ, and with them the order of sums.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ WIDEST_DOT_WINDOW = 129
 # About eight programs for each multiprocessor of a large GPU; a constant, so that sums over
 # programs do not depend on the device.
 PROGRAMS = 1024
+
+
+SHARED_MEMORY_OF_A100 = 166912
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,19 @@ def choose_tile(
         halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
         warps = 8 if backward or documents else 4
         registers = 128 if backward and not documents and halo <= 32 else None
-        # With a wide halo a second stage would not fit into an A100's shared memory.
-        return Tile(64, halo, columns, True, warps, 2 if halo <= 64 else 1, registers)
+        # Two stages load the next tile while one is worked on; that takes shared memory which
+        # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
+        stages = 2 if halo <= 64 and shared_memory(x.device) >= SHARED_MEMORY_OF_A100 else 1
+        return Tile(64, halo, columns, True, warps, stages, registers)
     return Tile(64, 0, columns, False, 8 if backward else 4, 1)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on this device; an A100's where there is no GPU to ask."""
+    if device.type != "cuda":
+        return SHARED_MEMORY_OF_A100
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cat_lm.ops.triton import launch
 from cat_lm.ops.triton.launch import contiguous, heads_first, on_device_of, unit_stride
 from cat_lm.ops.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 
@@ -30,7 +31,7 @@ def mix_options(x: Tensor, window: int, documents: bool) -> tuple[dict[str, int]
         "BLOCKS": max(1, 256 // columns) if half and not documents else 1,
         "COLUMNS": columns,
     }
-    return constants, {"num_warps": 8, "num_stages": 3 if half else 1}
+    return constants, _compiler_options(x)
 
 
 def filter_options(x: Tensor, window: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -43,7 +44,15 @@ def filter_options(x: Tensor, window: int) -> tuple[dict[str, int], dict[str, in
         "INNER": 8 if half else 4,
         "COLUMNS": 64 if half else 16,
     }
-    return constants, {"num_warps": 8, "num_stages": 3 if half else 1}
+    return constants, _compiler_options(x)
+
+
+def _compiler_options(x: Tensor) -> dict[str, int]:
+    stages = 1
+    if x.dtype != torch.float32:
+        # Three stages of the products' tiles take up to 96 KiB, more than AMD's GPUs have.
+        stages = 3 if launch.shared_memory(x.device) >= 98304 else 2
+    return {"num_warps": 8, "num_stages": stages}
 
 
 def _mix(
