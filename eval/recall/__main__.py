@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
@@ -17,6 +18,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_figure(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
@@ -89,6 +91,54 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"layer {i}: lag of the largest tap: {said}")
     seconds = record["seconds"]["training"]
     print(f"{record['steps']} steps in {seconds:.0f} s; {cell_path(arguments.out, cell)}")
+
+
+FIGURES = ("accuracy", "length", "one-layer", "one-layer-length", "selective-copy")
+LANDMARK = "landmark-tradeoff"
+
+
+def _add_figure(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "figure",
+        help="run a whole grid and draw the paper's figure",
+        description="Runs a figure's grid of learning rates and seeds with its controls, in "
+        "parallel processes, and draws it with every run. Finished runs in OUT are kept, so that "
+        "the same command goes on where it was stopped. It begins with an estimate of the time.",
+    )
+    parser.add_argument("name", choices=(*FIGURES, LANDMARK))
+    parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--workers", type=int, help="processes at once (default: the cores)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
+    parser.set_defaults(run=_figure)
+
+
+def _figure(arguments: argparse.Namespace) -> None:
+    workers = arguments.workers
+    if workers is None:
+        workers = len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise UserError(f"--workers {workers}: must be at least 1")
+    if arguments.name == LANDMARK:
+        from eval.recall.theory.report import landmark_tradeoff
+
+        trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
+        landmark_tradeoff(arguments.out, trials)
+        return
+    from eval.recall.grid import figure
+    from eval.recall.training import choose_device
+
+    record = figure(
+        arguments.name,
+        arguments.scale,
+        arguments.out,
+        device=choose_device(arguments.device),
+        workers=workers,
+        estimate_only=arguments.estimate_only,
+    )
+    if record:
+        print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

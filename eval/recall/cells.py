@@ -30,13 +30,13 @@ def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def run(folder: Path, cell: Cell, device: str, label: str = "") -> dict[str, Any]:
+def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[str, Any]:
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
         from eval.recall.training import delays, run_cell
 
-        record = run_cell(cell, device, label)
+        record = run_cell(cell, device, quiet=quiet)
         record["delays"] = delays(record["filters"])
         record["provenance"] = {**provenance(), "device": device}
         write_json(cell_path(folder, cell), record)

@@ -88,12 +88,12 @@ class Cell:
         return next((rows for length, rows in BATCHES.items() if self.seq_len <= length), 64)
 
 
-def run_cell(cell: Cell, device: str = "cpu", label: str = "") -> dict[str, Any]:
+def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
     """Trains and tests a cell.
 
     Args:
         device: of torch.
-        label: in front of the progress bar.
+        quiet: no progress.
 
     Returns:
         Plain values: accuracies by test, the history of tests, filters, times.
@@ -116,7 +116,7 @@ def run_cell(cell: Cell, device: str = "cpu", label: str = "") -> dict[str, Any]
     train = generate(task, cell.train_examples, seed=cell.seed, split="train")
     examples = _test_examples(cell, tests)
     prepared = time.monotonic()
-    history, steps = _train(cell, model, train, examples["trained length"], label)
+    history, steps = _train(cell, model, train, examples["trained length"], quiet)
     trained = time.monotonic()
     accuracies = {name: measure(model, rows) for name, rows in examples.items()}
     if task.free_running and getattr(task, "mode", "") == "autoregressive":
@@ -166,7 +166,7 @@ def _test_examples(cell: Cell, tests: dict[str, Task]) -> dict[str, Examples]:
 
 
 def _train(
-    cell: Cell, model: RecallModel, train: Examples, test: Examples, label: str
+    cell: Cell, model: RecallModel, train: Examples, test: Examples, quiet: bool
 ) -> tuple[list[dict[str, float]], int]:
     """Trains in place; the history of tests, and the steps made."""
     device = model.embedding.weight.device
@@ -175,7 +175,7 @@ def _train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cell.epochs, eta_min=0.0)
     history: list[dict[str, float]] = []
     starts = range(0, len(inputs), cell.rows)
-    bar = tqdm(total=cell.epochs * len(starts), desc=label or None, disable=None, leave=False)
+    bar = tqdm(total=cell.epochs * len(starts), disable=True if quiet else None, leave=False)
     step = 0
     for epoch in range(cell.epochs):
         for start in starts:
@@ -189,7 +189,8 @@ def _train(
             found = measure(model, test)
             point = {"step": step, "epoch": epoch + 1, "loss": float(loss.detach()), **found}
             history.append(point)
-            _report(bar, label, point, cell)
+            if not quiet:
+                _report(bar, point, cell)
             if cell.stop_above is not None and found["accuracy"] > cell.stop_above:
                 bar.close()
                 return history, step
@@ -210,11 +211,11 @@ def _step(
     return loss
 
 
-def _report(bar: tqdm, label: str, point: dict[str, float], cell: Cell) -> None:
+def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
     text = f"accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
     if bar.disable:
         where = f"step {point['step']}, epoch {point['epoch']}/{cell.epochs}"
-        print(f"{label + ': ' if label else ''}{where}: {text}", file=sys.stderr, flush=True)
+        print(f"{where}: {text}", file=sys.stderr, flush=True)
     else:
         bar.set_postfix_str(text)
 

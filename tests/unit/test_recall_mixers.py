@@ -17,6 +17,8 @@ SPECIFICATIONS = [
     "cat:streams=k,init=identity",
     "cat:place=before,window=2",
     "cat:heads=4",
+    "cat:heads=2,position=rope",
+    "cat:position=learned",
     "lincat:streams=none",
     "attention:position=rope,heads=2",
     "attention:position=none",
@@ -223,6 +225,21 @@ def test_the_model_around_a_mixer_is_zoologys():
         RecallModel(make_mixer("cat"), vocabulary=9, d_model=16, positions=9, layers=None).positions
         is None
     )
+
+
+def test_positions_of_cat():
+    learned, plain = make_mixer("cat:position=learned"), make_mixer("cat")
+    assert learned.learned_positions and not plain.learned_positions
+    rotary, without = built("cat:position=rope,init=identity"), built("cat:init=identity")
+    attention = built("attention:position=rope")
+    state = rotary.state_dict()
+    without.load_state_dict(state)
+    attention.load_state_dict(
+        {k.removeprefix("streams."): v for k, v in state.items() if "filters" not in k}
+    )
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(rotary(x), attention(x))
+    assert not torch.allclose(rotary(x), without(x))
 
 
 def test_learned_filters_are_listed_by_layer_and_stream():

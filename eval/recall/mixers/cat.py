@@ -1,7 +1,7 @@
 """CAT: softmax attention over convolved queries, keys and values (Definition 1 of the paper).
 
-Without position embeddings. The rest is Zoology's attention layer: a projection with bias, dropout
-0.1 on the attention map, an output projection with bias.
+Without position embeddings by default. The rest is Zoology's attention layer: a projection with
+bias, dropout 0.1 on the attention map, an output projection with bias.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from eval.recall.mixers import Setting
-from eval.recall.mixers._attention import softmax_attention
+from eval.recall.mixers._attention import rotate, softmax_attention
 from eval.recall.mixers._convolution import ConvolutionOptions, ConvolvedProjections
 
 LAYERS = 1
@@ -24,10 +24,21 @@ class Options(ConvolutionOptions):
     Attributes:
         bias: of the projections.
         dropout: of the attention map.
+        position: none; learned, a table added to the embeddings; rope, after the filters.
     """
 
     bias: bool = True
     dropout: float = 0.1
+    position: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.position not in ("none", "learned", "rope"):
+            raise ValueError(f"position={self.position!r}: must be none, learned or rope")
+
+
+def LEARNED_POSITIONS(options: Options) -> bool:
+    return options.position == "learned"
 
 
 class ConvolutionAugmentedAttention(nn.Module):
@@ -37,10 +48,14 @@ class ConvolutionAugmentedAttention(nn.Module):
         super().__init__()
         self.streams = ConvolvedProjections(setting.d_model, options, options.bias)
         self.out_proj = nn.Linear(setting.d_model, setting.d_model, bias=options.bias)
-        self.dropout = options.dropout
+        self.dropout, self.rotary = options.dropout, options.position == "rope"
+        if self.rotary and setting.d_model % (2 * options.heads):
+            raise ValueError(f"position=rope: d_model={setting.d_model} gives odd heads")
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.streams(x)
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
         y = softmax_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.out_proj(y.flatten(2))
 

@@ -54,6 +54,14 @@ def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLO
     return all(claim.holds for claim in claims)
 
 
+def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:
+    """The landmark figure alone: landmark_tradeoff.json, .png and .svg."""
+    bands, curves = landmark.bands(TRIALS, trials, seed), landmark.formula_curves()
+    save(landmark_figure(bands, curves), out, "landmark_tradeoff")
+    record = {"length": landmark.LENGTH, "bands": bands, "curves": curves}
+    write_json(out / "landmark_tradeoff.json", record | {"provenance": provenance()})
+
+
 def _write(
     out: Path,
     claims: list[Claim],
