@@ -50,6 +50,26 @@ def test_training_stops_where_it_is_told():
     assert whole["steps"] == 12 and [p["epoch"] for p in whole["history"]] == [1, 2, 3]
 
 
+def test_the_optimiser_and_its_schedule_are_zoologys(monkeypatch):
+    seen = []
+
+    class Recorder(torch.optim.AdamW):
+        def __init__(self, parameters, **settings):
+            super().__init__(parameters, **settings)
+            seen.append(settings)
+
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    monkeypatch.setattr("torch.optim.AdamW", Recorder)
+    cell = Cell("mqar:vocab_size=64", "cat", train_examples=128, epochs=4, **SMALL)
+    run_cell(dataclasses.replace(cell, lr=0.02, stop_above=None))
+    assert seen[0] == {"lr": 0.02, "weight_decay": 0.1}
+    cosine = [0.01 * (1 + np.cos(np.pi * epoch / 4)) for epoch in range(4) for _ in range(2)]
+    assert seen[1:] == pytest.approx(cosine)
+
+
 def test_a_cell_is_a_pure_function_of_its_seed():
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=256, epochs=1, **SMALL)
     first, again = run_cell(cell), run_cell(cell)
