@@ -324,6 +324,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.method == "none") != (arguments.factor == 1):
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
+    if arguments.temperature_scope != "logits" and arguments.method in ("none", "pi"):
+        raise UserError(
+            f"--temperature-scope {arguments.temperature_scope}: does nothing with --method "
+            f"{arguments.method}, which has no temperature"
+        )
     quiet_transformers()
     out = export_checkpoint(
         arguments.checkpoint,

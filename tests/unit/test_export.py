@@ -340,3 +340,17 @@ def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypa
         length_sweep.sweep([scaled], [128], tmp_path / "b", text=text, methods=["pi"])
     with pytest.raises(UserError, match=r"--method temperature --factor 4: .* it has none, pi"):
         export_checkpoint(tmp_path / "run", tmp_path / "no", method="temperature", factor=4)
+
+
+@pytest.mark.parametrize("method", [(), ("--method", "pi", "--factor", "4")])
+def test_temperature_scope_without_a_temperature(tmp_path, monkeypatch, capsys, method):
+    from cat_lm import export
+
+    given = [str(tmp_path), str(tmp_path / "out"), "--temperature-scope", "rotary", *method]
+    monkeypatch.setattr(sys, "argv", ["export", *given])
+    with pytest.raises(SystemExit) as exit_:
+        export.main()
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --temperature-scope rotary: does nothing with --method ")
+    assert error.count("\n") == 1
