@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
 from cat_lm.files import replacing, write_json
-from cat_lm.pretrained import DTYPES, load_tokenizer, model_config, model_folder, quiet_transformers
+from cat_lm.pretrained import DTYPES, model_config, model_folder, quiet_transformers
 from eval.length_sweep_cells import (
     DOCUMENTS,
     Cells,
@@ -33,14 +34,14 @@ from eval.length_sweep_cells import (
     Subject,
     check_scaling,
     folder_sha256,
+    refuse_idle_options,
     resolve_methods,
     trained_length,
 )
+from eval.length_sweep_text import sweep_streams
 from eval.memory import NotEnoughMemory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from eval.streams import TokenStream
 
 COLUMNS = (
@@ -123,8 +124,8 @@ def sweep(
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     if min_document_tokens is None and documents == "per-document":
         min_document_tokens = lengths[-1]
-    streams = _streams(
-        [load_tokenizer(subject.folder) for subject in subjects],
+    streams = sweep_streams(
+        subjects,
         lengths[-1],
         text=text,
         data=data,
@@ -132,19 +133,7 @@ def sweep(
         max_tokens=max_tokens,
         document_tokens=min_document_tokens,
     )
-    rows: list[dict[str, Any]] = []
-    missing: list[str] = []
-    for subject, stream in zip(subjects, streams, strict=True):
-        cells = Cells(Path(out) / "cells", subject, stream, protocol)
-        for method in subject.methods:
-            for length in lengths:
-                try:
-                    rows.append(cells.row(length, method))
-                except NotEnoughMemory as error:
-                    print(f"{subject.label}, {method}: {error}", file=sys.stderr)
-                    missing.append(f"{subject.label} {method} {length}")
-                # After every cell, so that what is finished can be looked at.
-                _write_tables(Path(out), rows, streams[0], protocol)
+    rows, missing = _fill(subjects, streams, lengths, protocol, Path(out))
     if rows:
         _draw(rows, Path(out))
     if missing:
@@ -155,6 +144,28 @@ def sweep(
     return rows
 
 
+def _fill(
+    subjects: Sequence[Subject],
+    streams: Sequence[TokenStream],
+    lengths: Sequence[int],
+    protocol: Protocol,
+    out: Path,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of all cells, written down after each one; and the names of those too large."""
+    rows: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for subject, stream in zip(subjects, streams, strict=True):
+        cells = Cells(out / "cells", subject, stream, protocol)
+        for method, length in itertools.product(subject.methods, lengths):
+            try:
+                rows.append(cells.row(length, method))
+            except NotEnoughMemory as error:
+                print(f"{subject.label}, {method}: {error}", file=sys.stderr)
+                missing.append(f"{subject.label} {method} {length}")
+            _write_tables(out, rows, streams[0], protocol)
+    return rows, missing
+
+
 def _subjects(
     models: Sequence[Path | str],
     methods: tuple[str, ...],
@@ -162,6 +173,7 @@ def _subjects(
     training_length: int | None,
 ) -> list[Subject]:
     folders = [model_folder(path) for path in models]
+    _refuse_repeated(folders)
     configs = [model_config(folder) for folder in folders]
     found = []
     for folder, label, config in zip(folders, _labels(folders), configs, strict=True):
@@ -169,74 +181,16 @@ def _subjects(
         trained = training_length or trained_length(folder, config)
         check_scaling(config, chosen, label, trained, protocol)
         found.append((folder, label, config, trained, chosen))
+    refuse_idle_options(protocol, {method for *_, chosen in found for method in chosen})
     # Reading the weights takes a while: after everything that can be wrong.
     return [Subject(*values, folder_sha256(values[0])) for values in found]
 
 
-def _streams(
-    tokenizers: Sequence[PreTrainedTokenizerBase],
-    largest: int,
-    *,
-    text: Path | str | None,
-    data: Path | str | None,
-    separator: str | None,
-    max_tokens: int | None,
-    document_tokens: int | None,
-) -> list[TokenStream]:
-    """Each model's tokens of the same text; the range is fixed by the first and `largest`."""
-    from eval.streams import read_text, split_documents, split_stream, text_stream
-
-    first = tokenizers[0]
-    if data is not None:
-        # Every tokenizer is compared with the data's own.
-        streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
-        if document_tokens is not None:
-            return [_long_enough(stream, largest) for stream in streams]
-        return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
-    stream = text_stream(split_documents(read_text(text), separator), first, str(text))
-    if document_tokens is None:
-        stream = _whole_windows(stream, largest, max_tokens, first)
-    else:
-        stream = _long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
-    scored = None
-    streams = []
-    for tokenizer in tokenizers:
-        if tokenizer.get_vocab() == first.get_vocab():
-            streams.append(stream)
-        else:
-            scored = scored or stream.texts(first)
-            streams.append(text_stream(scored, tokenizer, str(text)))
-    return streams
-
-
-def _whole_windows(
-    stream: TokenStream,
-    largest: int,
-    max_tokens: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> TokenStream:
-    available = len(stream.tokens) - 1
-    limit = min(available, max_tokens or available)
-    if limit < largest:
-        why = f"--max-tokens is {limit}" if limit < available else f"it has {available} tokens"
-        raise UserError(
-            f"{stream.source}: too short for length {largest} ({why}); "
-            f"use lengths up to {limit} or a longer text"
-        )
-    return stream.cut(limit // largest * largest, tokenizer)
-
-
-def _long_enough(stream: TokenStream, largest: int) -> TokenStream:
-    """Raises UserError where no document fills a window of the largest length."""
-    from eval.perplexity import document_spans
-
-    longest = max(stop - start for start, stop in document_spans(stream.tokens, stream.eod_id))
-    if longest < largest:
-        raise UserError(
-            f"{stream.source}: too short for length {largest}: the longest document has "
-            f"{longest} tokens"
-        )
-    return stream
+def _refuse_repeated(folders: Sequence[Path]) -> None:
+    places = [folder.resolve() for folder in folders]
+    for number, folder in enumerate(folders):
+        if places[number] in places[:number]:
+            raise UserError(f"model {folder}: given twice; its lines would be the same")
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -356,7 +310,7 @@ def main() -> None:
         options.pop("models"),
         options.pop("lengths"),
         options.pop("out"),
-        methods=options.pop("methods").split(","),
+        methods=[method.strip() for method in options.pop("methods").split(",")],
         **options,
     )
     print(table(rows))

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 2  # counts up when the same key would give other numbers
 DOCUMENTS = ("concatenated", "per-document")
 METHOD_SETS = ("all", "paper")
+# What a cell's file holds besides its key.
+MEASURED = {"perplexity", "loss", "word_perplexity", "bits_per_byte", "standard_error", "positions"}
+MEASURED |= {"tokens", "words", "bytes", "groups", "group_kind", "document_count", "parameters"}
+MEASURED |= {"rope_type", "rope_factor", "original_length", "attention_factor", "seconds"}
+MEASURED |= {"attention_temperature"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +111,8 @@ class Cells:
         }
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         path = self.folder / f"{name}.json"
-        if path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8"))
-        else:
+        values = _finished(path, key)
+        if values is None:
             values = key | self._compute(length, method, fields)
             write_json(path, values)
         # Names may change between calls without changing any number.
@@ -196,6 +201,20 @@ class Cells:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
+
+
+def _finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The values in a cell's file; None where there is none, or none that can be used."""
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # of JSON and of UTF-8
+        values = None
+    if isinstance(values, dict) and key.items() <= values.items() and values.keys() >= MEASURED:
+        return values
+    print(f"{path}: damaged, is computed again", file=sys.stderr)
+    return None
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -287,13 +306,34 @@ def check_scaling(
         raise UserError(f"--methods {method}: model {name}: {error}") from None
 
 
+def refuse_idle_options(protocol: Protocol, methods: Collection[str]) -> None:
+    """Raises UserError where an option of scaling was given that no method uses."""
+    if protocol.factor is not None and set(methods) == {"none"}:
+        raise UserError(
+            f"--factor {protocol.factor:g}: does nothing with --methods none; give a method too"
+        )
+    if protocol.temperature_scope != "logits" and set(methods) <= {"none", "pi"}:
+        raise UserError(
+            f"--temperature-scope {protocol.temperature_scope}: does nothing with --methods "
+            f"{','.join(sorted(methods))}; give a method with a temperature too"
+        )
+
+
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
     record = folder / "export.json"
     if record.is_file():
-        facts = json.loads(record.read_text(encoding="utf-8"))
-        if facts.get("context_length"):
-            return facts["context_length"]
+        try:
+            facts = json.loads(record.read_text(encoding="utf-8"))
+        except ValueError:  # of JSON and of UTF-8
+            facts = None
+        length = facts.get("context_length") if isinstance(facts, dict) else 0
+        if length is not None and (not isinstance(length, int) or length < 1):
+            raise UserError(
+                f"{record}: damaged, the training length cannot be read; export the model again"
+            )
+        if length is not None:
+            return length
     return getattr(config, "max_position_embeddings", None)
 
 

@@ -90,11 +90,16 @@ def split_documents(text: str, separator: str | None) -> list[str]:
     if separator is None:
         return [text]
     try:
-        return [part for part in re.split(separator, text) if part and part.strip()]
+        # Not re.split, which returns what groups match among the parts.
+        spans = [match.span() for match in re.finditer(separator, text)]
     except re.error as error:
         raise UserError(
             f"--document-separator {separator!r}: no regular expression: {error}"
         ) from None
+    starts = [0, *(stop for _, stop in spans)]
+    stops = [*(start for start, _ in spans), len(text)]
+    parts = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return [part for part in parts if part.strip()]
 
 
 def text_stream(

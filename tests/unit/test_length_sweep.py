@@ -122,6 +122,11 @@ class TestStreams:
         stream = text_stream(["a<|endoftext|>b"], load_tokenizer(models["cat"]), "text")
         assert stream.tokens[1:].tolist() == list(b"a<|endoftext|>b")
 
+    @pytest.mark.parametrize("separator", [r"\n(=+)\n", r"(\n)(=)+(\n)", r"\n=+\n|(x)"])
+    def test_groups_of_a_separator_are_no_documents(self, separator):
+        parts = split_documents("\n===\n".join(DOCUMENTS), separator)
+        assert parts == list(DOCUMENTS)
+
     def test_documents_of_a_text(self, models):
         parts = split_documents("\n===\n".join(DOCUMENTS), r"\n=+\n")
         assert parts == list(DOCUMENTS)
@@ -329,6 +334,19 @@ class TestNumbers:
         with pytest.raises(UserError, match="another tokenizer than the model's; use --text"):
             sweep([model], [32], tmp_path / "out", data=tiny_corpus)
 
+    @pytest.mark.parametrize("mode", ["concatenated", "per-document"])
+    def test_length_that_another_tokenizer_s_tokens_never_fill(self, models, tmp_path, text, mode):
+        """The byte model's windows of the text are long enough, the merging one's are not."""
+        tokenizer = merging_tokenizer()
+        merging = export_model(tiny_model(len(tokenizer)), tokenizer, tmp_path / "merging")
+        count = len(text_stream([TEXT], tokenizer, "text").tokens) - 1
+        assert count < 512 < len(TEXT.encode())
+        options = {"text": text, "documents": mode}
+        with pytest.raises(UserError, match=r"model merging: .*: too short for length 512"):
+            sweep([models["cat"], merging], [64, 512], tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+        sweep([merging, models["cat"]], [64, 128], tmp_path / "out", **options)
+
     def test_diverged_model_has_no_number_and_breaks_nothing(self, models, text, tmp_path):
         model = load_model(models["cat"])
         with torch.no_grad():
@@ -435,6 +453,28 @@ class TestFiles:
                 with pytest.raises(TypeError):
                     sweep([models["cat"]], [16, 64], out, text=text, **change)
 
+    def test_damaged_cells_are_computed_again(self, models, text, tmp_path, capsys):
+        out = tmp_path / "out"
+        before = sweep([models["cat"]], [16], out, text=text)
+        (path,) = (out / "cells").iterdir()
+        whole = path.read_bytes()
+        values = json.loads(whole)
+        for damaged in (
+            whole[:100],
+            b"",
+            b"{}",
+            b"[]",
+            b"\xff\xfe",
+            json.dumps({k: v for k, v in values.items() if k != "positions"}).encode(),
+            json.dumps(values | {"length": 17}).encode(),
+        ):
+            path.write_bytes(damaged)
+            capsys.readouterr()
+            after = sweep([models["cat"]], [16], out, text=text)
+            assert f"{path}: damaged, is computed again" in capsys.readouterr().err
+            assert after[0]["loss"] == before[0]["loss"]
+            assert json.loads(path.read_bytes()).keys() == values.keys()
+
     def test_interrupted_sweep_goes_on_where_it_stopped(self, models, text, tmp_path, monkeypatch):
         out = tmp_path / "out"
         compute, calls = length_sweep_cells.Cells._compute, []
@@ -475,6 +515,10 @@ class TestBadInput:
         bytes_ = len(TEXT.encode())
         per_document = ("--documents", "per-document")
         rotary = ("--temperature-scope", "rotary")
+        broken = ('{"step": 1', "[]", '{"context_length": "x"}')
+        damaged = [shutil.copytree(cat, tmp_path / f"damaged{number}") for number in range(3)]
+        for folder, content in zip(damaged, broken, strict=True):
+            (folder / "export.json").write_text(content)
         (tmp_path / "bare").mkdir()
         shutil.copy(cat / "config.json", tmp_path / "bare")
         no_tokenizer = shutil.copytree(cat, tmp_path / "no_tokenizer")
@@ -498,6 +542,17 @@ class TestBadInput:
                 "nothing is rotated",
             ),
             ((cat, "--text", text, *base, "64", "--factor", "0.5"), "--factor 0.5: must be at"),
+            ((cat, "--text", text, *base, "64", "--factor", "2"), "--factor 2: does nothing with"),
+            ((cat, "--text", text, *base, "64", *rotary), "--temperature-scope rotary: does noth"),
+            (
+                (cat, "--text", text, *base, "64", *rotary, "--methods", "none, pi"),
+                "--temperature-scope rotary: does nothing with --methods none,pi;",
+            ),
+            ((cat, nope, cat, "--text", text, *base, "64"), f"model {cat}: given twice"),
+            *(
+                ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: damaged")
+                for folder in damaged
+            ),
             ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride 0: must be at least"),
             ((cat, "--text", text, *base, "64", "--min-document-tokens", "9"), "only with --doc"),
             (
