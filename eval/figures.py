@@ -75,6 +75,21 @@ def run_marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
+def plain_label(text: str) -> str:
+    """`text` to matplotlib, which would read what stands between dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
+def legend_key(label: str, index: int) -> Line2D:
+    """What a legend shows for a run.
+
+    Legends take these, not the lines themselves: among those, labels that begin with an underscore
+    are left out.
+    """
+    style = {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER}
+    return Line2D([], [], label=plain_label(label), **style)
+
+
 def loss_figure(
     runs: Mapping[str, Mapping[str, Any]],
     unigram_loss: float | None,
@@ -90,14 +105,13 @@ def loss_figure(
         figure = Figure(size, layout="constrained")
         axes = figure.subplots()
         seen, must_show = [], []
-        for index, (label, curves) in enumerate(runs.items()):
+        for index, curves in enumerate(runs.values()):
             colour = run_colour(index)
             tokens, losses = np.array(curves["train"], dtype=float).reshape(-1, 2).T
             smooth = smoothed(losses)
             axes.plot(tokens, smooth, color=colour, lw=0.9, alpha=0.55, zorder=2)
             points = np.array(curves["validation"], dtype=float).reshape(-1, 2)
-            marker = MARKERS[index % len(MARKERS)]
-            axes.plot(*points.T, marker=marker, color=colour, label=label, mec=PAPER, zorder=3)
+            axes.plot(*points.T, marker=run_marker(index), color=colour, mec=PAPER, zorder=3)
             seen += [*smooth, *points[:, 1]]
             must_show += [*smooth[-1:], *points[:, 1]]
         if unigram_loss is not None:
@@ -110,11 +124,12 @@ def loss_figure(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
         axes.xaxis.set_major_locator(MaxNLocator(5 if size[0] > 5 else 4))
+        keys = [legend_key(label, index) for index, label in enumerate(runs)]
         if len(runs) > MANY_RUNS:
             columns = 4 if size[0] > 5 else 2
-            figure.legend(loc="outside lower center", ncols=columns, fontsize=8)
+            figure.legend(handles=keys, loc="outside lower center", ncols=columns, fontsize=8)
         else:
-            axes.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
+            axes.legend(handles=keys, loc="upper right", bbox_to_anchor=(1, 0.88))
         return figure
 
 
@@ -147,11 +162,12 @@ def length_figure(
 def save_figure(figure: Figure, stem: Path | str) -> None:
     """Writes `stem`.png and `stem`.svg, each whole or not at all."""
     stem = Path(stem)
+    # Not `with_suffix`: a name such as filters_lr0.001 would lose what follows its point.
     # The hash salt makes the SVG's ids, and so its bytes, the same every time.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": stem.name}):
-        with replacing(stem.with_suffix(".png"), "wb") as file:
+        with replacing(stem.with_name(f"{stem.name}.png"), "wb") as file:
             figure.savefig(file, format="png", dpi=200)
-        with replacing(stem.with_suffix(".svg"), "wb") as file:
+        with replacing(stem.with_name(f"{stem.name}.svg"), "wb") as file:
             figure.savefig(file, format="svg", metadata={"Date": None})
 
 
@@ -232,10 +248,7 @@ def _length_legends(
     axes: Axes, labels: Sequence[str], methods: Sequence[str], size: tuple[float, float]
 ) -> None:
     """Runs by colour and marker; where there are several methods, these by the line's style."""
-    handles = [
-        Line2D([], [], color=run_colour(index), marker=run_marker(index), mec=PAPER, label=label)
-        for index, label in enumerate(labels)
-    ]
+    handles = [legend_key(label, index) for index, label in enumerate(labels)]
     if len(methods) > 1:
         handles += [
             Line2D(

@@ -10,7 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from eval.figures import METHOD_LINES, MUTED, PAPER, STYLE, WIDE, run_colour, run_marker
+from eval.figures import (
+    METHOD_LINES,
+    MUTED,
+    PAPER,
+    STYLE,
+    WIDE,
+    legend_key,
+    run_colour,
+    run_marker,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,10 +81,7 @@ def _position_line(axes: Axes, row: Mapping[str, Any], index: int) -> None:
 
 
 def _legend(figure: Figure, labels: Sequence[str], methods: Sequence[str]) -> None:
-    handles = [
-        Line2D([], [], color=run_colour(i), marker=run_marker(i), mec=PAPER, label=label)
-        for i, label in enumerate(labels)
-    ]
+    handles = [legend_key(label, index) for index, label in enumerate(labels)]
     if len(methods) > 1:
         handles += [
             Line2D([], [], color=MUTED, ls=METHOD_LINES[method], lw=1.2, label=method)
