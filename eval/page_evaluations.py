@@ -16,6 +16,8 @@ from eval.length_sweep_figures import position_figure
 from eval.page_parts import colour_key, figure_html, note, number
 from eval.runs import Run
 
+OUTDATED = "Not shown, as measured on other weights than the present export's; to measure anew"
+
 
 def missing_export(runs: Sequence[Run]) -> str:
     """A note on runs whose weights are not exported yet; empty where there are none."""
@@ -30,24 +32,25 @@ def table2_section(runs: Sequence[Run]) -> str:
     ours, theirs = table2.own_rows(runs), table2.paper_rows()
     keys = [colour_key(index) for index in range(len(runs))]
     missing = [
-        f"python -m eval.zero_shot {_folder(run)} --tasks table2"
+        _zero_shot_command(run)
         for run, row in zip(runs, ours, strict=True)
         if any(row.values[column] is None for column in table2.COLUMNS)
+        and "zero_shot" not in run.outdated
     ]
-    limits = sorted({row.limit for row in ours if row.limit})
-    parts = [table2.html(ours, theirs, keys) if len(missing) < len(runs) or _any(ours) else ""]
+    outdated = [_zero_shot_command(run) for run in runs if "zero_shot" in run.outdated]
+    parts = [table2.html(ours, theirs, keys) if _any(ours) else ""]
     if parts[0]:
         parts.append(note(escape(table2.NOTE)))
-    if limits:
-        counts = ", ".join(f"{limit:,}" for limit in limits)
-        parts.append(
-            note(
-                f"<strong>Only the first {counts} rows of every task were used</strong> (--limit)."
-            )
-        )
+    if limits := table2.limit_note(ours):
+        parts.append(note(f"<strong>{escape(limits)}</strong>"))
+    parts.append(_todo(OUTDATED, outdated))
     parts.append(_todo("Not measured, or not all of it", missing))
     heading = "Zero-shot tasks: Table 2 of the paper"
     return f"<section><h2>{heading}</h2>{''.join(parts)}</section>\n"
+
+
+def _zero_shot_command(run: Run) -> str:
+    return f"python -m eval.zero_shot {_folder(run)} --tasks table2"
 
 
 def _any(rows: Sequence[table2.Row]) -> bool:
@@ -57,7 +60,10 @@ def _any(rows: Sequence[table2.Row]) -> bool:
 def lengths_section(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
     """Figure 1 of the paper with these runs, its numbers, and loss by position."""
     heading = "<section><h2>Perplexity against context length</h2>"
-    todo = _todo("Not measured", [_sweep_command(run) for run in runs if not run.sweep])
+    outdated = [run for run in runs if "sweep" in run.outdated]
+    absent = [run for run in runs if not run.sweep and run not in outdated]
+    todo = _strangers_note(runs) + _todo(OUTDATED, [_sweep_command(run) for run in outdated])
+    todo += _todo("Not measured", [_sweep_command(run) for run in absent])
     if not rows:
         return f"{heading}{todo}</section>\n"
 
@@ -75,6 +81,15 @@ def lengths_section(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
         parts.append(figure_html(lambda size: position_figure(plain, size), "positions", caption))
     parts += [_length_table(runs, rows), todo]
     return "".join([*parts, "</section>\n"])
+
+
+def _strangers_note(runs: Sequence[Run]) -> str:
+    """What else lies in the runs' sweeps: their rows are of other models, so not of the runs."""
+    parts = [
+        f"{run.label} ({', '.join(run.strangers)})" for run in runs if run.strangers and run.sweep
+    ]
+    text = f"Left out: rows of other weights in the sweeps of {', '.join(parts)}."
+    return note(escape(text)) if parts else ""
 
 
 def _length_caption(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
@@ -149,11 +164,14 @@ def _length_cell(row: dict[str, Any] | None, method: str) -> str:
 
 def samples_section(runs: Sequence[Run]) -> str:
     shown = [(index, run) for index, run in enumerate(runs) if run.samples]
+    outdated = [f"python -m eval.samples {_folder(r)}" for r in runs if "samples" in r.outdated]
+    todo = _todo(OUTDATED, outdated)
+    heading = "<section><h2>Continuations of held-out documents</h2>"
     if not shown:
-        return ""
+        return f"{heading}{todo}</section>\n" if todo else ""
     options = shown[0][1].samples
     parts = [
-        "<section><h2>Continuations of held-out documents</h2>",
+        heading,
         f'<p class="meta">Grey: the beginning of a document that was not trained on. Below it, '
         f"what each model goes on to write: {options['max_new_tokens']} tokens, temperature "
         f"{options['temperature']}, top-p {options['top_p']}, seed {options['seed']}; nothing "
@@ -173,7 +191,7 @@ def samples_section(runs: Sequence[Run]) -> str:
             f"<details><summary>How the document goes on</summary><pre>{escape(reference)}</pre>"
             "</details>"
         )
-    return "".join([*parts, "</section>\n"])
+    return "".join([*parts, todo, "</section>\n"])
 
 
 def _sample_card(index: int, label: str, text: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
+from cat_lm.pretrained import weight_files
 from eval.filters import Filters, read_filters
+from eval.length_sweep_cells import folder_sha256
+from eval.result_files import read_metrics, read_object, read_samples, read_sweep, read_zero_shot
 
 EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
 ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
@@ -32,9 +35,10 @@ class Run:
         tokens_per_second: median over the steps.
         manifest: of the prepared data, empty where the data are no longer there.
         export: the record of the exported model, empty without one.
-        sweep: of eval.length_sweep, empty without one.
-        zero_shot: of eval.zero_shot, empty without one.
-        samples: of eval.samples, None without them.
+        sweep, zero_shot, samples: what eval.length_sweep, eval.zero_shot and eval.samples measured
+            of the weights that are exported now; empty without it.
+        outdated: those of "sweep", "zero_shot", "samples" that are there, of other weights only.
+        strangers: labels of rows in the run's sweep that are of other weights than its own.
         filters: None without convolutions or export.
     """
 
@@ -52,7 +56,9 @@ class Run:
     export: dict[str, Any]
     sweep: dict[str, Any]
     zero_shot: dict[str, Any]
-    samples: dict[str, Any] | None
+    samples: dict[str, Any]
+    outdated: tuple[str, ...]
+    strangers: tuple[str, ...]
     filters: Filters | None = field(repr=False)
 
     @property
@@ -62,7 +68,10 @@ class Run:
 
 
 def read_run(folder: Path | str) -> Run:
-    """Reads the run at `folder`. Raises UserError where it is no run folder or has no steps."""
+    """Reads the run at `folder`.
+
+    Raises UserError where it is no run folder, has no steps, or holds a damaged file of results.
+    """
     folder = Path(folder)
     for name in ("config.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
@@ -73,6 +82,7 @@ def read_run(folder: Path | str) -> Run:
     if not steps:
         raise UserError(f"run {folder}: its metrics.jsonl holds no training step")
     config = load_config(folder / "config.yaml")
+    measured = _Evaluations(folder)
     speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
     return Run(
         folder=folder,
@@ -85,13 +95,44 @@ def read_run(folder: Path | str) -> Run:
         steps=steps[-1]["step"],
         skipped=sum(bool(r.get("skipped")) for r in steps),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        manifest=_json(Path(config.data.path) / "manifest.json") or {},
-        export=_json(folder / "model" / "export.json") or {},
-        sweep=_json(folder / EVALUATION / "length_sweep.json", "rows") or {},
-        zero_shot=_json(folder / ZERO_SHOT / "zero_shot.json", "tasks") or {},
-        samples=_json(folder / EVALUATION / "samples.json", "samples"),
+        manifest=read_object(Path(config.data.path) / "manifest.json") or {},
+        export=read_object(folder / "model" / "export.json") or {},
+        sweep=measured.sweep,
+        zero_shot=measured.zero_shot,
+        samples=measured.samples,
+        outdated=measured.outdated,
+        strangers=measured.strangers,
         filters=read_filters(folder / "model"),
     )
+
+
+class _Evaluations:
+    """The evaluations in a run folder, without what is of other weights than its export's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = folder / "model"
+        found = {
+            "sweep": read_sweep(folder / EVALUATION / "length_sweep.json"),
+            "zero_shot": read_zero_shot(folder / ZERO_SHOT / "zero_shot.json"),
+            "samples": read_samples(folder / EVALUATION / "samples.json"),
+        }
+        rows = found["sweep"].get("rows", [])
+        own = [row for row in rows if row["model_sha256"] == self._sha256]
+        self.sweep = {**found["sweep"], "rows": own} if own else {}
+        self.strangers = tuple(dict.fromkeys(row["label"] for row in rows if row not in own))
+        zero_shot, samples = found["zero_shot"], found["samples"]
+        measured = zero_shot.get("model", {}).get("sha256")
+        self.zero_shot = zero_shot if zero_shot and measured == self._sha256 else {}
+        measured = samples.get("model_sha256")
+        self.samples = samples if samples and measured == self._sha256 else {}
+        self.outdated = tuple(name for name in found if found[name] and not getattr(self, name))
+
+    @cached_property
+    def _sha256(self) -> str:
+        """Of the export, as the evaluations know it. Read once, and only where it is needed."""
+        if not (self._model / "config.json").is_file() or not weight_files(self._model):
+            return "no weights"
+        return folder_sha256(self._model)
 
 
 def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -110,35 +151,5 @@ def unigram_loss(runs: Sequence[Run]) -> float | None:
     return runs[0].manifest.get("unigram_loss") if len(fingerprints) == 1 else None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a kill has cut is left out."""
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UserError(f"{path}, line {number}: is not JSON") from None
-    return records
-
-
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def _json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """A file of results, None where there is none. Raises UserError where it is damaged.
-
-    Args:
-        keys: that it has to have.
-    """
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(values, dict) or any(key not in values for key in keys):
-        raise UserError(f"{path}: holds no {' and '.join(keys) or 'object'}; make it again")
-    return values

@@ -94,12 +94,18 @@ def write_samples(
     max_new_tokens: int = 96,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Samples after `count` held-out prompts and writes them to the JSON file `out`."""
+    """Samples after `count` held-out prompts and writes them to the JSON file `out`.
+
+    Args:
+        model: of a folder (see `cat_lm.pretrained.load_model`), whose hash is put into the file.
+    """
+    from eval.length_sweep_cells import folder_sha256
     from eval.provenance import provenance
 
     prompts = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
     result = {
         "data": str(data),
+        "model_sha256": folder_sha256(Path(model.name_or_path)),
         "seed": seed,
         "temperature": TEMPERATURE,
         "top_p": TOP_P,

@@ -136,7 +136,19 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
                 mark = marked.get((index, column))
                 cells.append({"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(mark, text))
             lines.append([row.name.replace("|", r"\|"), row.source, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + NOTE + "\n"
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    limits = f"**{limit_note(ours)}**" if limit_note(ours) else ""
+    return "\n\n".join(part for part in (table, limits, NOTE) if part) + "\n"
+
+
+def limit_note(rows: Sequence[Row]) -> str:
+    """Which rows were not measured on whole tasks; empty where all were."""
+    models: dict[int, list[str]] = {}
+    for row in rows:
+        if row.limit:
+            models.setdefault(row.limit, []).append(row.model)
+    parts = [f"the first {n:,} rows ({', '.join(names)})" for n, names in sorted(models.items())]
+    return f"Not whole tasks, by --limit: only {'; '.join(parts)} of each." if parts else ""
 
 
 NOTE = (

@@ -15,6 +15,7 @@ import pytest
 from cat_lm.files import write_json
 from eval import table2
 from eval.filters import Filters, filters_figure, own_taps, read_filters, views
+from eval.length_sweep_cells import folder_sha256
 from eval.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.finished_runs import finished_run, tiny_model
 
@@ -65,7 +66,7 @@ def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-def zero_shot(scale: float = 1.0, leave_out: str = "", limit: int | None = None) -> dict:
+def zero_shot(run: Path, scale: float = 1.0, leave_out: str = "", limit: int | None = None) -> dict:
     """A result of eval.zero_shot; `scale` multiplies accuracies and divides perplexities."""
     tasks: dict = {}
     for index, (column, (task, metric)) in enumerate(TASK_COLUMNS.items()):
@@ -74,7 +75,33 @@ def zero_shot(scale: float = 1.0, leave_out: str = "", limit: int | None = None)
         found["metrics"][metric] = value
         found["stderr"][metric] = 0.0123
     tasks.pop(leave_out, None)
-    return {"model": {"label": "x"}, "settings": {"limit": limit}, "tasks": tasks, "average": {}}
+    model = {"label": "x", "sha256": folder_sha256(run / "model")}
+    return {"model": model, "settings": {"limit": limit}, "tasks": tasks, "average": {}}
+
+
+def sweep_row(run: Path, label: str, perplexity: float, **changes: object) -> dict:
+    """A row of eval.length_sweep."""
+    row = {"label": label, "method": "none", "length": 32, "training_length": 32, "tokens": 640}
+    row |= {"perplexity": perplexity, "loss": 3.0, "bits_per_byte": 1.5, "standard_error": 0.1}
+    row |= {"groups": 4, "group_kind": "documents", "tokens_sha256": "a" * 64}
+    return row | {"model_sha256": folder_sha256(run / "model"), **changes}
+
+
+def samples(run: Path) -> dict:
+    """A result of eval.samples."""
+    sample = {"prompt": "def f", "reference": "(x):", "continuation": "oo(y):"}
+    options = {"max_new_tokens": 8, "seed": 0, "temperature": 0.8, "top_p": 0.95}
+    return {**options, "model_sha256": folder_sha256(run / "model"), "samples": [sample]}
+
+
+def change_weights(run: Path) -> None:
+    """As if another step of the run were exported."""
+    from safetensors.numpy import load_file, save_file
+
+    path = run / "model/model.safetensors"
+    tensors = load_file(path)
+    name = min(tensors)
+    save_file(tensors | {name: tensors[name] + 1}, path, {"format": "pt"})
 
 
 class TestTable2:
@@ -94,7 +121,7 @@ class TestTable2:
     ):
         folders = [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
         for folder, scale in zip(folders, (1.0, 1.1), strict=True):
-            write_json(folder / "zero_shot/zero_shot.json", zero_shot(scale))
+            write_json(folder / "zero_shot/zero_shot.json", zero_shot(folder, scale))
         out = tmp_path / "out"
         assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
         text = (out / "table2.md").read_text(encoding="utf-8")
@@ -119,12 +146,14 @@ class TestTable2:
         assert summary["runs"][0]["zero_shot_average"] == pytest.approx(average)
 
     def test_missing_tasks_and_limits_are_said(self, run, tmp_path, monkeypatch, capsys):
-        write_json(run / "zero_shot/zero_shot.json", zero_shot(leave_out="piqa", limit=40))
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(run, leave_out="piqa", limit=40))
         out = tmp_path / "out"
         assert report(monkeypatch, capsys, run, "--out", out)[0] == 0
         page = (out / "index.html").read_text(encoding="utf-8")
         assert f"python -m eval.zero_shot {run} --tasks table2" in page
-        assert "first 40 rows" in page
+        note = "Not whole tasks, by --limit: only the first 40 rows (cat) of each."
+        assert note in page
+        assert f"**{note}**" in (out / "table2.md").read_text(encoding="utf-8")
         line = (out / "table2.md").read_text(encoding="utf-8").splitlines()[2]
         assert line.count("–") == 2, "PIQA and the average"
         assert "**" not in line, "one run is neither best nor second"
@@ -232,14 +261,42 @@ class TestPage:
         ("name", "content", "message"),
         [
             ("zero_shot/zero_shot.json", "{", "zero_shot.json: is not JSON"),
-            ("zero_shot/zero_shot.json", "[]", "zero_shot.json: holds no tasks"),
+            ("zero_shot/zero_shot.json", "[]", "zero_shot.json: is [], must be an object"),
+            ("zero_shot/zero_shot.json", "{}", "zero_shot.json: has no tasks"),
+            ("zero_shot/zero_shot.json", '{"tasks": []}', "tasks is [], must be an object"),
+            ("zero_shot/zero_shot.json", '{"tasks": {"piqa": 3}}', "task piqa: is 3, must be an o"),
+            (
+                "zero_shot/zero_shot.json",
+                '{"tasks": {"piqa": {"metrics": {"acc": "x"}}}}',
+                'zero_shot.json, task piqa, metrics: acc is "x", must be a number or null',
+            ),
             ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
-            ("eval/length_sweep.json", "{}", "length_sweep.json: holds no rows"),
-            ("eval/samples.json", "3", "samples.json: holds no samples"),
+            ("eval/length_sweep.json", "{}", "length_sweep.json: has no rows"),
+            ("eval/length_sweep.json", '{"rows": [{}]}', "length_sweep.json, row 1: has no label"),
+            ("eval/samples.json", "3", "samples.json: is 3, must be an object"),
+            ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no max_new_tokens"),
+            (
+                "eval/samples.json",
+                '{"samples": [{}], "max_new_tokens": 1, "seed": 0, "temperature": 1, "top_p": 1}',
+                "samples.json, sample 1: has no prompt",
+            ),
             ("model/export.json", "nothing", "export.json: is not JSON"),
             ("model/config.json", "{", "model: cannot be read"),
             ("model/model.safetensors", "short", "model: cannot be read"),
             ("metrics.jsonl", "{\n{}\n", "metrics.jsonl, line 1: is not JSON"),
+            ("metrics.jsonl", "5\n", "metrics.jsonl, line 1: is 5, must be an object"),
+            ("metrics.jsonl", '{"step":5}\n', "metrics.jsonl, line 1: has no tokens"),
+            ("metrics.jsonl", '{"step":5,"tokens":9}\n', "metrics.jsonl, line 1: has no loss"),
+            (
+                "metrics.jsonl",
+                '{"step":5,"tokens":9,"loss":"x"}\n',
+                'metrics.jsonl, line 1: loss is "x", must be a number or null',
+            ),
+            (
+                "metrics.jsonl",
+                '{"step":5,"tokens":9,"val_loss":2}\n',
+                "metrics.jsonl, line 1: has no val_perplexity",
+            ),
             ("config.yaml", "model: 3\n", "config.yaml: "),
         ],
     )
@@ -251,7 +308,7 @@ class TestPage:
         code, err = report(monkeypatch, capsys, run, "--out", tmp_path / "out")
         assert code == 2
         assert message in err
-        assert err.startswith("error: ")
+        assert err.startswith("error: ") and (err.count("\n") == 1 or name == "config.yaml")
         assert not (tmp_path / "out/index.html").exists()
 
     def test_folders_that_are_no_run_are_one_line(self, run, tmp_path, monkeypatch, capsys):
@@ -259,3 +316,82 @@ class TestPage:
             code, err = report(monkeypatch, capsys, folder, "--out", tmp_path / "out")
             assert (code, err.count("\n")) == (2, 1)
             assert f"run {folder}: has no config.yaml" in err
+
+
+class TestWhoseResults:
+    """What is shown of a run was measured on the weights that it has."""
+
+    @pytest.fixture
+    def measured(self, run) -> Path:
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
+        rows = [sweep_row(run, "cat", 21.75)]
+        write_json(run / "eval/length_sweep.json", {"text": "x", "rows": rows})
+        write_json(run / "eval/samples.json", samples(run))
+        return run
+
+    def test_results_of_the_present_export_are_shown(self, measured, tmp_path, monkeypatch, capsys):
+        assert report(monkeypatch, capsys, measured, "--out", tmp_path / "out") == (0, "")
+        page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
+        assert "21.75" in page and "oo(y):" in page and "12,3" not in page
+        assert "other weights" not in page
+
+    def test_rows_of_other_models_are_left_out_and_said(
+        self, measured, runs, tmp_path, monkeypatch, capsys
+    ):
+        path = measured / "eval/length_sweep.json"
+        values = json.loads(path.read_text())
+        values["rows"] += [sweep_row(runs["mh"], "mh", 99.25)]
+        write_json(path, values)
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, measured, "--out", out) == (0, "")
+        summary = json.loads((out / "summary.json").read_text())
+        assert [row["perplexity"] for row in summary["length_sweep"]] == [21.75]
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert "rows of other weights in the sweeps of cat (mh)" in page and "99.25" not in page
+
+    def test_results_of_an_older_export_are_left_out_with_the_command(
+        self, measured, tmp_path, monkeypatch, capsys
+    ):
+        change_weights(measured)
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, measured, "--out", out) == (0, "")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        todo = "\n".join(re.findall(r'<div class="todo">.*?</div>', page, re.DOTALL))
+        assert todo.count("measured on other weights") == 3
+        for module in ("zero_shot", "length_sweep", "samples"):
+            assert todo.count(f"python -m eval.{module} {measured}") == 1
+        assert "21.75" not in page and "oo(y):" not in page
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["runs"][0]["zero_shot_average"] is None and not summary["length_sweep"]
+        assert not (out / "perplexity_by_length.png").exists()
+
+
+class TestNames:
+    def test_a_point_in_a_name_does_not_cut_it(self, runs, tmp_path, monkeypatch, capsys):
+        folders = [shutil.copytree(runs["cat"], tmp_path / f"lr0.{n}") for n in ("003", "001")]
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
+        names = {path.name for path in out.glob("filters_*")}
+        assert names == {f"filters_lr0.{n}.{end}" for n in ("003", "001") for end in ("png", "svg")}
+
+    def test_dollars_and_underscores_are_shown_as_they_are(
+        self, runs, tmp_path, monkeypatch, capsys
+    ):
+        from eval.length_sweep_figures import position_figure
+
+        names = [r"p$\frac$", "_hidden"]
+        folders = [shutil.copytree(runs["pythia"], tmp_path / name) for name in names]
+        parts = [{"start": 1, "stop": 32, "tokens": 600, "loss": 3.0}]
+        for folder, name in zip(folders, names, strict=True):
+            row = sweep_row(folder, name, 20.0, positions=parts)
+            write_json(folder / "eval/length_sweep.json", {"text": "x", "rows": [row]})
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
+        pictures = [(out / f"{n}.svg").read_text() for n in ("loss", "perplexity_by_length")]
+        rows = json.loads((out / "summary.json").read_text())["length_sweep"]
+        from eval.figures import page_svg
+
+        pictures.append(page_svg(position_figure(rows), "positions", "positions"))
+        for picture in pictures:
+            for name in names:
+                assert f">{name}</text>" in picture
