@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from cat_lm.config import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.files import write_json
-from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, claim
+from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 from eval.small_study.statistics import MAX_SEEDS
 
 
@@ -46,32 +47,49 @@ def main() -> None:
     arguments = parse_arguments()
     study = study_of(arguments)
     os.chdir(ROOT)
-    cores = len(os.sched_getaffinity(0))
-    parallel = arguments.parallel or (cores if study.size.parallel else 1)
     # Only now: what follows needs the libraries that --help and wrong arguments do without.
+    from eval.small_study.execute import held
+
+    fingerprint = prepared(study, own=arguments.data is not None)
+    with held(study) as lock:
+        if run_missing(study, fingerprint, lock, arguments.parallel, arguments.estimate):
+            print(write_results(study))
+
+
+def run_missing(
+    study: Study, fingerprint: str, lock: IO, parallel: int | None, estimate_only: bool
+) -> bool:
+    """Runs what is not finished; whether there may be results to write.
+
+    Args:
+        lock: of the study's folder.
+        parallel: runs at once; None: as suits the study's size.
+
+    Raises UserError where the folder is another study's, and where runs failed.
+    """
     from eval.small_study.execute import Workers, complete_run, unfinished
     from eval.small_study.progress import Progress, measure
 
-    fingerprint = prepared(study, own=arguments.data is not None)
+    (check if estimate_only else claim)(study, fingerprint)
     jobs = study.jobs()
     todo = unfinished(jobs)
     print(f"{len(jobs)} runs of {len(study.models)} models in {study.out}, {len(todo)} to do")
-    if not arguments.estimate:
-        claim(study, fingerprint)
-    if todo:
-        parallel = min(parallel, len(todo))
-        threads = max(1, cores // parallel)
-        workers = Workers(study, parallel, threads)
-        estimate = measure(study, workers)
-        print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
-        if arguments.estimate:
-            return
-        with Progress(jobs, todo, estimate, study) as progress:
-            failures = workers.run(todo, complete_run, progress.finished)
-        if failures:
-            count = f"{len(failures)} of {len(todo)} runs failed"
-            raise UserError(f"{count}, the others are kept; the same command tries again")
-    print(write_results(study))
+    if not todo:
+        return not estimate_only
+    cores = len(os.sched_getaffinity(0))
+    parallel = min(parallel or (cores if study.size.parallel else 1), len(todo))
+    threads = max(1, cores // parallel)
+    workers = Workers(study, parallel, threads, lock)
+    estimate = measure(study, workers)
+    print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
+    if estimate_only:
+        return False
+    with Progress(jobs, todo, estimate, study) as progress:
+        failures = workers.run(todo, complete_run, progress.finished)
+    if failures:
+        count = f"{len(failures)} of {len(todo)} runs failed"
+        raise UserError(f"{count}, the others are kept; the same command tries again")
+    return True
 
 
 def study_of(arguments: argparse.Namespace) -> Study:
@@ -92,7 +110,8 @@ def study_of(arguments: argparse.Namespace) -> Study:
     if arguments.parallel is not None and arguments.parallel < 1:
         raise UserError(f"--parallel {arguments.parallel}: must be at least 1")
     try:
-        tokens = None if arguments.tokens is None else parse_count(arguments.tokens)
+        # The tables print 20K, whose lower case is as clear.
+        tokens = None if arguments.tokens is None else parse_count(arguments.tokens.upper())
     except ValueError as error:
         raise UserError(f"--tokens {arguments.tokens}: {error}") from None
     return Study(

@@ -12,7 +12,7 @@ from cat_lm.errors import UserError
 from eval.provenance import provenance
 from eval.runs import EVALUATION, Run, read_run
 from eval.small_study import statistics
-from eval.small_study.execute import commands, read_result, unfinished
+from eval.small_study.execute import RESULT, commands, read_result, unfinished
 from eval.small_study.plan import BASELINE, MODELS, Job, Study
 
 RULE = " ".join((statistics.__doc__ or "").split("\n\n", 1)[1].split())
@@ -38,11 +38,13 @@ def collect(study: Study) -> dict[str, Any]:
     ]
     if len({row["tokens_sha256"] for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")
-    trained = study.config(jobs[0]).data.context_length
+    config = study.config(jobs[0])
+    trained = config.data.context_length
     return {
         "size": study.size.name,
         "training_length": trained,
-        "training_tokens": runs[jobs[0]].tokens,
+        # As planned: a run that diverged has come less far.
+        "training_tokens": config.total_steps * config.tokens_per_step,
         "scored_tokens": rows[0]["tokens"] if rows else None,
         "documents": rows[0]["document_count"] if rows else None,
         "unigram_loss": runs[jobs[0]].manifest.get("unigram_loss"),
@@ -69,9 +71,9 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 def _sweep(run: Run) -> list[dict[str, Any]]:
     if not run.sweep:
-        raise UserError(
-            f"{run.folder / EVALUATION}: has no length_sweep.json; start the study again"
-        )
+        file, record = run.folder / EVALUATION / "length_sweep.json", run.folder / RESULT
+        what = "is of other weights than the export's" if "sweep" in run.outdated else "is absent"
+        raise UserError(f"{file}: {what}; remove {record} and start the study again")
     return run.sweep["rows"]
 
 

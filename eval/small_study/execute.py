@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -14,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
-from eval.runs import EVALUATION, read_metrics
+from eval.result_files import read_metrics
+from eval.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
 RESULT = "study.json"  # in a run's folder once all that is asked of it is done
@@ -45,8 +47,9 @@ class Workers:
     them to stop, once, and waits until they have saved.
     """
 
-    def __init__(self, study: Study, parallel: int, threads: int) -> None:
+    def __init__(self, study: Study, parallel: int, threads: int, lock: IO | None = None) -> None:
         self.study, self.parallel = study, parallel
+        self._lock_file = lock  # of `held`, which the processes hold as long as they live
         self.environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
             # A thread that waits by spinning would take the core of another run.
@@ -107,6 +110,7 @@ class Workers:
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=[self._lock_file.fileno()] if self._lock_file else [],
                 )
                 self._processes.add(process)
             code = process.wait()
@@ -123,6 +127,29 @@ class Workers:
                 process.terminate()
         if self._processes:
             print("stopping: the running trainings save first", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def held(study: Study) -> Iterator[IO]:
+    """The study's folder, for one call and the processes that it starts.
+
+    These inherit the lock: after a `kill -9` of this program its trainings go on, and a new call
+    must not start others in their folders. Raises UserError where another holds it.
+    """
+    path = study.out / ".lock"
+    study.out.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--out {study.out}: another call of the study works in it, or trainings that a "
+                f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
+                f"names them)"
+            ) from None
+        except OSError:
+            pass  # some cluster file systems have no locks; a study there must start all the same
+        yield lock
 
 
 class JobFailed(Exception):
@@ -144,8 +171,9 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
             result["diverged"] = True
             break
         if code:
-            line = shlex.join(["python", *arguments])
-            raise JobFailed(f"{job.name}: {stage} ended with code {code}, see {log}: {line}")
+            raise JobFailed(
+                f"{job.name}: {stage} ended with code {code}, see {log}: {last_line(log)}"
+            )
     result["seconds"] = round(time.perf_counter() - begin, 1)
     write_json(job.folder / RESULT, result)
     return result
@@ -162,6 +190,13 @@ def read_result(job: Job) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}; remove it to make it again") from None
+
+
+def last_line(log: Path) -> str:
+    """Of a failed command's log, which mostly says why; the command where it wrote nothing."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
 
 
 def diverged(run: Path) -> bool:

@@ -143,25 +143,43 @@ class Study:
         }
 
 
-def claim(study: Study, fingerprint: str) -> None:
-    """Writes the settings into the study's folder, or compares with those that are there.
+def check(study: Study, fingerprint: str) -> dict[str, Any]:
+    """The study's settings, compared with those that are in its folder.
 
     Raises UserError where the folder holds runs of a study with other settings.
     """
     path = study.out / "settings.json"
     settings = study.settings(fingerprint)
-    if path.is_file():
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: is not JSON: {error}") from None
-        # A key that a later version added was not decided otherwise before.
-        changes = changed_values(earlier, settings)
-        other = {name: old for name, (old, new) in changes.items() if None not in (old, new)}
-        if other:
-            name, old = next(iter(other.items()))
-            raise UserError(
-                f"--out {study.out}: holds a study with another {name} ({old}, now "
-                f"{changes[name][1]}); give another folder, or remove this one"
-            )
-    write_json(path, settings)
+    if not path.is_file():
+        return settings
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(earlier, dict):
+        raise UserError(f"{path}: holds no settings; remove {study.out}, or give another --out")
+    changes = changed_values(earlier, settings)
+    # A key that a later version added was not decided otherwise before; null is a decision.
+    other = [name for name in changes if _has(earlier, name) and _has(settings, name)]
+    if other:
+        # Of two values, one of which may follow from the other, a number says more than null.
+        name = min(other, key=lambda name: None in changes[name])
+        old, new = changes[name]
+        raise UserError(
+            f"--out {study.out}: holds a study with another {name} ({old}, now {new}); give "
+            f"another folder, or remove this one"
+        )
+    return settings
+
+
+def claim(study: Study, fingerprint: str) -> None:
+    """Writes the settings into the study's folder, after `check`."""
+    write_json(study.out / "settings.json", check(study, fingerprint))
+
+
+def _has(values: Any, dotted: str) -> bool:
+    for part in dotted.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True

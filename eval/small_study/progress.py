@@ -13,8 +13,8 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
-from eval.runs import read_metrics
-from eval.small_study.execute import JobFailed, Workers, steps_done
+from eval.result_files import read_metrics
+from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
 from eval.small_study.plan import MODELS, Job, Study
 
 STEPS = 12  # of a trial training
@@ -53,7 +53,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
         list(kinds.values()), _trial, lambda job, rate: rates.update({job.model: rate})
     )
     if failures:
-        raise UserError("a trial training failed")
+        raise UserError(f"{len(failures)} of {len(kinds)} trial trainings failed: {failures[0]}")
     seconds = {}
     for model in study.models:
         job = Job(model, 0, folder)
@@ -78,9 +78,13 @@ def _trial(workers: Workers, job: Job) -> tuple[float, float]:
     steps += ["optimizer.warmup_steps=0", "optimizer.warmup_tokens=null"]
     steps += ["validation.every_steps=1000", "validation.max_tokens=4096"]
     arguments = ["train.py", str(study.config_file(job.model)), *study.overrides(job), *steps]
-    log = job.folder.parent / f"{job.model}.log"
+    # Not in the trial's folder, which the next call empties.
+    log = study.out / f"trial-{job.model}.log"
     if code := workers.process(arguments, log):
-        raise JobFailed(f"{job.model}: trial training ended with code {code}, see {log}")
+        raise JobFailed(
+            f"{job.model}: trial training ended with code {code}, see {log}: {last_line(log)}"
+        )
+    log.unlink(missing_ok=True)
     wall = time.perf_counter() - begin
     records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "val_loss" not in r]
     training = sum(record["step_seconds"] for record in records)

@@ -139,7 +139,7 @@ def _findings(summary: dict[str, Any]) -> str:
         line = f"- At length {length:,}, {clear} of {len(pairs)} pairs of models differ clearly"
         for word, text in (
             ("within spread", "no more than the spread over seeds"),
-            ("unclear", "more than the spread, but not in a way that the seeds repeat"),
+            ("unclear", "more than the spread, but the 95% interval over seeds holds zero"),
         ):
             if counts[word]:
                 names = "; ".join(_pair(summary, p) for p in pairs if p["verdict"] == word)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -17,14 +19,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
+from eval.length_sweep_cells import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
-from eval.small_study.execute import RESULT, Workers, commands, complete_run, unfinished
+from eval.small_study.execute import RESULT, Workers, commands, complete_run, held, unfinished
 from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
 from eval.small_study.statistics import T_QUANTILES, compare, summarise
 
@@ -96,6 +101,28 @@ class TestPlan:
         other = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data", tokens=8192)
         with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1433600, now 8192\)"):
             claim(other, "f" * 64)
+
+    def test_a_key_that_becomes_null_or_ceases_to_be_it_is_another_setting(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
+        claim(study, "f" * 64)
+        path = tmp_path / "settings.json"
+        settings = json.loads(path.read_text())
+        optimizer = settings["configs"]["cat_k"]["optimizer"]
+        assert optimizer["warmup_tokens"] is None and optimizer["warmup_steps"] is not None
+        for key, value in (("warmup_tokens", 7), ("warmup_steps", None)):
+            changed = json.loads(json.dumps(settings))
+            changed["configs"]["cat_k"]["optimizer"][key] = value
+            write_json(path, changed)
+            with pytest.raises(UserError, match=rf"another configs\.cat_k\.optimizer\.{key}"):
+                claim(study, "f" * 64)
+            # What an earlier version did not know is no other setting.
+            del changed["configs"]["cat_k"]["optimizer"][key]
+            write_json(path, changed)
+            claim(study, "f" * 64)
+
+    def test_tokens_in_either_case(self):
+        found = [study_of(parse_arguments(["--tokens", n])).tokens for n in ("20K", "20k", "1e6")]
+        assert found == [20_000, 20_000, 1_000_000]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -184,12 +211,16 @@ class Imitation:
         with self.lock:
             self.calls.append(text)
         if self.fails and re.search(self.fails, text):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(f"$ {text}\nTraceback:\nValueError: no such thing\n", encoding="utf-8")
             return 1
         if arguments[0] == "train.py":
             return self.train(arguments)
         if arguments[1] == "cat_lm.export":
             (Path(arguments[3])).mkdir(exist_ok=True)
             write_json(Path(arguments[3]) / "export.json", {"parameters": 1000})
+            write_json(Path(arguments[3]) / "config.json", {"run": Path(arguments[2]).name})
+            save_file({"weight": np.zeros(1)}, Path(arguments[3]) / "model.safetensors")
             return 0
         self.sweep(Path(arguments[2]), Path(arguments[-1]))
         return 0
@@ -220,6 +251,7 @@ class Imitation:
                 row = {"label": run.name, "length": length, "method": method, "loss": loss}
                 row |= {"perplexity": math.exp(loss), "bits_per_byte": loss / 3, "tokens": 4096}
                 row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}
+                row |= {"model_sha256": folder_sha256(run / "model")}
                 row |= {"group_kind": "documents", "training_length": 128, "document_count": 9}
                 rows.append(row)
         write_json(out / "length_sweep.json", {"text": "x", "rows": rows})
@@ -252,6 +284,7 @@ class TestStudy:
         folder = tmp_path / "out"
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["missing"] == [] and len(summary["rows"]) == 9 * 10
+        assert summary["training_tokens"] == 1_433_600, "as configured"
         verdicts = {
             (pair["model"], pair["minus"]): pair["verdict"]
             for pair in summary["comparisons"]
@@ -281,7 +314,9 @@ class TestStudy:
         imitation = Imitation(fails="length_sweep.*cat_rope-seed1")
         code, _, err = run_study(monkeypatch, capsys, imitation, *arguments)
         assert code == 2
-        assert "cat_rope-seed1: sweep ended with code 1" in err
+        log = arguments[3] / "runs/cat_rope-seed1/study.log"
+        line = f"cat_rope-seed1: sweep ended with code 1, see {log}: ValueError: no such thing\n"
+        assert line in err
         assert "1 of 6 runs failed, the others are kept" in err
         again = Imitation()
         code, out, err = run_study(monkeypatch, capsys, again, *arguments)
@@ -306,6 +341,42 @@ class TestStudy:
         assert code == 0 and re.search(r"about \d+ (s|min|h)", out)
         assert all("train.max_steps=" in call for call in imitation.calls)
         assert not (tmp_path / "out/runs").exists()
+
+    def test_estimate_of_a_finished_study_changes_nothing(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        arguments = [*arguments, "--seeds", "0"]
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+        before = {path: path.stat().st_mtime_ns for path in files if path.name != ".lock"}
+        code, out, _ = run_study(
+            monkeypatch, capsys, third := Imitation(), *arguments, "--estimate"
+        )
+        assert code == 0 and "0 to do" in out and third.calls == []
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        more = ("--tokens", "8K", "--estimate")
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, *more)
+        assert code == 2 and "holds a study with another configs." in err
+
+    def test_the_log_of_a_failed_trial_stays_and_is_named(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        failing = Imitation(fails="max_steps.*canon_b|canon_b.*max_steps")
+        code, _, err = run_study(monkeypatch, capsys, failing, *arguments)
+        log = tmp_path / "out/trial-canon_b.log"
+        assert code == 2 and f"see {log}: ValueError: no such thing" in err.splitlines()[-1]
+        assert log.is_file()
+        assert run_study(monkeypatch, capsys, failing, *arguments)[0] == 2
+        assert log.is_file(), "the next call keeps it"
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        assert not log.exists()
+
+    def test_a_sweep_of_other_weights_is_no_result(self, arguments, tmp_path, monkeypatch, capsys):
+        arguments = [*arguments, "--seeds", "0"]
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        write_json(tmp_path / "out/runs/pythia-seed0/model/config.json", {"another": "export"})
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert code == 2 and "length_sweep.json: is of other weights than the export's" in err
 
     def test_runs_scored_on_other_tokens_are_not_compared(
         self, arguments, tmp_path, monkeypatch, capsys
@@ -344,9 +415,6 @@ class TestWorkers:
         def interrupt() -> None:
             while not all((tmp_path / job.name).exists() for job in study.jobs()[:2]):
                 time.sleep(0.02)
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=interrupt).start()
@@ -355,6 +423,39 @@ class TestWorkers:
             workers.run(study.jobs(), task, lambda *_: None)
         assert time.monotonic() - begin < 30
         assert saved.read_text() == "xx", "both were told once; the third was not begun"
+
+    def test_trainings_that_outlive_a_killed_call_keep_others_out(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path / "out", tmp_path)
+        # A call that dies by kill -9 while its process, a session of its own, goes on.
+        call = (
+            "import os, sys, threading, time; from pathlib import Path\n"
+            "from eval.small_study.execute import Workers, held\n"
+            "from eval.small_study.plan import SIZES, Study\n"
+            f"study = Study(SIZES['cpu'], ('pythia',), (0,), Path({str(study.out)!r}), Path())\n"
+            "code = 'import os, pathlib, sys, time; '\n"
+            "code += 'pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)'\n"
+            f"pid = {str(tmp_path / 'pid')!r}\n"
+            "with held(study) as lock:\n"
+            "    workers = Workers(study, 1, 1, lock)\n"
+            "    begin = lambda: workers.process(['-c', code, pid], study.out / 'log')\n"
+            "    threading.Thread(target=begin, daemon=True).start()\n"
+            "    while not (os.path.exists(pid) and open(pid).read()): time.sleep(0.02)\n"
+            "    os.kill(os.getpid(), 9)\n"
+        )
+        assert subprocess.run([sys.executable, "-c", call], cwd=ROOT).returncode == -9
+        orphan = int((tmp_path / "pid").read_text())
+        try:
+            with pytest.raises(UserError, match="left behind"), held(study):
+                pass
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+        for _ in range(500):
+            try:
+                with held(study):
+                    return
+            except UserError:
+                time.sleep(0.02)
+        pytest.fail("the lock outlives the processes")
 
     def test_one_thread_each_and_the_log_has_command_and_output(self, tmp_path):
         study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path)
