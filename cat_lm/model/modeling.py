@@ -188,12 +188,16 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Gives the cache convolution state before `generate` asks it to record its past."""
+        """Gives the cache convolution state, which drafted tokens can be taken back from."""
         result = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, *args, **kwargs
         )
-        if model_kwargs.get("past_key_values") is not None:
-            attach_conv_state(model_kwargs["past_key_values"], self.config)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            attach_conv_state(cache, self.config)
+            if generation_config.is_assistant:
+                # transformers asked the layers that were there before for it.
+                cache.activate_past_recording()
         return result
 
     @can_return_tuple

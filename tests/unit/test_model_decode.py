@@ -276,10 +276,20 @@ def test_generate_by_sampling(variant):
 
 @each_variant()
 def test_generate_with_an_assistant(variant):
-    """Assisted decoding drafts tokens and takes them back: the cache is cropped."""
-    model, assistant = cat_model(**variant), cat_model(**variant, seed=1)
-    ids = random_ids(1, 9)
-    assert torch.equal(generate(model, ids, assistant_model=assistant), generate(model, ids))
+    """Assisted decoding drafts tokens and takes wrong ones back, out of both caches."""
+    for seed in range(6):
+        model, assistant = cat_model(**variant), cat_model(**variant)
+        generator = torch.Generator().manual_seed(seed)
+        for ours, theirs in zip(model.parameters(), assistant.parameters(), strict=True):
+            # Sure of their next token, and not always of the same one.
+            ours.data += 0.15 * torch.randn(ours.shape, generator=generator)
+            theirs.data = ours.data + 0.02 * seed * torch.randn(ours.shape, generator=generator)
+        # transformers takes a drafted token for padding where it is the padding token.
+        model.generation_config.pad_token_id = assistant.generation_config.pad_token_id = None
+        ids = random_ids(1, 11)
+        drafted = generate(model, ids, min_new_tokens=12, assistant_model=assistant)
+        expected = generate(model, ids, min_new_tokens=12, use_cache=False)
+        assert torch.equal(drafted, expected)
 
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
