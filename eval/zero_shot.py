@@ -67,12 +67,13 @@ def main() -> None:
         _main(arguments)
     except UserError:
         if int(os.environ.get("RANK", "0")) != 0:
-            raise SystemExit(2) from None  # rank 0 has said it
+            # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.
+            raise SystemExit(2) from None
         raise
 
 
 def _main(arguments: argparse.Namespace) -> None:
-    names = [name for name in arguments.tasks.split(",") if name]
+    names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks: names no task; known are table2 and `lm_eval ls tasks`")
     if arguments.model is None and arguments.prefetch is None:
@@ -85,9 +86,14 @@ def _main(arguments: argparse.Namespace) -> None:
     batch_size = _batch_size(arguments.batch_size)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
-    folder = out = None
+    if arguments.prefetch is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--prefetch: one process writes the folder; run it without torchrun first")
+    first = int(os.environ.get("RANK", "0")) == 0
+    out = None
     if arguments.model is not None:
-        folder, out = model_folder(arguments.model), _out(arguments)
+        if first:  # the others may not see the folder; that is found out together with rank 0
+            model_folder(arguments.model)
+        out = _out(arguments, first)
     # Read when tqdm is imported: the harness's bars go, those that say `disable=None` stay.
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -96,9 +102,10 @@ def _main(arguments: argparse.Namespace) -> None:
         from eval.tasks.prefetch import prefetch
 
         prefetch(names, arguments.prefetch)
-        if folder is None:
+        if arguments.model is None:
             return
-    from eval.zero_shot_run import Settings, run, table
+    from eval.zero_shot_results import table
+    from eval.zero_shot_run import Settings, run
 
     data_dir = arguments.data_dir or arguments.prefetch
     settings = Settings(
@@ -111,15 +118,15 @@ def _main(arguments: argparse.Namespace) -> None:
         samples=arguments.samples,
         bootstrap_iterations=arguments.bootstrap_iterations,
     )
-    result = run(folder, names, out, settings)
-    if int(os.environ.get("RANK", "0")) == 0:
+    result = run(arguments.model, names, out, settings)
+    if first:
         print(table(result))
 
 
-def _out(arguments: argparse.Namespace) -> Path:
+def _out(arguments: argparse.Namespace, first: bool) -> Path:
     if arguments.out is not None:
         return Path(arguments.out)
-    if (Path(arguments.model) / "model" / "config.json").is_file():
+    if not first or (Path(arguments.model) / "model" / "config.json").is_file():
         return Path(arguments.model) / RUN_SUBFOLDER
     raise UserError(f"--out: missing; it may be left out only for a run folder ({arguments.model})")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -16,6 +17,10 @@ from lm_eval.models.huggingface import HFLM
 
 from cat_lm.errors import UserError
 from cat_lm.pretrained import choose_device, load_model, load_tokenizer
+from eval.memory import free_bytes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _LARGEST_BATCH, _LARGEST_CPU_BATCH = 64, 8
 _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
@@ -34,8 +39,10 @@ class Scorer(HFLM):
         dtype: of the weights; a name of `cat_lm.pretrained.DTYPES`.
         batch_size: rows per forward pass, or None for the largest that fits.
         max_length: context in tokens; None takes `max_position_embeddings`.
+        accelerator: of `launched_accelerator`.
 
     Attributes:
+        ranks: the accelerator.
         positions: positions that went through the model on this rank, padding included.
         truncated: requests on this rank that lost the start of their context.
 
@@ -50,11 +57,11 @@ class Scorer(HFLM):
         device: str,
         batch_size: int | None,
         max_length: int | None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         tokenizer = load_tokenizer(folder)
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise UserError(f"tokenizer {folder}: has neither a BOS nor an EOS token to begin with")
-        accelerator = _accelerator(device)
         model = load_model(
             folder, dtype=dtype, device=str(accelerator.device) if accelerator else device
         )
@@ -66,6 +73,7 @@ class Scorer(HFLM):
             max_batch_size=_LARGEST_BATCH,
             max_length=max_length,
         )
+        self.ranks = accelerator
         if accelerator is not None:
             self.accelerator = accelerator
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
@@ -92,24 +100,44 @@ class Scorer(HFLM):
         positions, truncated = self.all_gather(counts).sum(dim=0).tolist()
         return positions, truncated
 
-    # HFLM's own methods
+    def from_first_rank(self, value: Any) -> Any:
+        """Rank 0's value on every rank; every rank must call it."""
+        if self.ranks is None:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
+    # HFLM's own methods. Each of the first three is called as often on every rank, so that an
+    # error on one of them ends the task on all.
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
             self._progress.add_work(len(requests), "requests")
-        return super().loglikelihood(requests, disable_tqdm=True)
+        with agreed(self.ranks):
+            return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
             lengths = [len(self.tok_encode(*request.args)) for request in requests]
             windows = sum(-(-length // self.max_length) for length in lengths)
             self._progress.add_work(windows, "windows")
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        with agreed(self.ranks):
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
             self._progress.add_work(len(requests), "requests")
-        return super().generate_until(requests, disable_tqdm=True)
+        with agreed(self.ranks):
+            try:
+                return super().generate_until(requests, disable_tqdm=True)
+            except AssertionError as error:
+                if "Invalid configuration" not in str(error):
+                    raise
+                raise UserError(
+                    f"its answers leave no room in a context of {self.max_length}; "
+                    "a larger --max-length may be given"
+                ) from error
 
     def _loglikelihood_tokens(
         self,
@@ -117,12 +145,10 @@ class Scorer(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        longest = max((len(continuation) for _, _, continuation in requests), default=0)
-        if longest > self.max_length:
-            raise UserError(
-                f"a continuation of {longest} tokens does not fit into a context of "
-                f"{self.max_length}; a larger --max-length may be given"
-            )
+        if override_bs is None:
+            # Else these are windows of a rolling log-likelihood, which are as long as the context.
+            with agreed(self.ranks):
+                self._check_continuations(requests)
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1
             for _, context, continuation in requests
@@ -133,6 +159,14 @@ class Scorer(HFLM):
         if override_bs is not None and self._progress is not None:
             self._progress.advance(len(requests))  # windows of a rolling log-likelihood
         return answers
+
+    def _check_continuations(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> None:
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"a continuation of {longest} tokens does not fit into a context of "
+                f"{self.max_length}; a larger --max-length may be given"
+            )
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.positions += inps.numel()
@@ -150,7 +184,7 @@ class Scorer(HFLM):
     def _batch_size_for_cpu(self) -> int:
         """Rows whose logits (three copies in fp32) take at most a quarter of the free memory."""
         row_bytes = 3 * 4 * self.max_length * self.model.config.vocab_size
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_bytes(self.device) or 0  # where that is not known, a single row
         return max(1, min(_LARGEST_CPU_BATCH, free // 4 // row_bytes))
 
 
@@ -159,7 +193,7 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _accelerator(device: str):
+def launched_accelerator(device: str) -> Accelerator | None:
     """The harness's own way to several ranks; None where there is only one."""
     if launched_ranks() == 1:
         return None
@@ -168,6 +202,35 @@ def _accelerator(device: str):
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: with several ranks it must be auto, cpu or cuda")
     return Accelerator(cpu=choose_device(device).type == "cpu")
+
+
+@contextlib.contextmanager
+def agreed(accelerator: Accelerator | None) -> Iterator[None]:
+    """An error inside the block on one rank is a UserError on all; else they would wait for it.
+
+    Every rank must come here; in the block no rank may wait for others before it can have failed.
+    """
+    own = None
+    try:
+        yield
+    except Exception as error:
+        if accelerator is None:
+            raise
+        own = error
+    if accelerator is None:
+        return
+    from accelerate.utils import gather_object
+
+    if own is None or isinstance(own, UserError):
+        text = own and str(own)
+    else:
+        text = f"{type(own).__name__}: {(str(own).splitlines() or ['no message'])[0]}"
+    texts = gather_object([text])
+    if own is not None and not isinstance(own, UserError):
+        raise own
+    for rank, said in enumerate(texts):
+        if said is not None:
+            raise UserError(said if rank == 0 else f"rank {rank}: {said}") from None
 
 
 def _interleaved(parts: Sequence[Any]) -> Any:

@@ -2,14 +2,14 @@
 
 OUT gets `tasks/`, one file for each finished task under a name that hashes all its numbers depend
 on; a later call with the same settings reads it instead of computing the task again. The result
-files zero_shot.json and .csv are written anew after every task. With samples, `samples/` has one
-jsonl file per task with every prompt and answer.
+files zero_shot.json and .csv are written anew after every task; tasks of earlier calls with the
+same settings stay in them. With samples, `samples/` has one jsonl file per task with every prompt
+and answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import hashlib
 import inspect
@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,19 +28,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
-from lm_eval.utils import handle_non_serializable
 
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, sha256, write_json
-from cat_lm.pretrained import weight_files
+from cat_lm.files import sha256, write_json
+from cat_lm.pretrained import model_folder, weight_files
 from eval.provenance import provenance
 from eval.tasks import table2
 from eval.tasks.catalog import Catalog
 from eval.tasks.sources import Hub, LocalFolder, rows_sha256
-from eval.zero_shot_model import Scorer
+from eval.zero_shot_model import Scorer, agreed, launched_accelerator
+from eval.zero_shot_results import (
+    earlier_tasks,
+    finished,
+    number,
+    samples_file,
+    task_file,
+    write_result,
+    write_samples,
+)
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
 
 SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
 BOOTSTRAP_ITERATIONS = 1000  # a standard error to about two per cent
@@ -65,41 +74,78 @@ class Settings:
     bootstrap_iterations: int = BOOTSTRAP_ITERATIONS
 
 
-def run(folder: Path, names: Sequence[str], out: Path, settings: Settings) -> dict[str, Any]:
-    """Evaluates the model in the transformers folder `folder`; returns what zero_shot.json holds.
+def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) -> dict[str, Any]:
+    """Evaluates the model in a transformers or run folder; returns what zero_shot.json holds.
 
     Every rank that was launched must call it; only rank 0 writes, and returns the whole result.
-    Raises UserError for bad input; all tasks' rows are read before the first is computed.
+    Tasks that `out` has already, with the same settings, stay in the result.
+
+    Raises UserError on all ranks: for bad input, before the first task is computed; and for tasks
+    that could not be computed, after all others are done and written.
     """
     with _quiet():
-        catalog = Catalog(names)
-        source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
-        tasks = {name: catalog.load(name, source) for name in catalog.specs}
-        scorer = _scorer(folder, settings)
-        for name, task in tasks.items():
-            _check_rows(name, task, settings.limit, scorer.world_size)
-        description = _describe_model(folder, scorer, settings)
+        accelerator = launched_accelerator(settings.device)
+        with agreed(accelerator):
+            folder = model_folder(model)
+            catalog = Catalog(names)
+            source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
+            tasks = {name: catalog.load(name, source) for name in catalog.specs}
+            scorer = _scorer(folder, settings, accelerator)
+            for name, task in tasks.items():
+                _check_rows(name, task, settings.limit, scorer.world_size)
+            description = _describe_model(folder, scorer)
+            shared = _shared_key(description, settings)
+            earlier = earlier_tasks(out, shared) if scorer.rank == 0 else {}
         result = {
             "model": description,
             "settings": _describe_settings(settings, scorer),
-            "tasks": {},
-            "average": table2.average({}),
-            "commit": _commit(),
+            "tasks": earlier,
+            "average": table2.average(earlier),
             **_provenance(),
         }
+        failed = {}
         for name, task in tasks.items():
-            key = _key(name, task, description, settings)
-            values = _finished(out, name, key, settings) if scorer.rank == 0 else None
-            if not _same_on_all_ranks(scorer, values is not None):
-                values = _compute(name, task, scorer, settings, out, key)
+            key = _key(name, task) | shared
+            try:
+                values = _task_values(name, task, scorer, settings, out, key)
+            except UserError as error:
+                failed[name] = str(error)
+                if scorer.rank == 0 and len(tasks) > 1:
+                    print(f"{error}; the other tasks go on", file=sys.stderr, flush=True)
+                continue
             if scorer.rank == 0:
                 result["tasks"][name] = values | {"data": source.records[name]}
                 result["average"] = table2.average(result["tasks"])
-                _write(out, result)
+                write_result(out, result)
+    if failed:
+        raise UserError(_failures(failed, len(tasks), out))
     return result
 
 
-def _scorer(folder: Path, settings: Settings) -> Scorer:
+def _failures(failed: Mapping[str, str], asked: int, out: Path) -> str:
+    if asked == 1:
+        return next(iter(failed.values()))
+    rest = f"the {asked - len(failed)} others are in {out}"
+    return f"{len(failed)} of {asked} tasks failed: {'; '.join(failed.values())}; {rest}"
+
+
+def _task_values(
+    name: str,
+    task: ConfigurableTask,
+    scorer: Scorer,
+    settings: Settings,
+    out: Path,
+    key: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """A task's values on rank 0, read where it is finished; the others may not see the files."""
+    with agreed(scorer.ranks):
+        values = finished(out, name, key, settings.samples) if scorer.rank == 0 else None
+    if scorer.from_first_rank(values is not None):
+        return values
+    return _compute(name, task, scorer, settings, out, key)
+
+
+def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
     dtype = _stored_dtype(folder) if settings.dtype == "auto" else settings.dtype
     return Scorer(
         folder,
@@ -107,6 +153,7 @@ def _scorer(folder: Path, settings: Settings) -> Scorer:
         device=settings.device,
         batch_size=settings.batch_size,
         max_length=settings.max_length,
+        accelerator=accelerator,
     )
 
 
@@ -135,13 +182,40 @@ def _compute(
     scorer.begin(name)
     begin = time.perf_counter()
     try:
-        found = evaluate(
-            scorer,
-            {"tasks": {name: task}},
-            limit=settings.limit,
-            bootstrap_iters=settings.bootstrap_iterations,
-            log_samples=settings.samples,
-        )
+        with agreed(scorer.ranks), _named(name, scorer):
+            found = evaluate(
+                scorer,
+                {"tasks": {name: task}},
+                limit=settings.limit,
+                bootstrap_iters=settings.bootstrap_iterations,
+                log_samples=settings.samples,
+            )
+    finally:
+        scorer.end()
+    seconds = time.perf_counter() - begin
+    positions, truncated = scorer.totals()
+    if scorer.rank != 0:
+        return None
+    if settings.samples:
+        write_samples(samples_file(out, name, key), found["samples"][name])
+    values = _values(found, name) | {
+        "truncated": truncated,
+        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(positions / seconds, 1),
+        "key": dict(key),
+    }
+    write_json(task_file(out, name, key), values)
+    metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
+    print(f"{name}: {metrics} ({values['n']} rows, {seconds:.1f} s)", file=sys.stderr, flush=True)
+    return values
+
+
+@contextlib.contextmanager
+def _named(name: str, scorer: Scorer) -> Iterator[None]:
+    """What makes a task impossible becomes a UserError with its name."""
+    try:
+        yield
     except UserError as error:
         raise UserError(f"task {name}: {error}") from None
     except OverflowError:
@@ -153,25 +227,6 @@ def _compute(
             f"task {name}: out of memory with --batch-size {scorer.batch_size} and a context of "
             f"{scorer.max_length}; use --batch-size auto or a smaller number"
         ) from None
-    finally:
-        scorer.end()
-    seconds = time.perf_counter() - begin
-    positions, truncated = scorer.totals()
-    if scorer.rank != 0:
-        return None
-    if settings.samples:
-        _write_samples(_samples_file(out, name, key), found["samples"][name])
-    values = _values(found, name) | {
-        "truncated": truncated,
-        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(positions / seconds, 1),
-        "key": dict(key),
-    }
-    write_json(_task_file(out, name, key), values)
-    metrics = ", ".join(f"{m} {_number(v)}" for m, v in values["metrics"].items())
-    print(f"{name}: {metrics} ({values['n']} rows, {seconds:.1f} s)", file=sys.stderr, flush=True)
-    return values
 
 
 def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -205,10 +260,8 @@ def _finite(value: Any) -> Any:
 # What is finished
 
 
-def _key(
-    name: str, task: ConfigurableTask, model: Mapping[str, Any], settings: Settings
-) -> dict[str, Any]:
-    """All that a task's numbers depend on; not the batch size and not the number of ranks."""
+def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
+    """All of a task that its numbers depend on."""
     definition = {key: v for key, v in task.dump_config().items() if key not in _OF_DATA}
     # The few-shot examples' split is left out of it too: the rows have their own hash.
     definition["fewshot_config"] = {
@@ -219,8 +272,14 @@ def _key(
         "task": name,
         "version": task.VERSION,
         "definition_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "harness": metadata.version("lm_eval"),
         "rows_sha256": rows_sha256(task),
+    }
+
+
+def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """All else that they depend on; not the batch size and not the number of ranks."""
+    return {
+        "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
         "bootstrap_iterations": settings.bootstrap_iterations,
         "model_sha256": model["sha256"],
@@ -235,52 +294,17 @@ def _source_of(value: Any) -> str:
     return inspect.getsource(value) if callable(value) else str(value)
 
 
-def _file_stem(name: str, key: Mapping[str, Any]) -> str:
-    text = json.dumps(key, sort_keys=True, default=str)
-    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _task_file(out: Path, name: str, key: Mapping[str, Any]) -> Path:
-    return out / "tasks" / f"{_file_stem(name, key)}.json"
-
-
-def _samples_file(out: Path, name: str, key: Mapping[str, Any]) -> Path:
-    return out / "samples" / f"{_file_stem(name, key)}.jsonl"
-
-
-def _finished(
-    out: Path, name: str, key: Mapping[str, Any], settings: Settings
-) -> dict[str, Any] | None:
-    path = _task_file(out, name, key)
-    if not path.is_file() or (settings.samples and not _samples_file(out, name, key).is_file()):
-        return None
-    print(f"{name}: finished before, read from {path}", file=sys.stderr)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _same_on_all_ranks(scorer: Scorer, decision: bool) -> bool:
-    """Rank 0's decision: the others may see the folder differently, or not at all."""
-    if scorer.world_size == 1:
-        return decision
-    from accelerate.utils import broadcast_object_list
-
-    return broadcast_object_list([decision])[0]
-
-
 # What is said about a result
 
 
-def _describe_model(folder: Path, scorer: Scorer, settings: Settings) -> dict[str, Any]:
+def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
     place = folder.resolve()
     prefix = scorer.prefix_token_id
-    tokenizer_files = sorted(
-        path for pattern in ("token*", "special_tokens_map.json") for path in folder.glob(pattern)
-    )
     return {
         "label": place.parent.name if place.name == "model" else place.name,
         "folder": str(folder),
         "sha256": _joint_sha256([folder / "config.json", *weight_files(folder)]),
-        "tokenizer_sha256": _joint_sha256(tokenizer_files),
+        "tokenizer_sha256": _tokenizer_sha256(scorer.tokenizer, folder),
         "parameters": scorer.model.num_parameters(),
         "dtype": str(scorer.model.dtype).removeprefix("torch."),
         "max_length": scorer.max_length,
@@ -299,6 +323,22 @@ def _describe_settings(settings: Settings, scorer: Scorer) -> dict[str, Any]:
     }
 
 
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Of what the loaded tokenizer does, whatever files it was read from."""
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if tokenizer.is_fast:
+        values = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Of the last call, not of the tokenizer.
+        values |= {"truncation": None, "padding": None}
+        text = json.dumps(values, sort_keys=True)
+    else:
+        names = {*tokenizer.vocab_files_names.values(), "tokenizer_config.json"}
+        names |= {"special_tokens_map.json", "added_tokens.json"}
+        paths = [folder / name for name in sorted(names)]
+        text = _joint_sha256([path for path in paths if path.is_file()])
+    return hashlib.sha256(f"{type(tokenizer).__name__} {special} {text}".encode()).hexdigest()
+
+
 def _joint_sha256(paths: Sequence[Path]) -> str:
     return hashlib.sha256("".join(sha256(path) for path in paths).encode()).hexdigest()
 
@@ -313,71 +353,6 @@ def _provenance() -> dict[str, Any]:
     values = provenance()
     values["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     return values
-
-
-def _commit() -> str | None:
-    """The checkout's commit (`+`: with changes)."""
-    here = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty=+", "--abbrev=40"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        return found.stdout.strip() or None
-    return None
-
-
-# Files
-
-
-def _write(out: Path, result: Mapping[str, Any]) -> None:
-    write_json(out / "zero_shot.json", result)
-    with replacing(out / "zero_shot.csv") as file:
-        writer = csv.writer(file)
-        writer.writerow(("task", "metric", "value", "stderr", "n", "version"))
-        for name, task in result["tasks"].items():
-            for metric, value in task["metrics"].items():
-                error = task["stderr"].get(metric)
-                writer.writerow((name, metric, value, error, task["n"], task["version"]))
-        average = result["average"]
-        if average["value"] is not None:
-            writer.writerow(("average", "acc", average["value"], average["stderr"], "", ""))
-
-
-def _write_samples(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    with replacing(path) as file:
-        for sample in sorted(samples, key=lambda row: (row["filter"], row["doc_id"])):
-            line = json.dumps(sample, default=handle_non_serializable, ensure_ascii=False)
-            file.write(line + "\n")
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The values as aligned text, a line per task and metric, then the average."""
-    rows = [("task", "metric", "value", "± stderr", "rows", "version")]
-    for name, task in result["tasks"].items():
-        for metric, value in task["metrics"].items():
-            error = task["stderr"].get(metric)
-            text = "" if error is None else f"± {_number(error)}"
-            rows.append((name, metric, _number(value), text, str(task["n"]), str(task["version"])))
-    average = result["average"]
-    if average["value"] is not None:
-        error = "" if average["stderr"] is None else f"± {_number(average['stderr'])}"
-        rows.append(("average", "of 7 accuracies", _number(average["value"]), error, "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (0, 1, 3)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "n/a"
-    if abs(value) < 10:
-        return f"{value:.4f}"
-    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 @contextlib.contextmanager

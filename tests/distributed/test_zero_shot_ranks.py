@@ -14,7 +14,7 @@ from cat_lm.export import export_model
 from cat_lm.pretrained import load_tokenizer
 from eval.zero_shot_run import Settings, run
 from tests.finished_runs import tiny_model
-from tests.zero_shot_rows import write_rows
+from tests.zero_shot_rows import ROWS, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
 TASKS = ("lambada_openai", "hellaswag", "winogrande", "wikitext")
@@ -81,3 +81,18 @@ def test_errors_are_said_once(model, tmp_path):
     assert result.returncode != 0
     assert result.stderr.count("error: task piqa: 1 rows cannot be shared among 2 ranks") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_error_of_one_rank_is_said_by_the_first(model, tmp_path):
+    """The row whose answer does not fit is rank 1's; both ranks go on with the next task."""
+    rows = [{"text": "a dog saw a cat"} for _ in range(4)]
+    rows[3] = {"text": "a dog saw a " + 20 * "bird"}
+    folder = write_rows(tmp_path / "rows", {"lambada_openai": rows, "piqa": ROWS["piqa"]})
+    names = ("--tasks", "lambada_openai,piqa", "--max-length", 60)
+    given = (model, *names, "--data-dir", folder, "--device", "cpu", "--out", tmp_path / "out")
+    result = on_two_ranks(*given)
+    assert result.returncode != 0 and "Traceback" not in result.stderr.split("torch/distributed")[0]
+    message = "error: 1 of 2 tasks failed: task lambada_openai: rank 1: a continuation of 81 tokens"
+    assert result.stderr.count(message) == 1, result.stderr
+    stored = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))
+    assert list(stored["tasks"]) == ["piqa"]

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import Mock
 
 import datasets
 import lm_eval.tasks
@@ -19,11 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cat_lm.errors import UserError
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_model, load_tokenizer
 from eval import zero_shot_run
 from eval.tasks import sources, table2
-from eval.zero_shot_run import Settings, run, table
+from eval.zero_shot_results import table
+from eval.zero_shot_run import Settings, run
 from tests.finished_runs import finished_run, tiny_model
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -236,10 +240,10 @@ class TestBatches:
         assert texts[0] == texts[1] and len(texts[0]) == 3
 
     def test_context_is_cut_from_the_left_and_counted(self, model, rows, tmp_path):
-        result = run(model, ["piqa"], tmp_path, settings(rows, max_length=24))
+        result = run(model, ["piqa"], tmp_path / "short", settings(rows, max_length=24))
         values = result["tasks"]["piqa"]
         assert (values["truncated"], result["model"]["max_length"]) == (10, 24)
-        whole = run(model, ["piqa"], tmp_path, settings(rows))
+        whole = run(model, ["piqa"], tmp_path / "whole", settings(rows))
         assert whole["tasks"]["piqa"]["truncated"] == 0
 
     def test_limit(self, model, rows, tmp_path):
@@ -307,6 +311,7 @@ class TestRestart:
     def test_what_makes_a_task_another_one(self, models, rows, tmp_path, evaluations):
         def computed(folder=models["rope"], rows=rows, **changes) -> bool:
             evaluations.clear()
+            (tmp_path / "zero_shot.json").unlink(missing_ok=True)  # else one model's alone
             run(folder, ["piqa"], tmp_path, settings(rows, **changes))
             return bool(evaluations)
 
@@ -320,8 +325,128 @@ class TestRestart:
         assert computed(rows=other)
         assert not computed()
 
+    def test_another_tokenizer_is_another_task(self, model, rows, tmp_path, evaluations):
+        """Whatever files it is in; a folder beside it is none."""
+        from tokenizers import Tokenizer
+
+        folder = shutil.copytree(model, tmp_path / "model")
+        (folder / "tokenizer").mkdir()
+        out = tmp_path / "out"
+        run(folder, ["piqa"], out, settings(rows))
+        changed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = changed["model"]["vocab"]
+        a, b = list(vocabulary)[10:12]
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+        (folder / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        with pytest.raises(UserError, match=r"has results with the tokenizer [0-9a-f]{12}…, this"):
+            run(folder, ["piqa"], out, settings(rows))
+        assert len(evaluations) == 1
+
+    def test_slow_tokenizer_s_own_files_count(self, tmp_path):
+        class Slow:
+            is_fast = False
+            special_tokens_map: ClassVar = {"eos_token": "</s>"}
+            vocab_files_names: ClassVar = {
+                "vocab_file": "spiece.model",
+                "merges_file": "merges.txt",
+            }
+
+        hashes = {zero_shot_run._tokenizer_sha256(Slow(), tmp_path)}
+        for name in ("spiece.model", "merges.txt", "added_tokens.json", "tokenizer_config.json"):
+            (tmp_path / name).write_text(name)
+            hashes.add(zero_shot_run._tokenizer_sha256(Slow(), tmp_path))
+        assert len(hashes) == 5
+        (tmp_path / "model.safetensors").write_text("no part of it")
+        assert zero_shot_run._tokenizer_sha256(Slow(), tmp_path) in hashes
+
+    def test_calls_add_to_one_file(self, model, rows, tmp_path):
+        both = run(model, ["piqa", "winogrande"], tmp_path, settings(rows))
+        stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        result = run(model, ["arc_easy"], tmp_path, settings(rows, batch_size=1))
+        assert list(result["tasks"]) == ["piqa", "winogrande", "arc_easy"]
+        assert {name: result["tasks"][name] for name in both["tasks"]} == stored["tasks"]
+        written = (tmp_path / "zero_shot.json").read_bytes()
+        with open(tmp_path / "zero_shot.csv", encoding="utf-8", newline="") as file:
+            assert {line["task"] for line in csv.DictReader(file)} == set(result["tasks"])
+        # A restart that ends at once does not shorten it.
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(zero_shot_run, "_compute", Mock(side_effect=KeyboardInterrupt))
+            run(model, ["piqa", "lambada_openai"], tmp_path, settings(rows))
+        tasks = json.loads((tmp_path / "zero_shot.json").read_bytes())["tasks"]
+        assert list(tasks) == ["piqa", "winogrande", "arc_easy"]
+        written = (tmp_path / "zero_shot.json").read_bytes()
+        for changes, message in (
+            ({"limit": 2}, "--limit none, this call has 2; use another --out"),
+            ({"max_length": 100}, f"--max-length {CONTEXT}, this call has 100; use"),
+            ({"dtype": "bfloat16"}, "--dtype float32, this call has bfloat16"),
+            ({"bootstrap_iterations": 0}, "--bootstrap-iterations 20, this call has 0"),
+        ):
+            with pytest.raises(UserError, match=message):
+                run(model, ["piqa"], tmp_path, settings(rows, **changes))
+        assert (tmp_path / "zero_shot.json").read_bytes() == written
+
+    def test_other_weights_are_refused(self, models, rows, tmp_path):
+        run(models["rope"], ["piqa"], tmp_path, settings(rows))
+        with pytest.raises(UserError, match=r"has results with the model [0-9a-f]{12}…, this call"):
+            run(models["nope"], ["arc_easy"], tmp_path, settings(rows))
+
+    def test_damaged_files_are_computed_again(self, model, rows, tmp_path, evaluations, capsys):
+        before = run(model, ["piqa"], tmp_path, settings(rows))
+        (path,) = (tmp_path / "tasks").iterdir()
+        whole = path.read_bytes()
+        keyless = json.loads(whole) | {"key": {}}
+        for damaged in (whole[:50], b"{}", b"[]", b"\xff", json.dumps(keyless).encode()):
+            path.write_bytes(damaged)
+            (tmp_path / "zero_shot.json").write_bytes(damaged)
+            evaluations.clear()
+            capsys.readouterr()
+            after = run(model, ["piqa"], tmp_path, settings(rows))
+            assert f"piqa: {path}: damaged, is computed again" in capsys.readouterr().err
+            assert evaluations == ["piqa"]
+            assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
+        stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        stored["tasks"]["arc_easy"] = {"metrics": 3}
+        (tmp_path / "zero_shot.json").write_text(json.dumps(stored), encoding="utf-8")
+        assert list(run(model, ["piqa"], tmp_path, settings(rows))["tasks"]) == ["piqa"]
+        assert "task arc_easy: damaged, is left out" in capsys.readouterr().err
+
 
 class TestCommand:
+    def test_impossible_tasks_do_not_end_the_others(
+        self, model, rows, tmp_path, monkeypatch, capsys
+    ):
+        given = [model, "--out", tmp_path / "out", "--data-dir", rows, "--max-length", 12]
+        # Blanks in the list are none of the names.
+        tasks = "hellaswag, winogrande,wikitext ,arc_challenge_chat"
+        row = write_rows(tmp_path / "more", {"arc_challenge_chat": ROWS["arc_challenge"]})
+        given[4] = shutil.copytree(rows, row, dirs_exist_ok=True)
+        code, out, err = command(monkeypatch, capsys, *given, "--tasks", tasks)
+        assert (code, out) == (2, "")
+        last = err.splitlines()[-1]
+        assert last.startswith("error: 3 of 4 tasks failed: task hellaswag: a continuation of ")
+        assert "task arc_challenge_chat: its answers leave no room in a context of 12" in last
+        assert last.endswith(f"the 1 others are in {tmp_path / 'out'}")
+        result = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))
+        assert list(result["tasks"]) == ["wikitext"]
+
+    def test_prefetch_on_several_ranks_is_refused(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setattr("eval.tasks.prefetch.prefetch", None)
+        code, _, err = command(monkeypatch, capsys, "--prefetch", tmp_path, "--tasks", "piqa")
+        assert code == 2 and err.startswith("error: --prefetch: one process writes")
+
+    def test_batch_of_a_cpu_counts_what_a_container_may_take(self, model, monkeypatch):
+        from eval import zero_shot_model
+
+        sizes = []
+        for rows in (0, 3, 1000):
+            free = 4 * 3 * 4 * CONTEXT * 257 * rows
+            monkeypatch.setattr(zero_shot_model, "free_bytes", lambda device, free=free: free)
+            options = {"dtype": "float32", "device": "cpu", "batch_size": None, "max_length": None}
+            sizes.append(zero_shot_model.Scorer(model, **options).batch_size_per_gpu)
+        assert sizes == [1, 3, 8]
+
     def test_run_folder(self, tmp_path, tiny_corpus, rows, monkeypatch, capsys):
         model = tiny_model(257, max_position_embeddings=CONTEXT)
         folder = finished_run(tmp_path / "run", tiny_corpus, model)
