@@ -309,6 +309,25 @@ class TestStudy:
         for name in ("small_study.png", "small_study.svg", "report/index.html"):
             assert (folder / name).stat().st_size > 5000
 
+    def test_unclear_is_what_the_rule_says(self, arguments, tmp_path, monkeypatch, capsys):
+        # Beyond the spread in the mean; one seed differs so much that the interval holds zero.
+        noise = {"cat_rope": (0.10, 0.29, 0.0), "pythia": (0.0, 0.0, 0.0)}
+        losses = {m: {s: 3.0 + d for s, d in enumerate(noise[m])} for m in noise}
+        assert compare(losses["cat_rope"], losses["pythia"]).verdict == "unclear"
+        sweep = Imitation.sweep
+
+        def noisy(self: Imitation, run: Path, out: Path) -> None:
+            model, seed = run.name.split("-seed")
+            level = losses.get(model, {}).get(int(seed), 9.0) - 0.01 * int(seed)
+            monkeypatch.setitem(Imitation.LOSS, model, level)
+            sweep(self, run, out)
+
+        monkeypatch.setattr(Imitation, "sweep", noisy)
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--parallel", 1)[0] == 0
+        table = (tmp_path / "out/small_study.md").read_text(encoding="utf-8")
+        text = "1 differ by more than the spread, but the 95% interval over seeds holds zero: "
+        assert text + "CAT, RoPE and Pythia (RoPE)" in table
+
     def test_failures_are_kept_apart_and_tried_again(self, arguments, monkeypatch, capsys):
         arguments = [*arguments, "--seeds", "0,1"]
         imitation = Imitation(fails="length_sweep.*cat_rope-seed1")
