@@ -149,6 +149,11 @@ def _target_config(source: GPTNeoXConfig, convolution: Convolution) -> GPTNeoXCo
     if convolution.conv_type == "none":
         known = GPTNeoXConfig().to_dict().keys()
         return GPTNeoXConfig(**{key: value for key, value in fields.items() if key in known})
+    if convolution.window > source.max_position_embeddings:
+        raise UserError(
+            f"--window {convolution.window}: the model reads at most "
+            f"{source.max_position_embeddings} tokens; use a window within them"
+        )
     fields |= {
         "conv_type": convolution.conv_type,
         "conv_window": convolution.window,
@@ -216,8 +221,11 @@ def _weight_files(folder: Path) -> list[Path]:
     first = folder / next(name for name in WEIGHTS if (folder / name).is_file())
     if first.suffix != ".json":
         return [first]
-    index = json.loads(first.read_text(encoding="utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    try:
+        names = set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"model {folder}: {first.name} is damaged: {error!r}") from error
+    return [folder / name for name in sorted(names)]
 
 
 def _check_names_and_shapes(
@@ -266,7 +274,10 @@ def _copy_tokenizer(folder: Path, new: Path) -> None:
     if not (new / "tokenizer.json").is_file() and not settings.is_file():
         return
     # transformers would guess a missing class from the model's type, which is another one now.
-    values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    try:
+        values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"tokenizer {folder}: {settings.name} is damaged: {error}") from error
     if "tokenizer_class" not in values:
         values["tokenizer_class"] = type(load_tokenizer(folder)).__name__
         settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -352,10 +363,17 @@ def main() -> None:
 def _print_result(out: Path, difference: float) -> None:
     import yaml
 
+    from cat_lm.model import CatConfig
+    from cat_lm.training.initial import UNOFFERED_KEYS
+
     config = _read_config(out)
     print(f"{out}: {describe_model(config.to_dict())}")
     print(f"logits equal the original's to {difference:.1e} of the largest")
-    if config.model_type == "cat_neox":
+    usual = CatConfig()
+    other = [key for key in UNOFFERED_KEYS if getattr(config, key) != getattr(usual, key)]
+    if other:
+        print(f"train.py cannot go on training it: it has no key for {', '.join(other)}")
+    elif config.model_type == "cat_neox":
         section = yaml.safe_dump({"model": model_section(config)}, sort_keys=False)
         print(f"to go on training, with train.init_from={out}:\n{section}", end="")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 
@@ -32,50 +31,91 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     compute_dtype = hidden.dtype
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
-    wants_gradient = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, labels.flatten(), compute_dtype, wants_gradient
+    wanted = [torch.is_grad_enabled() and part.requires_grad for part in (hidden, weight)]
+    total, _, _ = _summed_loss(
+        hidden.flatten(0, -2), weight, labels.flatten(), compute_dtype, *wanted
+    )
+    return total
+
+
+@torch.library.custom_op("cat_lm::linear_cross_entropy", mutates_args=())
+def _summed_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    compute_dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of hidden [N, C] and weight [V, C], empty if not wanted.
+
+    An operator of torch's, so that torch.compile does not unroll the loop over chunks, whose number
+    changes with every sequence length.
+    """
+    scored = labels != IGNORE_INDEX
+    total, d_hidden, d_weight = _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+    total.zero_(), d_weight.zero_()
+    with torch.autocast(hidden.device.type, enabled=False):
+        compute_weight = weight.to(compute_dtype)
+        length = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        for start in range(0, hidden.shape[0], length):
+            chunk = slice(start, start + length)
+            inputs = hidden[chunk].to(compute_dtype)
+            logits = (inputs @ compute_weight.T).to(total.dtype)
+            wants_gradient = wants_hidden or wants_weight
+            loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], wants_gradient)
+            total += loss
+            if d_logits is None:
+                continue
+            d_logits = d_logits.to(compute_dtype)
+            if wants_hidden:
+                torch.mm(d_logits, compute_weight, out=d_hidden[chunk])
+            if wants_weight:
+                _add_product(d_weight, d_logits, inputs)
+    return total, d_hidden, d_weight
+
+
+def _room(
+    hidden: Tensor,
+    weight: Tensor,
+    compute_dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors for the results of `_summed_loss`."""
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=sum_dtype),
+        hidden.new_empty(hidden.shape if wants_hidden else (0,), dtype=compute_dtype),
+        weight.new_empty(weight.shape if wants_weight else (0,), dtype=sum_dtype),
     )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, compute_dtype, wants_gradient):
-        scored = labels != IGNORE_INDEX
-        wanted = [wants_gradient and needed for needed in ctx.needs_input_grad[:2]]
-        sum_dtype = torch.promote_types(compute_dtype, torch.float32)
-        total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-        d_hidden = torch.empty_like(hidden, dtype=compute_dtype) if wanted[0] else None
-        d_weight = torch.zeros_like(weight, dtype=sum_dtype) if wanted[1] else None
+@_summed_loss.register_fake
+def _(hidden, weight, labels, compute_dtype, wants_hidden, wants_weight):
+    return _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
 
-        with torch.autocast(hidden.device.type, enabled=False):
-            compute_weight = weight.to(compute_dtype)
-            length = max(1, CHUNK_ELEMENTS // weight.shape[0])
-            for start in range(0, hidden.shape[0], length):
-                chunk = slice(start, start + length)
-                inputs = hidden[chunk].to(compute_dtype)
-                logits = (inputs @ compute_weight.T).to(sum_dtype)
-                loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], any(wanted))
-                total += loss
-                if d_logits is None:
-                    continue
-                d_logits = d_logits.to(compute_dtype)
-                if d_hidden is not None:
-                    torch.mm(d_logits, compute_weight, out=d_hidden[chunk])
-                if d_weight is not None:
-                    _add_product(d_weight, d_logits, inputs)
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_total):
-        gradients = [
-            None if gradient is None else (gradient * d_total).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *gradients, None, None, None
+def _setup_context(ctx, inputs, output):
+    hidden, weight = inputs[:2]
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.set_materialize_grads(False)  # zeros for the outputs that are gradients would be large
+
+
+def _backward(ctx, d_total, *_):
+    if d_total is None:
+        return (None,) * 6
+    gradients = [
+        (gradient * d_total).to(dtype) if wanted else None
+        for gradient, dtype, wanted in zip(
+            ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
+        )
+    ]
+    return *gradients, None, None, None, None
+
+
+_summed_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _chunk(

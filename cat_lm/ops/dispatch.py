@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops import cpu, reference, triton
-from cat_lm.ops.documents import document_positions, positions_of_starts, starts_of_lengths
+from cat_lm.ops.documents import (
+    INTEGERS,
+    document_positions,
+    positions_of_starts,
+    starts_of_lengths,
+)
 
+CONV_TYPES = ("head", "depthwise", "multihead")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = {"reference": reference, "cpu": cpu, "triton": triton}
 
 
@@ -50,8 +57,13 @@ def choose_backend(
         ValueError: the name is unknown, the backend asked for cannot serve, or none can.
     """
     device = torch.device(device)
-    if not dtype.is_floating_point:
-        raise ValueError(f"inputs of {dtype} cannot be convolved; use a floating-point dtype")
+    if conv_type not in CONV_TYPES:
+        raise ValueError(f"conv_type={conv_type!r}: choose one of {', '.join(CONV_TYPES)}")
+    if window < 1:
+        raise ValueError(f"window={window}: a filter needs at least 1 tap")
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise ValueError(f"inputs of {dtype} cannot be convolved; use one of {names}")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend={backend!r}: choose auto or one of {', '.join(BACKENDS)}")
     shape = (conv_type, device, dtype, window, heads, head_dim)
@@ -82,7 +94,8 @@ def head_conv(
 
         y[b,t,h,:] = bias[h,:] + sum_{j=0}^{W−1} F[h,j] x[b,t−j,h,:],
 
-    where inputs before the start, and those of another document, are zeros.
+    where inputs before the start, and those of another document, are zeros. (Backends that multiply
+    matrices do so with exact zeros: there, infinities and NaN do spread within a block of time.)
 
     Args:
         x: [B, T, H, D], with any strides.
@@ -98,7 +111,7 @@ def head_conv(
 
     Returns:
         y [B, T, H, D] in the dtype of x, or (y, state). Differentiable in x, filters, bias and
-        initial_state.
+        initial_state, once; `reference` also twice, and under torch.func.
 
     Raises:
         ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
@@ -248,9 +261,10 @@ def packed_positions(
     if document_ids is not None and cu_seqlens is not None:
         raise ValueError("give document_ids or cu_seqlens, not both")
     if document_ids is not None:
-        if tuple(document_ids.shape) != (batch, time):
+        if tuple(document_ids.shape) != (batch, time) or document_ids.dtype not in INTEGERS:
             raise ValueError(
-                f"document_ids must be {[batch, time]}, not {list(document_ids.shape)}"
+                f"document_ids must be {[batch, time]} integers, not {list(document_ids.shape)} "
+                f"{document_ids.dtype}"
             )
         return document_positions(document_ids).int()
     if cu_seqlens is not None:

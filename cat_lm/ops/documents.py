@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
@@ -27,9 +27,10 @@ def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
 
     Raises:
         ValueError: borders that do not start at 0, decrease, or do not end at B·T. Borders on a GPU
-            are not looked at, as that would make the host wait for it.
+            are not looked at, as that would make the host wait for it, nor are they while
+            torch.compile traces.
     """
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _INTEGERS:
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in INTEGERS:
         raise ValueError(
             f"cu_seqlens must be [documents + 1] integers, not {list(cu_seqlens.shape)} "
             f"{cu_seqlens.dtype}"

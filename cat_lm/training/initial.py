@@ -16,7 +16,7 @@ from cat_lm.pretrained import load_model, load_tokenizer, model_config, model_fo
 _FREE_KEYS = {"attn_implementation", "hidden_dropout", "attention_dropout", "conv_init"}
 _FREE_KEYS |= {"rope_parameters", "attention_temperature", "temperature_scope"}
 # What a run's configuration does not offer, and a model may have.
-_UNOFFERED_KEYS = ("hidden_act", "attention_bias")
+UNOFFERED_KEYS = ("hidden_act", "attention_bias")
 # What a plain GPT-NeoX configuration does not say about convolutions.
 _GPT_NEOX = {"conv_type": "none", "position_embedding": "rope"}
 
@@ -66,7 +66,7 @@ def _differences(theirs: Any, ours: CatConfig) -> list[str]:
         return [f"model_type is {theirs.model_type}, not cat_neox or gpt_neox"]
     differences = []
     conv_type = getattr(theirs, "conv_type", "none")
-    for key in (*ModelSection.model_fields, *_UNOFFERED_KEYS):
+    for key in (*ModelSection.model_fields, *UNOFFERED_KEYS):
         is_unused = key.startswith("conv_") and key != "conv_type" and conv_type == "none"
         if key in _FREE_KEYS or is_unused:
             continue

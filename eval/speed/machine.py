@@ -24,6 +24,9 @@ def open_device(name: str, threads: int | None) -> torch.device:
     Raises `UserError` for a device that is absent or of a kind that is not measured.
     """
     if threads is not None:
+        cores = len(os.sched_getaffinity(0))
+        if threads > cores:
+            raise UserError(f"--threads {threads}: there are {cores} cores; use at most that")
         torch.set_num_threads(threads)
     device = choose_device(name)
     if device.type not in _LARGE_COPY_BYTES:

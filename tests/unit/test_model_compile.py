@@ -1,6 +1,7 @@
 """torch.compile captures a training step and a decoding step as one graph, with equal results."""
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 from tests.unit.tiny_models import cat_model, each_variant, random_ids
@@ -38,3 +39,16 @@ def test_a_decoding_step_with_a_static_cache_compiles(variant):
         outputs.append(step(token, past_key_values=cache, use_cache=True).logits)
     whole = model(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=0, atol=1e-5)
+
+
+@each_variant()
+def test_new_lengths_do_not_compile_again_and_again(variant):
+    """A second length makes lengths symbolic; from the third on nothing is compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = cat_model(**variant, num_hidden_layers=1).train()
+    step = torch.compile(model, backend=counter, fullgraph=True)
+    for time in (16, 24, 33, 40, 57):
+        ids = random_ids(2, time)
+        step(input_ids=ids, labels=ids).loss.backward()
+    assert counter.frame_count == 2

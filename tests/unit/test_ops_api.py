@@ -165,8 +165,13 @@ def test_choice_of_a_backend():
         choose_backend("head", device="meta", backend="cpu", **shape)
     with pytest.raises(ValueError, match="choose auto or one of reference, cpu, triton"):
         choose_backend("head", device="cpu", backend="toeplitz", **shape)
-    with pytest.raises(ValueError, match=r"torch.int64 cannot be convolved"):
-        choose_backend("head", device="cpu", **(shape | {"dtype": torch.int64}))
+    for dtype in (torch.int64, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(ValueError, match=f"{dtype} cannot be convolved; use one of float32"):
+            choose_backend("head", device="cpu", **(shape | {"dtype": dtype}))
+    with pytest.raises(ValueError, match="window=0"):
+        choose_backend("head", device="cpu", **(shape | {"window": 0}))
+    with pytest.raises(ValueError, match="choose one of head, depthwise, multihead"):
+        choose_backend("heads", device="cpu", **shape)
 
 
 def test_every_backend_has_the_three_functions():
@@ -212,6 +217,11 @@ def test_inputs_that_are_empty_or_flat(shape):
 def test_lengths_that_do_not_fit(borders, message):
     with pytest.raises(ValueError, match=message):
         head_conv(torch.zeros(2, 9, 3, 4), torch.zeros(3, 3), cu_seqlens=torch.tensor(borders))
+
+
+def test_documents_are_numbered_with_integers():
+    with pytest.raises(ValueError, match=r"\[2, 9\] integers, not \[2, 9\] torch.float32"):
+        head_conv(torch.zeros(2, 9, 3, 4), torch.zeros(3, 3), document_ids=torch.zeros(2, 9))
 
 
 def test_documents_exclude_a_state_and_each_other():

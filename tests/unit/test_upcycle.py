@@ -210,6 +210,8 @@ def test_refusals(pythia, tmp_path):
         upcycle(pythia, tmp_path / "out", Convolution("depthwise", activation="silu"))
     with pytest.raises(UserError, match="conv_window=0"):
         upcycle(pythia, tmp_path / "out", Convolution(window=0))
+    with pytest.raises(UserError, match="--window 100000000000: the model reads at most"):
+        upcycle(pythia, tmp_path / "out", Convolution(window=10**11))
     with pytest.raises(UserError, match="conv_mixing='maps' needs"):
         upcycle(pythia, tmp_path / "out", Convolution(mixing="maps"))
     other = Path(shutil.copytree(pythia, tmp_path / "other"))
@@ -244,7 +246,22 @@ def test_damaged_weights(pythia, tmp_path):
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         upcycle(folder, tmp_path / "out", Convolution())
+    (folder / "model.safetensors").unlink()
+    for index in ("{", "{}", '{"weight_map": []}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=r"index\.json is damaged"):
+            upcycle(folder, tmp_path / "out", Convolution())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stock"]
+
+
+def test_what_train_py_cannot_go_on_with_is_said(pythia, tmp_path, capsys):
+    folder = Path(shutil.copytree(pythia, tmp_path / "stock"))
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "relu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    out, difference = upcycle(folder, tmp_path / "out", Convolution())
+    upcycle_module._print_result(out, difference)
+    printed = capsys.readouterr().out
+    assert "no key for hidden_act" in printed and "train.init_from" not in printed
 
 
 def test_a_model_that_differs_is_not_written(pythia, tmp_path, monkeypatch):
