@@ -418,6 +418,7 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
         (("conv", "--conv-type", "heads"), "'heads' is not one of"),
         (("train", "--models", "gpt2"), "'gpt2' is not one of"),
         (("train", "--heads", "7"), "--hidden-size 512: must be a multiple of --heads 7"),
+        (("conv", "--threads", "100000"), "--threads 100000: there are "),
         (("train", "--peak-tflops", "-1"), "--peak-tflops -1.0: must be greater than 0"),
         (("decode", "--new-tokens", "1"), "--new-tokens 1: "),
         (("decode", "--models", "stock"), "'stock' is not one of"),
