@@ -104,11 +104,9 @@ def sweep(
     Args:
         text, data: a text file or prepared data; exactly one of them.
         document_separator: regular expression between the documents of `text`; None for one.
-        methods: see `cat_lm.model.rope_scaling`; ("all",) for those that exist for each model,
-            ("paper",) for those of the paper's Figure 1 and none.
+        methods: see `resolve_methods`, which knows the sets ("all",) and ("paper",).
         max_tokens: to score at most.
-        min_document_tokens: shorter documents are left out; default: the largest length. Only with
-            documents="per-document".
+        min_document_tokens: of documents="per-document"; default: the largest length.
         training_length: in place of what each model's folder says.
         stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
 
@@ -122,8 +120,6 @@ def sweep(
     protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     lengths = sorted(set(lengths))
     subjects = _subjects(models, tuple(methods), protocol, training_length)
-    if min_document_tokens is None and documents == "per-document":
-        min_document_tokens = lengths[-1]
     streams = sweep_streams(
         subjects,
         lengths[-1],
@@ -131,11 +127,9 @@ def sweep(
         data=data,
         separator=document_separator,
         max_tokens=max_tokens,
-        document_tokens=min_document_tokens,
+        document_tokens=(min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None,
     )
     rows, missing = _fill(subjects, streams, lengths, protocol, Path(out))
-    if rows:
-        _draw(rows, Path(out))
     if missing:
         raise UserError(
             f"did not fit into memory: {', '.join(missing)} (label, method, length); "
@@ -151,7 +145,7 @@ def _fill(
     protocol: Protocol,
     out: Path,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of all cells, written down after each one; and the names of those too large."""
+    """The rows of all cells, written after each one and drawn; and the names of those too large."""
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     for subject, stream in zip(subjects, streams, strict=True):
@@ -163,6 +157,8 @@ def _fill(
                 print(f"{subject.label}, {method}: {error}", file=sys.stderr)
                 missing.append(f"{subject.label} {method} {length}")
             _write_tables(out, rows, streams[0], protocol)
+    if rows:
+        _draw(rows, out)
     return rows, missing
 
 

@@ -91,7 +91,9 @@ def test_error_of_one_rank_is_said_by_the_first(model, tmp_path):
     names = ("--tasks", "lambada_openai,piqa", "--max-length", 60)
     given = (model, *names, "--data-dir", folder, "--device", "cpu", "--out", tmp_path / "out")
     result = on_two_ranks(*given)
-    assert result.returncode != 0 and "Traceback" not in result.stderr.split("torch/distributed")[0]
+    assert result.returncode != 0
+    # No process waited for one that had gone; the launcher's own traceback comes after it all.
+    assert "RuntimeError" not in result.stderr and "gloo" not in result.stderr.lower()
     message = "error: 1 of 2 tasks failed: task lambada_openai: rank 1: a continuation of 81 tokens"
     assert result.stderr.count(message) == 1, result.stderr
     stored = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))
