@@ -77,7 +77,10 @@ def test_commands_of_the_readme(user_folder):
             command += SHORT
         run(command, user_folder)
     assert (user_folder / "runs/mine/report/index.html").is_file()
-    (python,) = blocks("python")
+    operators, python = blocks("python")
+    assert "torch.Size([2, 100, 8, 64])" in run(
+        [sys.executable, "-c", f"{operators}\nprint(y.shape)"], user_folder
+    )
     ids = "print(model.generate(**tokenizer('x', return_tensors='pt'), max_new_tokens=3).shape)"
     assert "torch.Size([1, " in run([sys.executable, "-c", f"{python}\n{ids}"], user_folder)
 
