@@ -14,6 +14,12 @@ from cat_lm.errors import UserError
 from cat_lm.files import sync_directory
 
 
+def refuse_file(out: Path | str) -> None:
+    """Raises UserError where `out`, a folder to write to, is a file: before any work is done."""
+    if Path(out).exists() and not Path(out).is_dir():
+        raise UserError(f"--out {out}: is a file; give a folder")
+
+
 @contextmanager
 def replaced_folder(out: Path) -> Iterator[Path]:
     """A new folder beside `out` that takes its place when the block ends without an error.

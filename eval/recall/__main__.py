@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
+from cat_lm.folders import refuse_file
 
 
 @command
@@ -21,6 +22,7 @@ def main() -> None:
     _add_figure(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
+    refuse_file(arguments.out)
     arguments.run(arguments)
 
 
