@@ -127,6 +127,9 @@ class TrainSection(Section):
     resume: str = Field("never", description="never, auto (newest complete checkpoint), or a path")
     log_every_steps: Positive = Field(10, description="lines in the log; metrics.jsonl has all")
     max_skipped_steps: Positive = Field(20, description="non-finite steps in a row before a stop")
+    hang_minutes: float = Field(
+        30.0, gt=0, description="a rank without progress for so long ends the run, code 76"
+    )
     peak_tflops: float | None = Field(
         None, gt=0, description="of one device in this precision, for MFU; default: by its name"
     )
