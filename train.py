@@ -16,6 +16,8 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.training.checkpoint import find_checkpoint
+from cat_lm.training.stop import StopSignal
+from cat_lm.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus
@@ -30,7 +32,7 @@ def main() -> None:
         description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
         "same. Exit codes: 0 finished, 2 bad input, 75 stopped by a signal after a checkpoint "
-        "(go on with train.resume=auto), 130 the same after Ctrl-C.",
+        "(go on with train.resume=auto), 130 the same after Ctrl-C, 76 hung (train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
@@ -45,18 +47,22 @@ def main() -> None:
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    stop, watchdog = StopSignal(), Watchdog(config.train.hang_minutes)
     # Only now, so that --help and errors in the configuration or the data come at once.
     from cat_lm.training import distributed
 
-    with distributed.start() as ranks:
-        exit_code = Trainer(config, ranks).run()
+    # The watchdog must be the first to find a rank that hangs.
+    timeout = max(distributed.TIMEOUT_MINUTES, 2 * config.train.hang_minutes)
+    with distributed.start(timeout) as ranks:
+        exit_code = Trainer(config, ranks, stop, watchdog).run()
+    watchdog.close()
     distributed.leave(exit_code)
 
 
 class Trainer:
     """One run: everything it needs, opened in order, and the loop over its steps."""
 
-    def __init__(self, config: RunConfig, ranks) -> None:
+    def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training.checkpoint import Checkpoints
         from cat_lm.training.engine import (
             Engine,
@@ -67,10 +73,9 @@ class Trainer:
         from cat_lm.training.initial import load_initial_weights, vocab_size
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
-        from cat_lm.training.stop import StopSignal
         from cat_lm.training.validation import Validation
 
-        self.ranks, self.stop = ranks, StopSignal(ranks)
+        self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
         precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         config.accumulation_steps(ranks.world_size)  # wrong batch sizes end here
@@ -91,7 +96,7 @@ class Trainer:
             load_initial_weights(model, config.train.init_from)
             self.log.line(f"weights: from {config.train.init_from}")
         self.engine = Engine(model, config, ranks)
-        self.validation = Validation(held_out, self.engine, ranks)
+        self.validation = Validation(held_out, self.engine, ranks, watchdog)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:
             state = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
@@ -111,6 +116,7 @@ class Trainer:
         if self.step >= last_step:
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
+        self.stop.catch_interrupts()
         # Two batches show what is wrong with shapes or the held-out data before any training.
         self.validation.run(max_batches=2)
         exit_code = 0
@@ -119,7 +125,7 @@ class Trainer:
             is_last = self.step == last_step
             if self.step % config.validation.every_steps == 0 or is_last:
                 self.validate()
-            exit_code = self.stop.agreed() if not is_last else 0
+            exit_code = self.stop.agreed(self.ranks) if not is_last else 0
             if self.step % config.checkpoint.every_steps == 0 or is_last or exit_code:
                 self.save()
             if exit_code:
@@ -161,6 +167,7 @@ class Trainer:
         record = self.report.record(
             self.step, result, lr, waited, waited + time.perf_counter() - start
         )
+        self.watchdog.progress(f"step {self.step}")
         if self.metrics:
             self.metrics.write(record)
         self.bar.set_postfix_str(f"loss {result.loss:.3f}")
@@ -207,6 +214,7 @@ class Trainer:
             "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
         }
         folder = self.checkpoints.save(self.engine, state, self.corpus.folder / "tokenizer")
+        self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
 
 

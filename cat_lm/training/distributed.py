@@ -23,8 +23,8 @@ import torch.distributed
 
 from cat_lm.errors import UserError
 
-# Long enough for one rank to write a large checkpoint while the others wait.
-_TIMEOUT = timedelta(minutes=30)
+# Of a collective: long enough for one rank to write a large checkpoint while the others wait.
+TIMEOUT_MINUTES = 30.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,11 @@ def describe_error(error: BaseException) -> str:
 
 
 @contextmanager
-def start() -> Iterator[Ranks]:
+def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     """Joins the process group that the environment describes; alone, a group of one.
+
+    A collective that not all ranks join in time fails. Where a watchdog looks for ranks that hang,
+    `timeout_minutes` must be longer than its patience: it says more about them.
 
     Raises:
         UserError: the launcher's variables are incomplete or contradict the machine.
@@ -122,7 +125,7 @@ def start() -> Iterator[Ranks]:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    _start_deepspeed(on_gpu, rank, world_size)
+    _start_deepspeed(on_gpu, rank, world_size, timeout_minutes)
     yield Ranks(rank, local_rank, world_size, device)
     # Not after an error: another rank may still wait in a collective, and the launcher ends it.
     torch.distributed.destroy_process_group()
@@ -150,8 +153,9 @@ def _place_from_environment() -> tuple[int, int, int]:
         local_rank = int(env.get("SLURM_LOCALID", "0"))
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
-        # Jobs that share a node get ports of their own; all ranks compute the same one.
-        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 40_000))
+        # Jobs that share a node get ports of their own, below those that systems hand out; all
+        # ranks compute the same one.
+        env.setdefault("MASTER_PORT", str(12_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
     else:
         rank, local_rank, world_size = 0, 0, 1
     if world_size > 1:
@@ -182,7 +186,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _start_deepspeed(on_gpu: bool, rank: int, world_size: int) -> None:
+def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     # On CPU ranks DeepSpeed reads the local world size to divide the cores.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
@@ -192,7 +196,7 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int) -> None:
         import_deepspeed().init_distributed(
             dist_backend="nccl" if on_gpu else "gloo",
             auto_mpi_discovery=False,
-            timeout=_TIMEOUT,
+            timeout=timedelta(minutes=timeout_minutes),
             rank=rank,
             world_size=world_size,
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from cat_lm.training.distributed import Ranks
+if TYPE_CHECKING:
+    from cat_lm.training.distributed import Ranks
 
 # sysexits' EX_TEMPFAIL: the job was stopped and can go on; launchers requeue on it.
 REQUEUE_EXIT_CODE = 75
@@ -14,16 +16,21 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class StopSignal:
-    """Notes TERM, USR1 and INT; `agreed` tells all ranks the same answer.
+    """Notes TERM and USR1 from its making on; `agreed` tells all ranks the same answer.
 
-    A cluster may signal only one rank. A second INT ends the process at once.
+    A cluster may signal only one rank, and at any moment: a signal that comes while the ranks still
+    start is answered after the first step. Ctrl-C ends a start at once, steps only at its second
+    time.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._exit_code = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
+
+    def catch_interrupts(self) -> None:
+        """From here on the first INT, too, is answered after a step."""
+        signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -34,6 +41,6 @@ class StopSignal:
         name = signal.Signals(number).name
         os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
 
-    def agreed(self) -> int:
+    def agreed(self, ranks: Ranks) -> int:
         """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""
-        return int(self._ranks.maximum(self._exit_code))
+        return int(ranks.maximum(self._exit_code))

@@ -10,14 +10,17 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import IGNORE, Batch, validation_windows
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import Engine
+from cat_lm.training.watchdog import Watchdog
 
 
 class Validation:
     """Scores the first windows of the validation split, spread over the ranks."""
 
-    def __init__(self, corpus: TokenCorpus, engine: Engine, ranks: Ranks) -> None:
+    def __init__(
+        self, corpus: TokenCorpus, engine: Engine, ranks: Ranks, watchdog: Watchdog
+    ) -> None:
         config = engine.config
-        self._engine, self._ranks = engine, ranks
+        self._engine, self._ranks, self._watchdog = engine, ranks, watchdog
         self._windows = validation_windows(
             corpus, config.data.context_length, config.data.mask_documents
         )
@@ -40,6 +43,7 @@ class Validation:
             batch_total, batch_scored = self._engine.evaluate(self._batch(start))
             total += batch_total
             scored += batch_scored
+            self._watchdog.progress(f"window {start} of the validation")
         total, scored = self._ranks.sum(total, scored)
         loss = total / max(scored, 1)
         return {

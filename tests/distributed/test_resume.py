@@ -11,7 +11,8 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint, is_complete
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
+from cat_lm.training.watchdog import Watchdog
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import losses, run_values
 
@@ -30,7 +31,11 @@ def train(ranks, values: dict, signals: dict[int, signal.Signals] | None = None)
             if number and ranks.rank == ranks.world_size - 1:
                 os.kill(os.getpid(), number)
 
-    return Signalled(RunConfig.model_validate(values), ranks).run()
+    watchdog = Watchdog(minutes=5)
+    try:
+        return Signalled(RunConfig.model_validate(values), ranks, StopSignal(), watchdog).run()
+    finally:
+        watchdog.close()
 
 
 def straight_and_interrupted(ranks, data: str, folder: str):

@@ -76,7 +76,7 @@ def test_ranks_meet_at_the_first_slurm_host(nodelist, host, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     assert distributed._place_from_environment() == (3, 1, 4)
-    assert os.environ["MASTER_ADDR"] == host and os.environ["MASTER_PORT"] == "50001"
+    assert os.environ["MASTER_ADDR"] == host and os.environ["MASTER_PORT"] == "22001"
 
 
 def test_ranks_without_a_meeting_point_are_an_error(monkeypatch):
@@ -124,12 +124,15 @@ def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
     alone = distributed.Ranks(0, 0, 1, torch.device("cpu"))
     handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGINT)}
     try:
-        stop = StopSignal(alone)
-        assert stop.agreed() == 0
+        stop = StopSignal()
+        assert stop.agreed(alone) == 0
         os.kill(os.getpid(), SIGTERM)
-        assert stop.agreed() == REQUEUE_EXIT_CODE
+        assert stop.agreed(alone) == REQUEUE_EXIT_CODE
+        with pytest.raises(KeyboardInterrupt):  # there is no step yet to wait for
+            os.kill(os.getpid(), SIGINT)
+        stop.catch_interrupts()
         os.kill(os.getpid(), SIGINT)
-        assert stop.agreed() == REQUEUE_EXIT_CODE  # the first signal decides
+        assert stop.agreed(alone) == REQUEUE_EXIT_CODE  # the first signal decides
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), SIGINT)
         assert "SIGTERM received" in capfd.readouterr().err
