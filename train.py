@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
+from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError, command
 from cat_lm.training.checkpoint import find_checkpoint
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from cat_lm.data.corpus import TokenCorpus
-    from cat_lm.data.loader import Batch, TrainLoader
+    from cat_lm.data.loader import Batch
     from cat_lm.training.engine import StepResult
 
 
@@ -216,27 +216,6 @@ class Trainer:
         folder = self.checkpoints.save(self.engine, state, self.corpus.folder / "tokenizer")
         self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
-
-
-def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
-    """The training and the validation split, and the order of the training samples.
-
-    Raises:
-        UserError: there is no such data, or it does not fit the model or the context length.
-    """
-    from cat_lm.data.corpus import TokenCorpus
-    from cat_lm.data.loader import TrainLoader
-
-    data, asked = config.data, config.model.vocab_size
-    corpus = TokenCorpus.open(data.path, "train")
-    if asked is not None and asked < corpus.vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {data.path} has {corpus.vocab_size} "
-            "entries; use at least that, or leave the key out"
-        )
-    batch_size, seed = config.train.global_batch_size, config.train.seed
-    loader = TrainLoader(corpus, data.context_length, batch_size, seed, data.mask_documents)
-    return corpus, TokenCorpus.open(data.path, "validation"), loader
 
 
 if __name__ == "__main__":
