@@ -1,0 +1,1 @@
+"""Runs on a SLURM cluster: `python -m launch.slurm COMMAND`; see `--help`."""

@@ -1,0 +1,79 @@
+"""`python -m launch.slurm COMMAND`: runs on a SLURM cluster, or on one machine without it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cat_lm.errors import command
+from launch.slurm.options import add_options
+
+OVERRIDE = "section.key=value"
+
+
+@command
+def main() -> None:
+    arguments = parse_arguments()
+    # Only now: --help needs nothing of this.
+    from launch.slurm import status, submit
+
+    actions = {
+        "submit": submit.submit,
+        "resume": submit.resume,
+        "cancel": submit.cancel,
+        "status": status.status,
+    }
+    actions[arguments.command](arguments)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.slurm",
+        description="Train on a SLURM cluster: submit a run, look at it, stop it, go on.",
+        epilog="The job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
+        "input.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    new = commands.add_parser(
+        "submit",
+        help="start a run",
+        description="Copies code and configuration into RUN/slurm (RUN is train.output_dir), "
+        "renders RUN/slurm/job.sbatch there and submits it. One task per rank under srun.",
+    )
+    new.add_argument("config", help="the run's YAML file")
+    again = commands.add_parser(
+        "resume",
+        help="go on with a run whose job has ended",
+        description="Renders the job anew, with what is given here changed, and submits it. The "
+        "code stays the run's own.",
+    )
+    again.add_argument("run", help="the run's folder")
+    again.add_argument("--new-code", action="store_true", help="copy the checkout again")
+    for one in (new, again):
+        one.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
+        add_options(one, resumed=one is again)
+        one.add_argument("--site", metavar="FILE", help="site settings (default: $CAT_LM_SITE)")
+        one.add_argument("--print", action="store_true", help="only show the job's script")
+
+    look = commands.add_parser("status", help="where a run stands")
+    look.add_argument("run", help="the run's folder")
+    look.add_argument("--json", type=Path, metavar="FILE", help="where to write the same as JSON")
+    end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
+    end.add_argument("run", help="the run's folder")
+    # `submit CONFIG --nodes 2 a.b=c`: options between the positional ones.
+    return _parse(parser, argv)
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    arguments, rest = parser.parse_known_args(argv)
+    wrong = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+
+# ---- Below here the file is the same for every run. ----
+set -uo pipefail
+cd "$code" || exit 2
+job=$SLURM_JOB_ID
+restarts=${SLURM_RESTART_COUNT:-0}
+
+say() { echo "$(date '+%Y-%m-%d %H:%M:%S') job $job: $*"; }
+
+# The meeting point: the first node, by the address that the cluster itself uses for it, and a port
+# below the ephemeral ones that differs between jobs. Another launcher's variables mean nothing.
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node "$first_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+export MASTER_ADDR=${MASTER_ADDR:-$first_node}
+export MASTER_PORT=$((12000 + job % 20000))
+
+# Since SLURM 22.05 srun takes a task's number of cores only from this variable.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi
+
+# A crash loop: as many attempts as allowed, all from the same checkpoint. A line that begins with
+# '#' (written by submit and resume) starts the count anew.
+checkpoint=none
+for folder in "$run"/checkpoints/step-*; do
+    if [ -f "$folder/complete.json" ]; then checkpoint=${folder##*/}; fi
+done
+attempts=$run/slurm/attempts.log
+same=0
+if [ -f "$attempts" ]; then
+    while read -r line; do
+        case $line in
+            '#'*) same=0 ;;
+            *" checkpoint=$checkpoint") same=$((same + 1)) ;;
+            *) same=0 ;;
+        esac
+    done <"$attempts"
+fi
+if [ "$same" -ge "$max_restarts" ]; then
+    say "no progress: $same attempts in a row began at checkpoint $checkpoint; not started again." \
+        "Find the reason above, then: $resume"
+    exit 2
+fi
+echo "$(date -u '+%Y-%m-%dT%H:%M:%SZ') job=$job restart=$restarts checkpoint=$checkpoint" >>"$attempts"
+
+say "restart $restarts on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks meet at" \
+    "$MASTER_ADDR:$MASTER_PORT, checkpoint $checkpoint"
+
+# Signals to this shell are passed on. Not TERM itself: srun would take it as an order to kill.
+interrupted=
+terminated=
+srun_pid=
+# shellcheck disable=SC2317  # the traps call it
+pass_on() {
+    interrupted=1
+    if [ -n "$srun_pid" ]; then kill -USR1 "$srun_pid" 2>/dev/null; fi
+}
+trap 'pass_on' USR1
+trap 'terminated=1; pass_on' TERM
+
+begin=$(stat -c %s "$run/slurm/job.log" 2>/dev/null || echo 0)
+srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 \
+    "$python" -u train.py "$run/slurm/config.yaml" train.resume=auto &
+srun_pid=$!
+while :; do
+    interrupted=
+    wait "$srun_pid"
+    code=$?
+    if [ -z "$interrupted" ]; then break; fi
+done
+
+# One rank that fails makes srun kill the others and return their code. Its messages tell the first.
+first=$(tail -c "+$((begin + 1))" "$run/slurm/job.log" 2>/dev/null |
+    LC_ALL=C sed -n 's/.*srun: error: [^:]*: tasks\{0,1\} [^:]*: Exited with exit code \([0-9]*\).*/\1/p; t
+            s/.*srun: error: [^:]*: tasks\{0,1\} [^:]*: [A-Z].*/signal/p' | head -n 1)
+case $code:$first in
+    0:* | *:) ;;
+    2:signal | 130:signal) code=1 ;;
+    *:signal) ;;
+    *) code=$first ;;
+esac
+
+case $code in
+    0) say "finished" && exit 0 ;;
+    2) say "wrong input or setting (exit code 2, see above): not requeued. Then: $resume" && exit 2 ;;
+    130) say "interrupted (exit code 130): not requeued. To go on: $resume" && exit 130 ;;
+    75) why="stopped by a signal, with a checkpoint" ;;
+    76) why="hung (exit code 76, see the stacks above)" ;;
+    *) why="failed (exit code $code)" ;;
+esac
+state=$(squeue --noheader --jobs="$job" --format='%T %r' 2>/dev/null)
+case $state in
+    *TimeLimit*) why="$why, at the time limit" ;;
+    RUNNING*) ;;
+    *)
+        # scancel, a node that failed, preemption: SLURM ends the job and decides what follows.
+        if [ -n "$terminated" ] || [ -n "$state" ]; then
+            say "$why; SLURM ends the job (${state:-state unknown}): not requeued from here." \
+                "To go on after a cancel: $resume"
+            exit "$code"
+        fi
+        ;;
+esac
+say "$why: requeued"
+if ! scontrol requeue "$job"; then
+    say "SLURM refused to requeue it (see above). To go on: $resume, or: sbatch $run/slurm/job.sbatch"
+fi
+exit "$code"

@@ -1,0 +1,128 @@
+"""SLURM's own commands, and what they say about a run's jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cat_lm.errors import UserError
+from launch.slurm.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as SLURM knows it; None or empty where it does not say."""
+
+    id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in _ACTIVE
+
+
+_ACTIVE = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED", "STAGE_OUT"}
+_ACTIVE |= {"REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STOPPED", "RESIZING", "SPECIAL_EXIT"}
+
+
+def command(*arguments: str) -> str:
+    """Runs one of SLURM's commands and returns its output.
+
+    Raises:
+        UserError: there is no SLURM here, or the command failed, with what it said.
+    """
+    done = _run(*arguments)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"{arguments[0]}: {said}")
+    return done.stdout
+
+
+def submit(script: Path, *options: str) -> str:
+    """Submits a batch script; returns the job's id."""
+    # `12;cluster` where there are several clusters.
+    return command("sbatch", "--parsable", *options, str(script)).strip().split(";")[0]
+
+
+def cancel(job_id: str) -> None:
+    command("scancel", job_id)
+
+
+def active_jobs(scripts: list[Path]) -> list[JobState]:
+    """The user's queued and running jobs of these batch scripts, also those submitted by hand."""
+    lines = command("squeue", "--me", "--noheader", "--format=%i|%T|%r|%N|%o").splitlines()
+    jobs = []
+    for line in lines:
+        job_id, state, reason, nodes, script = line.split("|", 4)
+        if script.split(" ")[0] in map(str, scripts) or script in map(str, scripts):
+            restarts = job_state(job_id)
+            jobs.append(JobState(job_id, state, reason, nodes, restarts and restarts.restarts))
+    return jobs
+
+
+def active_job(folder: RunFolder) -> JobState | None:
+    """The queued or running job of a run, if there is one."""
+    jobs = active_jobs([folder.script])
+    return jobs[0] if jobs else None
+
+
+def job_state(job_id: str) -> JobState | None:
+    """What SLURM remembers of a job, also one that has ended; None: nothing any more."""
+    shown = _run("scontrol", "show", "job", job_id)
+    if shown.returncode == 0:
+        values = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+        return JobState(
+            job_id,
+            values.get("JobState", "unknown"),
+            values.get("Reason", ""),
+            values.get("NodeList", "").replace("(null)", ""),
+            int(values.get("Restarts", "0")),
+        )
+    # The controller forgets a job minutes after its end; the accounting, where there is one, never.
+    if shutil.which("sacct"):
+        listed = _run("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,NodeList")
+        lines = [line for line in listed.stdout.splitlines() if line.strip()]
+        if listed.returncode == 0 and lines:
+            state, nodes = lines[-1].split("|")[:2]
+            return JobState(job_id, state, nodes=nodes.replace("None assigned", ""))
+    return None
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            arguments,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=120,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"{arguments[0]}: not found: this machine has no SLURM; use a login node of the "
+            "cluster (Debian and Ubuntu: package slurm-client), or run on one machine without "
+            "SLURM: python -m launch.slurm local"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{arguments[0]}: SLURM's controller does not answer; try again") from None
+
+
+def _environment() -> dict[str, str]:
+    """Inside of another job, that job's own sizes must not become the new one's."""
+    keep = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+    if "SLURM_JOB_ID" not in os.environ:
+        return dict(os.environ)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name in keep
+    }

@@ -1,0 +1,176 @@
+"""What a job asks of the cluster: the options of `submit`, checked and joined with the site's."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from cat_lm.errors import UserError
+from launch.slurm.site import ENV_NAME, Site
+
+DEFAULT_LEAD_SECONDS = 300
+# SLURM stores the lead time of a signal in 16 bits.
+MOST_LEAD_SECONDS = 65535
+
+
+@dataclass(frozen=True)
+class Options:
+    """As given on the command line; None stands for the site's value or SLURM's default."""
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    tasks_per_node: int | None = None
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    constraint: str | None = None
+    exclusive: bool = False
+    container: str | None = None
+    container_mounts: str | None = None
+    mem: str | None = None
+    reservation: str | None = None
+    lead_seconds: int | None = None
+    max_restarts: int = 3
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def lead(self) -> int:
+        """Seconds before the time limit at which the ranks are told to save and stop."""
+        if self.lead_seconds is not None:
+            return self.lead_seconds
+        limit = seconds_of(self.time) if self.time else None
+        # A job that is short itself must not be stopped before it has done anything.
+        return DEFAULT_LEAD_SECONDS if limit is None else min(DEFAULT_LEAD_SECONDS, limit // 2)
+
+    def with_site(self, site: Site) -> Options:
+        """These options, the site's values where none was given."""
+        same = {f.name for f in fields(self)} & set(Site.model_fields) - {"env"}
+        missing = {name: getattr(site, name) for name in same if getattr(self, name) is None}
+        return replace(self, env={**site.env, **self.env}, **missing)
+
+    def check(self) -> Options:
+        """Returns these options. Raises UserError for what contradicts itself or breaks lines."""
+        if self.gpus_per_node and self.tasks_per_node not in (None, self.gpus_per_node):
+            raise UserError(
+                f"--tasks-per-node {self.tasks_per_node}: there is one task per GPU, "
+                f"--gpus-per-node is {self.gpus_per_node}; leave it out"
+            )
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, str) and (not value.strip() or "\n" in value):
+                raise UserError(f"--{f.name.replace('_', '-')} {value!r}: must be one line of text")
+        if self.container_mounts and not self.container:
+            raise UserError(f"--container-mounts {self.container_mounts}: needs --container IMAGE")
+        limit = seconds_of(self.time) if self.time else None
+        if limit is not None and self.lead >= limit:
+            raise UserError(
+                f"--lead-seconds {self.lead}: must be less than the time limit, "
+                f"--time {self.time} is {limit} seconds"
+            )
+        return self
+
+
+def seconds_of(time: str) -> int | None:
+    """A time limit in SLURM's notation in seconds; None: without limit.
+
+    Raises:
+        UserError: it is none of SLURM's forms.
+    """
+    if time.lower() in ("unlimited", "infinite", "-1"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not match:
+        raise UserError(
+            f"--time {time}: must be minutes, hours:minutes:seconds, days-hours or "
+            "days-hours:minutes:seconds"
+        )
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:  # hours[:minutes[:seconds]]
+        hours, minutes, seconds = numbers + [0] * (3 - len(numbers))
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:  # minutes[:seconds]
+        hours, minutes, seconds = 0, *numbers, *[0] * (2 - len(numbers))
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise UserError(f"--time {time}: must be more than nothing")
+    return total
+
+
+def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
+    """Adds the options; without a default for `resume`, whose defaults are the run's own."""
+    add = parser.add_argument_group(
+        "resources", "where none is given: the site file's, otherwise SLURM's default"
+    ).add_argument
+    whole = whole_number(1)
+    add("--nodes", type=whole, metavar="N", required=not resumed)
+    add("--gpus-per-node", type=whole_number(0), metavar="G", help="one task each; 0: CPUs only")
+    add("--tasks-per-node", type=whole, metavar="N", help="ranks of a node without GPUs")
+    add("--cpus-per-task", type=whole, metavar="N", help="cores of a rank; sets OMP_NUM_THREADS")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        add(f"--{name}", metavar="NAME")
+    add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
+    add("--mem", metavar="SIZE", help="memory of a node, such as 200G; 0: all")
+    add("--exclusive", action="store_true", default=None, help="no other jobs on these nodes")
+    add("--container", metavar="IMAGE", help="image that the ranks run in (srun with pyxis)")
+    add("--container-mounts", metavar="SRC:DST,…", help="beside the run's folder and the data")
+    add("--env", action="append", type=_env, metavar="NAME=VALUE", help="variable of the ranks")
+    add = parser.add_argument_group("stopping and going on").add_argument
+    add(
+        "--lead-seconds",
+        type=whole_number(1, MOST_LEAD_SECONDS),
+        metavar="N",
+        help="the ranks save and stop so long before the time limit (default 300, or half the "
+        "limit where that is less)",
+    )
+    add(
+        "--max-restarts",
+        type=whole,
+        metavar="N",
+        help="attempts in a row from the same checkpoint, after which the job gives up (default 3)",
+    )
+
+
+def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
+    """The options of a command line over those of an earlier one."""
+    given = {f.name: getattr(arguments, f.name, None) for f in fields(Options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    earlier = earlier or Options()
+    given["env"] = {**earlier.env, **dict(given.get("env", ()))}
+    if given.get("gpus_per_node") and "tasks_per_node" not in given:
+        given["tasks_per_node"] = None  # from GPUs to CPUs and back
+    return replace(earlier, **given)
+
+
+def whole_number(least: int, most: int | None = None) -> Any:
+    """argparse's type for whole numbers of at least `least`."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least or (most is not None and number > most):
+            limit = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {limit}")
+        return number
+
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _env(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
+        raise argparse.ArgumentTypeError(f"{text!r}: must have the form NAME=VALUE")
+    return name, value

@@ -1,0 +1,145 @@
+"""Renders RUN/slurm/job.sbatch: what SLURM is asked for, this run's values, and the fixed body."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.slurm.folder import RunFolder
+from launch.slurm.options import Options
+from launch.slurm.site import Site
+
+BODY = Path(__file__).with_name("body.sh")
+
+
+def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> str:
+    """The text of the batch script.
+
+    Args:
+        options: joined with the site's (`Options.with_site`).
+        inputs: local folders that the run reads; a container gets them mounted.
+    """
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in sbatch_lines(folder, options, site)),
+            *comment(folder),
+            "",
+            *setup_lines(site),
+            *values(folder, options, site, inputs),
+            BODY.read_text(encoding="utf-8"),
+        ]
+    )
+
+
+def sbatch_lines(folder: RunFolder, options: Options, site: Site) -> list[str]:
+    lines = [
+        f"--job-name={job_name(folder)}",
+        f"--nodes={options.nodes}",
+        f"--ntasks-per-node={options.ranks_per_node}",
+    ]
+    if options.gpus_per_node:
+        lines.append(gpu_request(options.gpus_per_node, site))
+    return [
+        *lines,
+        *common_lines(options),
+        f"--signal=USR1@{options.lead}",
+        "--requeue",
+        "--open-mode=append",
+        # SLURM replaces % in names of logs.
+        f'--output="{str(folder.log).replace("%", "%%")}"',
+        *site.sbatch,
+    ]
+
+
+def gpu_request(gpus: int, site: Site) -> str:
+    return f"--gres=gpu:{gpus}" if site.gpu_request == "gres" else f"--gpus-per-node={gpus}"
+
+
+def common_lines(options: Options) -> list[str]:
+    """The options that SLURM knows by the same name."""
+    names = ("cpus_per_task", "mem", "partition", "account", "qos", "constraint", "reservation")
+    given = [(name, getattr(options, name)) for name in (*names, "time")]
+    # Quoted as a shell would, which is how SLURM reads these lines: `a100&nvlink` is one value.
+    lines = [
+        f"--{name.replace('_', '-')}={shlex.quote(str(value))}"
+        for name, value in given
+        if value is not None
+    ]
+    return lines + (["--exclusive"] if options.exclusive else [])
+
+
+def job_name(folder: RunFolder) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", folder.run.name) or "cat_lm"
+
+
+def comment(folder: RunFolder) -> list[str]:
+    return [
+        "#",
+        "# One training run of cat_lm, rendered by `python -m launch.slurm`. By hand:",
+        f"#     sbatch {shlex.quote(str(folder.script))}",
+        "# It continues from the newest checkpoint, and requeues itself until the run is finished.",
+    ]
+
+
+def setup_lines(site: Site) -> list[str]:
+    return ["# The site's own lines.", *site.setup, ""] if site.setup else []
+
+
+def values(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> list[str]:
+    run = shlex.quote(str(folder.run))
+    arguments = srun_arguments(folder, options, site, inputs)
+    resume = f"python -m launch.slurm resume {run}"
+    environment = [f"{name}={value}" for name, value in options.env.items()]
+    return [
+        f"run={run}",
+        "code=$run/slurm/code",
+        # The code is a copy: git must not take a checkout around it for its version.
+        "export GIT_CEILING_DIRECTORIES=$run/slurm",
+        f"python={shlex.quote(python_of(options, site))}",
+        f"max_restarts={options.max_restarts}",
+        f"resume={shlex.quote(resume)}",
+        array("environment", environment),
+        array("srun_options", arguments),
+    ]
+
+
+def array(name: str, items: Sequence[str]) -> str:
+    """An assignment to a bash array, an item a line."""
+    lines = "".join(f"\n    {shlex.quote(item)}" for item in items)
+    return f"{name}=({lines}\n)" if items else f"{name}=()"
+
+
+def python_of(options: Options, site: Site) -> str:
+    """The site's, or this one; where a container or setup lines bring another, the one on PATH."""
+    if site.python:
+        return site.python
+    return "python" if options.container or site.setup else sys.executable
+
+
+def srun_arguments(
+    folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]
+) -> list[str]:
+    arguments = list(site.srun)
+    if options.container:
+        arguments += [
+            f"--container-image={options.container}",
+            f"--container-mounts={','.join(mounts(folder, options, inputs))}",
+            f"--container-workdir={folder.code}",
+        ]
+    return arguments
+
+
+def mounts(folder: RunFolder, options: Options, inputs: Sequence[str]) -> list[str]:
+    """The mounts asked for, and the run's folder and the data where none of these holds them."""
+    asked = options.container_mounts.split(",") if options.container_mounts else []
+    inside = [Path(mount.split(":")[1] if ":" in mount else mount) for mount in asked]
+    result = list(asked)
+    for path in dict.fromkeys([str(folder.run), *inputs]):
+        if not any(Path(path).is_relative_to(place) for place in inside):
+            result.append(f"{path}:{path}")
+            inside.append(Path(path))
+    return result

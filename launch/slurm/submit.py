@@ -1,0 +1,148 @@
+"""`submit`, `resume` and `cancel`: from a configuration to a queued job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.files import write_text
+from cat_lm.training.checkpoint import complete_checkpoints
+from launch.slurm import attempts, cluster, script, snapshot
+from launch.slurm.folder import JobRecord, RunFolder, read_record
+from launch.slurm.options import Options, options_from
+from launch.slurm.site import Site, load_site
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a job, checked, with nothing written yet."""
+
+    folder: RunFolder
+    values: dict[str, Any]  # the resolved configuration
+    record: JobRecord
+    options: Options  # with the site's values
+    site: Site
+
+    def text(self) -> str:
+        return script.render(self.folder, self.options, self.site, snapshot.inputs_of(self.values))
+
+
+def submit(arguments: argparse.Namespace) -> None:
+    plan = plan_of(arguments, arguments.config, options_from(arguments))
+    if arguments.print:
+        print(plan.text(), end="")
+        return
+    refuse_second_job(plan.folder)
+    refuse_other_run(plan)
+    snapshot.save_code(plan.folder)
+    start(plan, "submitted")
+
+
+def resume(arguments: argparse.Namespace) -> None:
+    folder = RunFolder.of(arguments.run)
+    record = read_record(folder)
+    options = options_from(arguments, record.options)
+    arguments.site = arguments.site or record.site
+    plan = plan_of(arguments, folder.config, options, record)
+    if plan.folder != folder:
+        raise UserError(
+            f"train.output_dir={plan.folder.run}: `resume` continues {folder.run}; "
+            "`submit` starts another run"
+        )
+    if arguments.print:
+        print(plan.text(), end="")
+        return
+    refuse_second_job(folder)
+    if arguments.new_code or not folder.code.is_dir():
+        snapshot.save_code(folder)
+    start(plan, "resumed")
+
+
+def cancel(arguments: argparse.Namespace) -> None:
+    folder = RunFolder.of(arguments.run)
+    read_record(folder)
+    job = cluster.active_job(folder)
+    if job is None:
+        raise UserError(f"{folder.run}: has no queued or running job")
+    cluster.cancel(job.id)
+    print(f"cancelled job {job.id} ({job.state.lower()}) of {folder.run}")
+
+
+def plan_of(
+    arguments: argparse.Namespace,
+    config_path: Path | str,
+    options: Options,
+    earlier: JobRecord | None = None,
+) -> Plan:
+    """Checks everything that can be checked before the queue.
+
+    Raises:
+        UserError: the configuration, an option or the site's file is wrong, or the data is not
+            there.
+    """
+    config = load_config(config_path, arguments.overrides)
+    site, site_file = load_site(arguments.site)
+    merged = options.with_site(site).check()
+    config.accumulation_steps(merged.world_size)
+    if config.train.resume not in ("auto", "never"):
+        raise UserError(
+            f"train.resume={config.train.resume}: a job continues the checkpoints of its own run; "
+            "train.init_from starts a new one from other weights"
+        )
+    values = snapshot.resolved(config)
+    folder = RunFolder(Path(values["train"]["output_dir"]))
+    folder.check_writable()
+    # A container may know other paths.
+    for path in [] if merged.container else snapshot.inputs_of(values):
+        if not Path(path).is_dir():
+            raise UserError(f"{path}: no such folder (data or initial weights of the run)")
+    record = JobRecord(
+        config=str(Path(config_path).absolute()) if earlier is None else earlier.config,
+        overrides=[*(earlier.overrides if earlier else ()), *arguments.overrides],
+        options=options,
+        site=str(site_file) if site_file else None,
+        jobs=earlier.jobs if earlier else [],
+    )
+    return Plan(folder, values, record, merged, site)
+
+
+def refuse_second_job(folder: RunFolder) -> None:
+    job = cluster.active_job(folder)
+    if job is not None:
+        raise UserError(
+            f"{folder.run}: job {job.id} of this run is {job.state.lower()}; "
+            f"`python -m launch.slurm cancel {folder.run}` ends it"
+        )
+
+
+def refuse_other_run(plan: Plan) -> None:
+    """A new run must not continue an old one's checkpoints by accident: the job resumes them."""
+    found = complete_checkpoints(plan.folder.checkpoints)
+    if found and plan.values["train"]["resume"] != "auto":
+        raise UserError(
+            f"train.output_dir={plan.folder.run}: already holds {found[-1].name}; "
+            f"`python -m launch.slurm resume {plan.folder.run}` or train.resume=auto continues it, "
+            "another train.output_dir starts anew"
+        )
+
+
+def start(plan: Plan, verb: str) -> None:
+    """Writes the script beside its snapshot, submits it and remembers the job."""
+    folder = plan.folder
+    snapshot.save_config(folder, plan.values)
+    write_text(folder.script, plan.text())
+    attempts.count_anew(folder, verb)
+    job_id = cluster.submit(folder.script)
+    job = {"id": job_id, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    job |= {"command": ["python", "-m", "launch.slurm", *sys.argv[1:]]}
+    plan.record.jobs.append(job)
+    plan.record.write(folder)
+    print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")
+    print(f"script {folder.script}")
+    print(f"log    {folder.log}")
