@@ -40,6 +40,7 @@ def parse_count(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(parse_count)]
 Positive = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -81,11 +82,27 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    path: str = Field(description="folder written by data_prep.prepare")
+    path: str | None = Field(
+        None, description="folder written by data_prep.prepare, or its address (s3://, hf://, …)"
+    )
+    mixture: dict[str, Weight] | None = Field(
+        None, min_length=1, description="instead of path: {folder: share of the sequences, …}"
+    )
     context_length: Positive
+    packing: Literal["stream", "best_fit"] = Field(
+        "stream", description="best_fit: whole documents a window, few of them cut"
+    )
+    cache_dir: str | None = Field(
+        None, description="local copies of remote data; default: ~/.cache/cat_lm/data"
+    )
     mask_documents: bool = Field(
         False, description="attention and convolution stop at document starts, positions restart"
     )
+
+    @property
+    def folders(self) -> list[str]:
+        """The prepared folders (or their addresses) that the run reads."""
+        return list(self.mixture or {}) if self.path is None else [self.path]
 
 
 class OptimizerSection(Section):
@@ -324,7 +341,7 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
         errors.append(f"override '{override}': must have the form section.key=value")
         return
     try:
-        value = text if _is_text(section, key) else yaml.load(text, _UniqueKeyLoader)
+        value = text if _is_text(section, key, text) else yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, UserError):
         errors.append(f"override '{override}': the value is not valid YAML")
         return
@@ -333,11 +350,14 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
     values[section] = {**values.get(section, {}), key: value}
 
 
-def _is_text(section: str, key: str) -> bool:
+def _is_text(section: str, key: str, text: str) -> bool:
     """Whether a key takes any text, such as a path, in which `#` and `:` mean nothing to YAML."""
     field = RunConfig.model_fields.get(section)
     known = field.annotation.model_fields.get(key) if field else None
-    return known is not None and known.annotation is str
+    if known is None:
+        return False
+    # A key that may be left out is still emptied by YAML's word for it.
+    return known.annotation is str or (known.annotation == str | None and text != "null")
 
 
 def _known_keys() -> dict[str, list[str]]:
@@ -410,6 +430,10 @@ def _inconsistencies(config: RunConfig) -> list[str]:
             f"train.micro_batch_size={train.micro_batch_size}: must divide "
             f"train.global_batch_size={train.global_batch_size}"
         )
+    if config.data.path is None and config.data.mixture is None:
+        errors.append("data: one of path and mixture is needed")
+    if config.data.path is not None and config.data.mixture is not None:
+        errors.append("data: path and mixture exclude each other; set one of them to null")
     errors += _exactly_one(config, "train", "max", required=True)
     errors += _exactly_one(config, "optimizer", "warmup", required=False)
     errors += _exactly_one(config, "optimizer", "decay", required=optimizer.schedule == "wsd")

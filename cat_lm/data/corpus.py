@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Iterable
+import resource
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,10 @@ from cat_lm.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+# Opening a shard on a network disk is waiting; so many are opened at once.
+OPENING_THREADS = 16
+# Files that a process needs besides the shards: libraries, sockets, logs.
+OTHER_FILES = 256
 REQUIRED = ("dtype", "fingerprint", "source", "sources", "splits", "tokenizer", "unigram_loss")
 
 
@@ -54,14 +60,20 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
 class TokenCorpus:
     """One split of a prepared folder, memory-mapped: shards in order, as one stream of tokens.
 
-    Attributes: `folder`, `split`, `manifest` (dict), `num_tokens` (EOD tokens included),
-    `num_documents`, `num_bytes` (UTF-8 bytes of the text), `fingerprint`, `vocab_size`, `eod_id`.
+    Attributes: `name` (what a person calls it: the folder as given, or its address), `folder`
+    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict),
+    `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
+    `fingerprint`, `vocab_size`, `eod_id`.
     """
 
-    def __init__(self, folder: Path, split: str, manifest: dict) -> None:
+    def __init__(self, folder: Path, split: str, manifest: dict, name: str | None = None) -> None:
+        self.name = name or str(folder)
         self.folder = folder
         self.split = split
         self.manifest = manifest
+        if split not in manifest["splits"]:
+            known = ", ".join(manifest["splits"])
+            raise UserError(f"{self.name}: no split {split!r}; there are: {known}")
         counts = manifest["splits"][split]
         self.num_tokens: int = counts["tokens"]
         self.num_documents: int = counts["documents"]
@@ -69,7 +81,7 @@ class TokenCorpus:
         self.fingerprint: str = manifest["fingerprint"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
-        self.shards = [Shard(folder / shard["name"]) for shard in counts["shards"]]
+        self.shards = self._open_shards(counts["shards"])
         self._token_ends = _running_sum(shard.num_tokens for shard in self.shards)
         self._document_ends = _running_sum(shard.num_documents for shard in self.shards)
 
@@ -80,38 +92,49 @@ class TokenCorpus:
         Raises `UserError` for an unfinished folder, an unknown split, or shards whose sizes
         disagree with the manifest.
         """
-        folder = Path(folder)
-        manifest = read_manifest(folder)
-        if split not in manifest["splits"]:
-            known = ", ".join(manifest["splits"])
-            raise UserError(f"{folder}: no split {split!r}; there are: {known}")
-        corpus = cls(folder, split, manifest)
-        for shard, listed in zip(corpus.shards, manifest["splits"][split]["shards"], strict=True):
-            found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
-            expected = (listed["documents"], listed["tokens"], manifest["dtype"])
-            if found != expected:
-                raise UserError(
-                    f"{shard.bin_path}: documents, tokens, dtype are {found}, "
-                    f"the manifest says {expected}; prepare the data again"
-                )
-        return corpus
+        return cls(Path(folder), split, read_manifest(folder))
+
+    def _open_shards(self, listed: list[dict]) -> list[Shard]:
+        _allow_open_files(len(listed))
+
+        def opened(entry: dict) -> Shard:
+            return open_shard(self.folder, entry, self.manifest["dtype"])
+
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
+            return list(pool.map(opened, listed))
+
+    def gather(self, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
+        """Tokens [start, stop) of the stream for each pair, in the dtype on disk.
+
+        Views of the memory map where one shard holds them all. The disk is asked for everything
+        before this returns, and for nothing one by one: a batch waits about as long as a window.
+        """
+        starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
+        if wrong.any():
+            start, stop = starts[wrong][0], stops[wrong][0]
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
+        first = np.searchsorted(self._token_ends, starts, side="right")
+        requests, owners = [], []
+        places = zip(first.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        for owner, (index, start, stop) in enumerate(places):
+            while start < stop:
+                shard, end = self.shards[index], min(stop, self._token_ends[index])
+                base = self._token_ends[index] - shard.num_tokens
+                requests.append((shard, start - base, end - base))
+                owners.append(owner)
+                start, index = end, index + 1
+        pieces: list[list[np.ndarray]] = [[] for _ in starts]
+        for owner, piece in zip(owners, self._read(requests), strict=True):
+            pieces[owner].append(piece)
+        return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
+
+    def _read(self, requests: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
+        return [shard.read(start, stop) for shard, start, stop in requests]
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
-        out = np.empty(stop - start, dtype=np.int64)
-        index = bisect.bisect_right(self._token_ends, start)
-        position = start
-        while position < stop:
-            end = self._token_ends[index]
-            shard = self.shards[index]
-            offset = position - (end - shard.num_tokens)
-            count = min(stop, end) - position
-            out[position - start : position - start + count] = shard.read(offset, offset + count)
-            position += count
-            index += 1
-        return out
+        return self.gather([start], [stop])[0].astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
         """Where document `index` lies in the stream: its first token and its end (past its EOD)."""
@@ -122,6 +145,56 @@ class TokenCorpus:
         start, stop = shard.document(index - (self._document_ends[which] - shard.num_documents))
         base = self._token_ends[which] - shard.num_tokens
         return base + start, base + stop
+
+    def describe(self) -> list[str]:
+        """What the log says of the data: their size, and the share of each source."""
+        lines = [
+            f"{self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents in "
+            f"{len(self.shards):,} shards, fingerprint {self.fingerprint[:12]}"
+        ]
+        by_source = {
+            source: splits[self.split]["tokens"]
+            for source, splits in self.manifest["sources"].items()
+            if self.split in splits
+        }
+        if len(by_source) > 1 and (total := sum(by_source.values())):
+            largest_first = sorted(by_source.items(), key=lambda item: -item[1])
+            shares = ", ".join(f"{name} {tokens / total:.2%}" for name, tokens in largest_first)
+            lines.append(f"{self.name}: {shares}")
+        return lines
+
+
+_NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
+
+
+def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
+    """A shard that a manifest lists. Raises `UserError` where it is not what the list says."""
+    shard = Shard(folder / entry["name"])
+    found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
+    expected = (entry["documents"], entry["tokens"], dtype)
+    if found != expected:
+        raise UserError(
+            f"{shard.bin_path}: documents, tokens, dtype are {found}, "
+            f"the manifest says {expected}; prepare the data again"
+        )
+    return shard
+
+
+def _allow_open_files(shards: int) -> None:
+    """Raises this process's soft limit of open files: a memory map keeps its file open.
+
+    Raises `UserError` where the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard):
+        return
+    if shards + OTHER_FILES > hard:
+        raise UserError(
+            f"the data are in {shards:,} shards, but only {hard:,} files may be open; raise the "
+            "hard limit (ulimit -Hn), or prepare larger shards (--shard-tokens)"
+        )
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _running_sum(values: Iterable[int]) -> list[int]:

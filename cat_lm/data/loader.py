@@ -1,14 +1,14 @@
 """Batches as a pure function of (data, seed, step, rank, world size).
 
-The stream of a split is cut into windows of `context_length` tokens; every epoch visits each window
-once, in a new order. The order is computed, not stored: a keyed permutation of the window numbers,
-so that opening at any step costs the same, and nothing is replayed. A global batch does not depend
-on the number of ranks; rank r of w takes rows r·G/w … (r+1)·G/w − 1 of it.
+Data are cut into windows of `context_length` tokens (`cat_lm.data.windows`, or whole documents in
+`cat_lm.data.packing`); every epoch visits each window once, in a new order (`cat_lm.data.order`).
+The order is computed, not stored, so that opening at any step costs the same, and nothing is
+replayed. A global batch does not depend on the number of ranks; rank r of w takes rows
+r·G/w … (r+1)·G/w − 1 of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 import weakref
@@ -17,81 +17,80 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.mixture import Mixture
+from cat_lm.data.order import EpochOrder, MixtureOrder
+from cat_lm.data.packing import PackedWindows
+from cat_lm.data.windows import (
+    IGNORE,
+    Batch,
+    JoinedWindows,
+    StreamWindows,
+    Windows,
+    read_windows,
+    scattered,
+)
 from cat_lm.errors import UserError
 
-IGNORE = -100
-FEISTEL_ROUNDS = 8
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Prefetch",
+    "TrainLoader",
+    "ValidationWindows",
+    "rows_of_rank",
+    "validation_windows",
+]
 
-Batch = dict[str, np.ndarray]
-
-
-class Permutation:
-    """A pseudo-random permutation of 0 … size − 1, computed point by point in O(1) memory.
-
-    A balanced Feistel network over the smallest 4^k ≥ size; values that fall outside the range are
-    encrypted again until they fall inside (cycle walking), which keeps it one-to-one.
-    """
-
-    def __init__(self, size: int, key: str) -> None:
-        self.size = size
-        half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._half = np.uint64(half_bits)
-        self._mask = np.uint64((1 << half_bits) - 1)
-        digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
-        self._keys = np.frombuffer(digest, dtype="<u8")
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Maps positions (integers in [0, size)) to the values they hold; int64, same shape."""
-        values = self._encrypt(np.asarray(positions, dtype=np.uint64))
-        while (outside := values >= self.size).any():
-            values[outside] = self._encrypt(values[outside])
-        return values.astype(np.int64)
-
-    def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left, right = values >> self._half, values & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
-        return (left << self._half) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every output bit depends on every input bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+PACKINGS = ("stream", "best_fit")
 
 
 class TrainLoader:
-    """Serves training batches of a corpus.
+    """Serves training batches of a corpus, or of a mixture of corpora.
 
     Arguments: `context_length` T; `global_batch_size` G, windows in a step over all ranks; `seed`
-    of the order; `mask_documents`, whether documents in a window are to be kept apart.
-    `samples_per_epoch` windows make an epoch; the tokens after the last whole window are not used.
-    Raises `UserError` where the corpus is shorter than one window.
+    of the order; `mask_documents`, whether documents in a window are to be kept apart; `packing`,
+    what a window is: `stream`, T tokens of the stream wherever documents begin and end, or
+    `best_fit`, whole documents that fill T as well as they can; `cache_dir`, where a packing plan
+    goes that cannot be kept beside the data.
+    `samples_per_epoch` windows make an epoch; of a mixture, it is that of all its corpora.
+    Raises `UserError` where a corpus is shorter than one window.
     """
 
     def __init__(
         self,
-        corpus: TokenCorpus,
+        corpus: TokenCorpus | Mixture,
         context_length: int,
         global_batch_size: int,
         seed: int,
         mask_documents: bool = False,
+        packing: str = "stream",
+        cache_dir: str | None = None,
     ) -> None:
         if context_length < 1 or global_batch_size < 1:
             raise ValueError("context_length and global_batch_size must be at least 1")
+        if packing not in PACKINGS:
+            raise ValueError(f"packing {packing!r} is none of {', '.join(PACKINGS)}")
         self.corpus = corpus
         self.context_length = context_length
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.mask_documents = mask_documents
-        # Each window needs one token more than it is long: the label of its last position.
-        self.samples_per_epoch = (corpus.num_tokens - 1) // context_length
-        if self.samples_per_epoch < 1:
-            raise UserError(
-                f"{corpus.folder}: the {corpus.split} split has {corpus.num_tokens} tokens, "
-                f"one window of context length {context_length} needs {context_length + 1}"
-            )
+
+        def windows(part: TokenCorpus) -> Windows:
+            if packing == "best_fit":
+                return PackedWindows(part, context_length, cache_dir)
+            return StreamWindows(part, context_length)
+
+        if isinstance(corpus, Mixture):
+            self._sources = [windows(part) for part in corpus.parts]
+            self._windows = JoinedWindows(self._sources)
+            orders = [_epochs(source, seed) for source in self._sources]
+            key = f"{corpus.fingerprint} {seed}"
+            self._order = MixtureOrder(orders, corpus.counts, key)
+        else:
+            self._windows = windows(corpus)
+            self._order = _epochs(self._windows, seed)
+        self.samples_per_epoch = self._windows.num_windows
 
     def sample_ids(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """The windows that `rank` reads at `step` (counted from 0), int64 [G / world_size]."""
@@ -99,27 +98,32 @@ class TrainLoader:
         if step < 0:
             raise ValueError(f"step {step} is negative")
         first = step * self.global_batch_size
-        # Plain integers: a global position may exceed 64 bits only in theory, but not its parts.
-        epochs, positions = np.divmod(np.arange(first + rows.start, first + rows.stop), self._size)
-        ids = np.empty(len(rows), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            ids[here] = self._order(int(epoch))(positions[here])
-        return ids
+        return self._order(np.arange(first + rows.start, first + rows.stop))
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """The batch of `rank` at `step` (counted from 0), int64 arrays [G / world_size, T].
 
-        `input_ids`; `labels`, where labels[:, t] is the token after input_ids[:, t]; and, with
-        `mask_documents`, `document_ids`, counted from 0 in each row, with the labels that would
-        cross a document's end set to −100.
+        `input_ids`; `labels`, where labels[:, t] is the token after input_ids[:, t], or −100 where
+        there is none to learn; and, with `mask_documents`, `document_ids`, counted from 0 in each
+        row, with the labels that would cross a document's end set to −100.
         """
-        return read_windows(
-            self.corpus,
-            self.sample_ids(step, rank, world_size),
-            self.context_length,
-            self.mask_documents,
-        )
+        numbers = self.sample_ids(step, rank, world_size)
+        return self._windows.read(numbers, self.mask_documents)
+
+    def describe(self, step: int = 0, last_step: int | None = None) -> list[str]:
+        """What the log says of the data and of their mixture.
+
+        Arguments: `step`, how many steps are done; `last_step`, how many there will be.
+        """
+        lines = [*self.corpus.describe(), *self._windows.describe()]
+        if not isinstance(self.corpus, Mixture):
+            return lines
+        done = self._order.drawn(step * self.global_batch_size)
+        planned = None
+        if last_step is not None:
+            planned = self._order.drawn(last_step * self.global_batch_size)
+        sizes = [source.num_windows for source in self._sources]
+        return lines + self.corpus.describe_draws(sizes, done, planned)
 
     def prefetch(
         self, first_step: int, last_step: int, rank: int = 0, world_size: int = 1, depth: int = 4
@@ -129,12 +133,9 @@ class TrainLoader:
             lambda step: self.batch(step, rank, world_size), range(first_step, last_step), depth
         )
 
-    @property
-    def _size(self) -> int:
-        return self.samples_per_epoch
 
-    def _order(self, epoch: int) -> Permutation:
-        return Permutation(self._size, f"{self.corpus.fingerprint} {self.seed} {epoch}")
+def _epochs(windows: Windows, seed: int) -> EpochOrder:
+    return EpochOrder(windows.num_windows, windows.corpus.fingerprint, seed)
 
 
 def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
@@ -149,47 +150,36 @@ def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
-def read_windows(
-    corpus: TokenCorpus, windows: Sequence[int], context_length: int, mask_documents: bool
-) -> Batch:
-    """Windows of a corpus as `input_ids`, `labels` and, if asked for, `document_ids`; each [B, T].
-
-    A window that runs past the end of the stream is padded with EOD and scored nowhere there.
-    """
-    shape = (len(windows), context_length)
-    input_ids = np.full(shape, corpus.eod_id, dtype=np.int64)
-    labels = np.full(shape, IGNORE, dtype=np.int64)
-    for row, window in enumerate(windows):
-        start = int(window) * context_length
-        tokens = corpus.tokens(start, min(start + context_length + 1, corpus.num_tokens))
-        inputs = tokens[:context_length]
-        input_ids[row, : len(inputs)] = inputs
-        labels[row, : len(tokens) - 1] = tokens[1:]
-    batch = {"input_ids": input_ids, "labels": labels}
-    if mask_documents:
-        ends = input_ids == corpus.eod_id
-        labels[ends] = IGNORE
-        # EOD belongs to the document that it ends, so the count is of the ends before a token.
-        batch["document_ids"] = np.cumsum(ends, axis=1) - ends
-    return batch
-
-
 class ValidationWindows(Sequence[Batch]):
-    """All windows of a split in order: every token after the first is a label exactly once.
+    """All windows of a split: every token after the first of a corpus is a label exactly once.
 
     `windows[i]` is a batch of one; `windows.batch(indices)` a batch of several. The last window is
     padded, with labels −100. With `mask_documents` first tokens of documents are not scored.
+    Windows of one corpus come in order; those of a mixture's corpora are interleaved, so that the
+    first n hold each corpus in its share of all held-out windows.
     """
 
-    def __init__(self, corpus: TokenCorpus, context_length: int, mask_documents: bool) -> None:
-        if corpus.num_tokens < 2:
-            raise UserError(f"{corpus.folder}: the {corpus.split} split has no token to predict")
+    def __init__(
+        self, corpus: TokenCorpus | Mixture, context_length: int, mask_documents: bool
+    ) -> None:
         self.corpus = corpus
         self.context_length = context_length
         self.mask_documents = mask_documents
+        self._parts = corpus.parts if isinstance(corpus, Mixture) else [corpus]
+        for part in self._parts:
+            if part.num_tokens < 2:
+                raise UserError(f"{part.name}: the {part.split} split has no token to predict")
+        counts = [-(-(part.num_tokens - 1) // context_length) for part in self._parts]
+        self._length = sum(counts)
+        if len(counts) > 1:
+            self._owners = np.repeat(np.arange(len(counts)), counts)
+            self._windows = np.concatenate([np.arange(count) for count in counts])
+            places = (self._windows + 0.5) / np.repeat(counts, counts)
+            order = np.argsort(places, kind="stable")
+            self._owners, self._windows = self._owners[order], self._windows[order]
 
     def __len__(self) -> int:
-        return -(-(self.corpus.num_tokens - 1) // self.context_length)
+        return self._length
 
     def __getitem__(self, index: int) -> Batch:
         if not -len(self) <= index < len(self):
@@ -198,11 +188,18 @@ class ValidationWindows(Sequence[Batch]):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The windows `indices` in the layout of `TrainLoader.batch`, [len(indices), T]."""
-        return read_windows(self.corpus, indices, self.context_length, self.mask_documents)
+        if len(self._parts) == 1:
+            return self._read(0, indices)
+        indices = np.asarray(indices)
+        return scattered(self._owners[indices], self._windows[indices], self._read)
+
+    def _read(self, part: int, windows: Sequence[int]) -> Batch:
+        corpus = self._parts[part]
+        return read_windows(corpus, windows, self.context_length, self.mask_documents)
 
 
 def validation_windows(
-    corpus: TokenCorpus, context_length: int, mask_documents: bool = False
+    corpus: TokenCorpus | Mixture, context_length: int, mask_documents: bool = False
 ) -> ValidationWindows:
     """The windows that validation scores; rank r of w takes the windows r, r + w, r + 2w, …"""
     return ValidationWindows(corpus, context_length, mask_documents)

@@ -6,25 +6,42 @@ from typing import TYPE_CHECKING
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader
+from cat_lm.data.mixture import Mixture
 from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
-    from cat_lm.config import RunConfig
+    from cat_lm.config import DataSection, RunConfig
 
 
 def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
     """The training and the validation split, and the order of the training samples.
 
+    Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
+
     Raises:
         UserError: there is no such data, or it does not fit the model or the context length.
     """
     data, asked = config.data, config.model.vocab_size
-    corpus = TokenCorpus.open(data.path, "train")
+    corpus = _open(data, "train")
     if asked is not None and asked < corpus.vocab_size:
         raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {data.path} has {corpus.vocab_size} "
+            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
             "entries; use at least that, or leave the key out"
         )
-    batch_size, seed = config.train.global_batch_size, config.train.seed
-    loader = TrainLoader(corpus, data.context_length, batch_size, seed, data.mask_documents)
-    return corpus, TokenCorpus.open(data.path, "validation"), loader
+    loader = TrainLoader(
+        corpus,
+        data.context_length,
+        config.train.global_batch_size,
+        config.train.seed,
+        mask_documents=data.mask_documents,
+        packing=data.packing,
+        cache_dir=data.cache_dir,
+    )
+    return corpus, _open(data, "validation"), loader
+
+
+def _open(data: DataSection, split: str) -> TokenCorpus | Mixture:
+    corpora = [TokenCorpus.open(folder, split) for folder in data.folders]
+    if data.mixture is None:
+        return corpora[0]
+    return Mixture(corpora, list(data.mixture.values()))

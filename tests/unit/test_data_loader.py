@@ -7,23 +7,24 @@ import numpy as np
 import pytest
 
 from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
-from cat_lm.data.loader import IGNORE, Permutation
+from cat_lm.data.loader import IGNORE
+from cat_lm.data.order import Permutation
 from cat_lm.errors import UserError
 
 
 class Stream:
     """A corpus in memory."""
 
-    folder, split, eod_id = "memory", "train", 0
+    name, split, eod_id = "memory", "train", 0
 
     def __init__(self, tokens, fingerprint="f"):
         self._tokens = np.asarray(tokens, dtype=np.int64)
         self.num_tokens = len(self._tokens)
         self.fingerprint = fingerprint
 
-    def tokens(self, start, stop):
-        assert 0 <= start <= stop <= self.num_tokens
-        return self._tokens[start:stop]
+    def gather(self, starts, stops):
+        assert all(0 <= a <= b <= self.num_tokens for a, b in zip(starts, stops, strict=True))
+        return [self._tokens[a:b] for a, b in zip(starts, stops, strict=True)]
 
 
 def counting(length):

@@ -1,0 +1,123 @@
+"""Several corpora in fixed proportions.
+
+Weights count windows (sequences), not documents. They become whole numbers of windows in a block of
+`BLOCK` by largest remainder, so that the proportions hold exactly in every block of the run, and
+differ from the weights by less than 1 / BLOCK.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
+
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.errors import UserError
+
+BLOCK = 10_000
+
+
+class Mixture:
+    """One split of several corpora; it has the attributes of a `TokenCorpus`, summed over them.
+
+    Attributes: `parts` and `counts`, the corpora and the windows that each has in a block, sorted
+    by fingerprint, so that the order in which they are named does not matter; `folder`, the first
+    part's, whose tokenizer is everyone's; `fingerprint`, of the parts and their counts;
+    `manifest["unigram_loss"]`, the mean of the parts', weighted by their held-out tokens as the
+    validation loss is (weights of the mixture decide what is trained on, not what is scored).
+    Raises `UserError` for parts that do not go together, and for weights too small to count.
+    """
+
+    def __init__(self, corpora: Sequence[TokenCorpus], weights: Sequence[float]) -> None:
+        _check_tokenizers(corpora)
+        _check_distinct(corpora)
+        self.name = " + ".join(corpus.name for corpus in corpora)
+        pairs = zip(corpora, weights, strict=True)
+        corpora, weights = zip(*sorted(pairs, key=lambda pair: pair[0].fingerprint), strict=True)
+        self.parts = list(corpora)
+        self.counts = block_counts([corpus.name for corpus in corpora], weights)
+        first = self.parts[0]
+        self.folder, self.split = first.folder, first.split
+        self.vocab_size, self.eod_id = first.vocab_size, first.eod_id
+        self.num_tokens = sum(part.num_tokens for part in self.parts)
+        self.num_documents = sum(part.num_documents for part in self.parts)
+        self.num_bytes = sum(part.num_bytes for part in self.parts)
+        self.shards = [shard for part in self.parts for shard in part.shards]
+        pairs = zip(self.parts, self.counts, strict=True)
+        identity = "".join(f"{part.fingerprint} {count}\n" for part, count in pairs)
+        self.fingerprint = hashlib.sha256(f"mixture of {BLOCK}\n{identity}".encode()).hexdigest()
+        self.manifest = {"unigram_loss": _unigram_loss(self.parts)}
+
+    def describe(self) -> list[str]:
+        """What the log says of the corpora."""
+        return [line for part in self.parts for line in part.describe()]
+
+    def describe_draws(
+        self, sizes: Sequence[int], done: Sequence[int], planned: Sequence[int] | None
+    ) -> list[str]:
+        """What the log says of the proportions.
+
+        Arguments, in the order of `parts`: windows in an epoch, drawn so far, drawn by the end.
+        """
+        lines = []
+        for i, part in enumerate(self.parts):
+            line = f"{part.name}: {self.counts[i] / BLOCK:.2%} of the windows"
+            if planned is not None:
+                line += f", {planned[i]:,} in the run ({planned[i] / sizes[i]:.2f} epochs)"
+            if sum(done):
+                line += f", {done[i]:,} so far ({done[i] / sum(done):.2%})"
+            lines.append(line)
+        return lines
+
+
+def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
+    """How many windows of a block each corpus has: largest remainder, earlier ones win ties.
+
+    Raises `UserError` for a weight that comes to none.
+    """
+    # Fractions: sums of floats would break ties by their rounding.
+    total = sum(map(Fraction, weights))
+    exact = [BLOCK * Fraction(weight) / total for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: BLOCK - sum(counts)]:
+        counts[i] += 1
+    for name, weight, count in zip(names, weights, counts, strict=True):
+        if count == 0:
+            raise UserError(
+                f"data.mixture: the weight {weight:g} of {name} is {float(weight / total):.2g} of "
+                f"all, less than one window in {BLOCK:,}; give it more, or leave it out"
+            )
+    return counts
+
+
+def _check_tokenizers(corpora: Sequence[TokenCorpus]) -> None:
+    first = corpora[0]
+    for other in corpora[1:]:
+        ours, theirs = (c.manifest["tokenizer"] for c in (first, other))
+        keys = ("sha256", "eod_id", "vocab_size")
+        if any(ours.get(key) != theirs.get(key) for key in keys):
+            said = [f"{t.get('spec')} ({str(t.get('sha256'))[:12]})" for t in (ours, theirs)]
+            raise UserError(
+                f"data.mixture: {first.name} and {other.name} were prepared with different "
+                f"tokenizers, {said[0]} and {said[1]}; prepare them with the same one"
+            )
+
+
+def _check_distinct(corpora: Sequence[TokenCorpus]) -> None:
+    seen: dict[str, str] = {}
+    for corpus in corpora:
+        if corpus.fingerprint in seen:
+            raise UserError(
+                f"data.mixture: {seen[corpus.fingerprint]} and {corpus.name} hold the same data; "
+                "name them once, with the sum of their weights"
+            )
+        seen[corpus.fingerprint] = corpus.name
+
+
+def _unigram_loss(parts: Sequence[TokenCorpus]) -> float:
+    tokens = [part.manifest["splits"]["validation"]["tokens"] for part in parts]
+    losses = [part.manifest["unigram_loss"] for part in parts]
+    if not sum(tokens):
+        return sum(losses) / len(losses)
+    return sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)

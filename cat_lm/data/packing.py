@@ -1,0 +1,309 @@
+"""Windows of whole documents: fewer are cut at a window's edge, and none is joined to half another.
+
+Documents longer than a window are cut into full windows and a rest; rests and shorter documents
+are packed by best-fit decreasing: the longest first, each into the fullest window that has room.
+That is done for `GROUP` consecutive documents at a time, so that memory does not grow with the
+corpus. What comes out depends on the data and the context length only. It is computed once and
+kept in `DATA/packing/` (or in the cache, where the data cannot be written to), 12 bytes a piece
+and 8 bytes a window; reading any window costs the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.shards import Shard
+from cat_lm.data.windows import IGNORE, Batch
+from cat_lm.errors import UserError
+from cat_lm.files import sync_directory, write_json
+
+VERSION = 1
+GROUP = 100_000
+DEFAULT_CACHE = "~/.cache/cat_lm/data"
+# A piece: where it starts in the stream, and its length, above two bits that tell its ends.
+PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
+FIRST, CUT = 1, 2  # it is the first of its document; its document goes on in another window
+
+
+class PackedWindows:
+    """Whole documents in windows of `context_length`; see the module's text.
+
+    Every token of every document is an input in exactly one window of an epoch. Labels never join
+    two documents that merely lie side by side, but for the first token of a whole document after
+    the EOD of another, which is a label (unless documents are masked) as it is in a stream. A
+    window is padded at its end with EOD; padding is never a label, and is a document of its own.
+    """
+
+    def __init__(
+        self, corpus: TokenCorpus, context_length: int, cache_dir: Path | str | None = None
+    ) -> None:
+        self.corpus = corpus
+        self.context_length = context_length
+        folder = _plan_folder(corpus, context_length, Path(cache_dir or DEFAULT_CACHE).expanduser())
+        self._folder = folder
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        self.num_windows: int = plan["windows"]
+        if self.num_windows < 1:
+            raise UserError(f"{corpus.name}: the {corpus.split} split has no tokens")
+        self._num_cut: int = plan["cut_documents"]
+        # Of each window, the end of its pieces.
+        self._ends = np.memmap(folder / "windows.bin", dtype="<i8", mode="r")
+        self._pieces = np.memmap(folder / "pieces.bin", dtype=PIECE, mode="r")
+
+    def describe(self) -> list[str]:
+        slots = self.num_windows * self.context_length
+        return [
+            f"{self.corpus.name}: best-fit packing, {self.num_windows:,} windows with "
+            f"{1 - self.corpus.num_tokens / slots:.2%} padding; {self._num_cut:,} of "
+            f"{self.corpus.num_documents:,} documents are longer than a window and cut"
+        ]
+
+    def read(self, numbers: np.ndarray, mask_documents: bool) -> Batch:
+        """The windows as `input_ids`, `labels` and, if asked for, `document_ids`; int64 [B, T]."""
+        rows, starts, lengths, flags = self._pieces_of(numbers)
+        # Of a cut document the next token is read too: it is the last label.
+        views = self.corpus.gather(starts, starts + lengths + (flags & CUT > 0))
+        shape = (len(numbers), self.context_length)
+        input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        document_ids = np.zeros(shape, dtype=np.int64) if mask_documents else None
+        row, column, number = -1, 0, 0
+        for place, length, flag, tokens in zip(
+            rows.tolist(), lengths.tolist(), flags.tolist(), views, strict=True
+        ):
+            column, number = (column, number + 1) if place == row else (0, 0)
+            row, end = place, column + length
+            input_ids[row, column:end] = tokens[:length]
+            labels[row, column : column + len(tokens) - 1] = tokens[1:]
+            if document_ids is not None:
+                document_ids[row, column:end] = number
+                document_ids[row, end:] = number + 1
+            elif column and flag & FIRST:
+                labels[row, column - 1] = tokens[0]
+            column = end
+        batch = {"input_ids": input_ids, "labels": labels}
+        return batch if document_ids is None else {**batch, "document_ids": document_ids}
+
+    def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Of all pieces in these windows: their row, start, length and flags."""
+        numbers = np.asarray(numbers)
+        ends = np.asarray(self._ends[numbers])
+        first = np.where(numbers > 0, self._ends[numbers - 1], 0)
+        counts = ends - first
+        if (counts < 1).any() or (ends > len(self._pieces)).any():
+            raise self._damaged()
+        rows = np.repeat(np.arange(len(numbers)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        pieces = self._pieces[np.repeat(first, counts) + within]
+        starts = pieces["start"].astype(np.int64)
+        lengths, flags = (pieces["packed"] >> 2).astype(np.int64), pieces["packed"] & 3
+        filled = np.bincount(rows, weights=lengths)
+        ends = starts + lengths
+        if (filled > self.context_length).any() or (lengths < 1).any() or (starts < 0).any():
+            raise self._damaged()
+        if (ends > self.corpus.num_tokens).any():
+            raise self._damaged()
+        return rows, starts, lengths, flags
+
+    def _damaged(self) -> UserError:
+        return UserError(f"{self._folder}: the packing plan is damaged; delete this folder")
+
+
+def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
+    """Packs documents, given by where they start and how long they are, both [N].
+
+    Returns the pieces [P], in the order of their windows, and the number of pieces in each window.
+    """
+    full = lengths // context_length
+    rest = lengths - full * context_length
+    # Full windows of long documents.
+    owner = np.repeat(np.arange(len(lengths)), full)
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
+    cut = (part + 1) * context_length < lengths[owner]
+    whole = _pieces(
+        starts[owner] + part * context_length,
+        np.full(len(owner), context_length),
+        np.where(part == 0, FIRST, 0) | np.where(cut, CUT, 0),
+    )
+    # Rests, and documents that are shorter than a window.
+    some = np.flatnonzero(rest)
+    windows = best_fit(rest[some], context_length)
+    order = np.argsort(windows, kind="stable")
+    some = some[order]
+    packed = _pieces(
+        starts[some] + full[some] * context_length,
+        rest[some],
+        np.where(full[some] == 0, FIRST, 0),
+    )
+    counts = np.concatenate([np.ones(len(whole), np.int64), np.bincount(windows)])
+    return np.concatenate([whole, packed]), counts
+
+
+def _pieces(starts: np.ndarray, lengths: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    pieces = np.empty(len(starts), dtype=PIECE)
+    pieces["start"], pieces["packed"] = starts, lengths << 2 | flags
+    return pieces
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Best-fit decreasing: the window of each item, numbered from 0; int64 [N].
+
+    The longest item first, each into the window with the least room that still holds it.
+    """
+    windows = np.zeros(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set where some window has room r
+    opened = 0
+    placed = []
+    for length in lengths[order].tolist():
+        if fitting := rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            window = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            window, room = opened, capacity
+            opened += 1
+        placed.append(window)
+        room -= length
+        if room:
+            by_room[room].append(window)
+            rooms |= 1 << room
+    windows[order] = placed
+    return windows
+
+
+def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> Path:
+    """The folder of the plan, made first where there is none yet.
+
+    Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
+    it; without locks each makes its own, and the first one stays.
+    """
+    name = f"{corpus.split}-{context_length}-{corpus.fingerprint[:16]}"
+    identity = {
+        "version": VERSION,
+        "fingerprint": corpus.fingerprint,
+        "split": corpus.split,
+        "context_length": context_length,
+        "group": GROUP,
+    }
+    places = [corpus.folder / "packing" / name, cache_dir / "packing" / name]
+    for place in places:
+        if _is_whole(place, identity):
+            return place
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(place.parent / f".{name}.lock", "w")  # noqa: SIM115
+        except OSError:
+            if place is places[-1]:
+                raise
+            continue  # the data are on a disk that this user may only read
+        with lock, _held(lock):
+            if not _is_whole(place, identity):
+                _make(place, corpus, identity)
+        return place
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _held(lock: IO) -> Iterator[None]:
+    # Where there are no locks, each process makes the same plan, and the first one stays.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+
+
+def _is_whole(folder: Path, identity: dict) -> bool:
+    """Whether a plan is there. Raises `UserError` where it is damaged or of something else."""
+    if not folder.is_dir():
+        return False
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in ("windows.bin", "pieces.bin")}
+        expected = {
+            "windows.bin": 8 * plan["windows"],
+            "pieces.bin": PIECE.itemsize * plan["pieces"],
+        }
+        whole = sizes == expected and {key: plan.get(key) for key in identity} == identity
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if whole:
+        return True
+    raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
+
+
+def _make(folder: Path, corpus: TokenCorpus, identity: dict) -> None:
+    temporary = folder.with_name(f".{folder.name}.{socket.gethostname()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir()
+    try:
+        totals = _write_plan(temporary, corpus, identity["context_length"])
+        write_json(temporary / "plan.json", {**identity, **totals})
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not _is_whole(folder, identity):
+                raise
+        sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[str, int]:
+    from tqdm import tqdm
+
+    windows = pieces = cut = 0
+    progress = tqdm(
+        total=corpus.num_documents, unit="doc", unit_scale=True, desc="packing", file=sys.stderr
+    )
+    with (
+        open(folder / "windows.bin", "wb") as ends_file,
+        open(folder / "pieces.bin", "wb") as pieces_file,
+        progress,
+    ):
+        for starts, lengths in _groups(corpus):
+            group, counts = pack(starts, lengths, context_length)
+            ends_file.write((pieces + np.cumsum(counts)).astype("<i8").tobytes())
+            pieces_file.write(group.tobytes())
+            windows += len(counts)
+            pieces += len(group)
+            cut += int((lengths > context_length).sum())
+            progress.update(len(lengths))
+        for file in (ends_file, pieces_file):
+            file.flush()
+            os.fsync(file.fileno())
+    return {"windows": windows, "pieces": pieces, "cut_documents": cut}
+
+
+def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Where documents start in the stream and how long they are, `GROUP` of a shard at a time."""
+    base = 0
+    for shard in corpus.shards:
+        for first in range(0, shard.num_documents, GROUP):
+            starts, stops = _documents(shard, first, min(first + GROUP, shard.num_documents))
+            yield base + starts, stops - starts
+        base += shard.num_tokens
+
+
+def _documents(shard: Shard, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents [first, stop) of a shard start and end, in its tokens."""
+    marks = np.asarray(shard.document_marks[first : stop + 1])
+    last = marks[1:] - 1
+    size = shard.dtype.itemsize
+    starts = np.asarray(shard.pointers[marks[:-1]]) // size
+    stops = np.asarray(shard.pointers[last]) // size + np.asarray(shard.lengths[last])
+    return starts, stops

@@ -1,0 +1,66 @@
+"""Prepared folders made by hand: documents of chosen tokens, without any tokenizer's work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.data.corpus import fingerprint
+from cat_lm.data.shards import ShardWriter
+
+EOD = 0
+
+
+def write_prepared(
+    folder: Path,
+    train: Sequence[Sequence[int]],
+    validation: Sequence[Sequence[int]] = ((1, 2, EOD),),
+    dtype: str = "uint16",
+    shard_tokens: int = 10**9,
+    tokenizer: str = "t",
+    unigram_loss: float = 1.0,
+) -> Path:
+    """A folder as `data_prep.prepare` leaves it; documents are token lists that end with EOD."""
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = {}
+    for split, documents in (("train", train), ("validation", validation)):
+        with ShardWriter(folder, split, np.dtype(dtype), shard_tokens) as writer:
+            for document in documents:
+                writer.write(np.array(document), np.array([len(document)]), [len(document) - 1])
+        listed = [shard.to_json() for shard in writer.shards]
+        keys = ("documents", "tokens", "bytes")
+        splits[split] = {key: sum(s[key] for s in listed) for key in keys} | {"shards": listed}
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer/tokenizer.json").write_text(tokenizer)
+    sha256 = hashlib.sha256(tokenizer.encode()).hexdigest()
+    shards = [shard for counts in splits.values() for shard in counts["shards"]]
+    info = {"spec": tokenizer, "sha256": sha256, "vocab_size": 60_000, "eod_id": EOD}
+    manifest = {
+        "format_version": 1,
+        "dtype": dtype,
+        "fingerprint": fingerprint(shards, sha256),
+        "source": {},
+        "sources": {
+            "Web": {"train": {"tokens": 3}, "validation": {"tokens": 1}},
+            "Books": {"train": {"tokens": 1}},
+        },
+        "unigram_loss": unigram_loss,
+        "tokenizer": info,
+        "splits": splits,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def random_documents(count: int, longest: int, seed: int = 0, shift: int = 1) -> list[list[int]]:
+    """Documents of 1 … `longest` tokens, many short ones; each token value stands once."""
+    lengths = np.random.default_rng(seed).geometric(4 / longest, count).clip(1, longest)
+    documents, token = [], shift
+    for length in lengths.tolist():
+        documents.append([*range(token, token + length - 1), EOD])
+        token += length - 1
+    return documents
