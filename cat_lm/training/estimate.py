@@ -5,11 +5,20 @@ The one definition of each; log, benchmarks and planning use these.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.model import CatConfig
 from cat_lm.model.convolution import identity_filters
+
+if TYPE_CHECKING:
+    from cat_lm.model import CatForCausalLM
+
+# What a rank really takes was within this factor of the estimate wherever it was measured.
+MEMORY_ACCURACY = 1.25
 
 # Dense bf16 TFLOP/s of one device from the makers' data sheets, the most specific name first.
 _PEAK_BF16_TFLOPS = (
@@ -80,26 +89,95 @@ def device_peak_flops(device: torch.device) -> float | None:
     return next((peak * 1e12 for part, peak in _PEAK_BF16_TFLOPS if part in name), None)
 
 
-def memory_per_rank(config: RunConfig, parameters: int, world_size: int) -> float:
-    """Bytes that weights, gradients, optimizer and activations of one rank take, roughly.
+def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
+    """The configuration's model without its weights (on the meta device), in milliseconds.
+
+    Args:
+        vocab_size: the tokenizer's; `model.vocab_size` comes before it.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    from cat_lm.training.engine import build_model
+
+    # Building draws from the generator, which is the run's.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return build_model(config, vocab_size)
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """Bytes of a checkpoint: fp32 weights and AdamW's two moments, and the weights for export."""
+    return (12 + 4) * parameters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank's part of a run takes on its device, at the peak of a step.
+
+    Attributes:
+        weights, gradients, optimizer: as DeepSpeed keeps them from step to step.
+        buffers: what it copies gradients and gathered weights into.
+        activations: what the backward pass of a micro-batch keeps, and the loss's own.
+        advice: which keys lower it.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    advice: str
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.buffers + self.activations
+
+    def __str__(self) -> str:
+        names = ("weights", "gradients", "optimizer", "buffers", "activations")
+        return ", ".join(f"{name} {getattr(self, name) / 2**30:.2f}" for name in names)
+
+
+def memory_per_rank(config: RunConfig, parameters: int, world_size: int, vocab_size: int) -> Memory:
+    """What a rank needs, to within `MEMORY_ACCURACY`; precision must be decided.
 
     States as DeepSpeed keeps them; activations after Korthikanti et al., 2022 (34·B·T·C bytes a
     layer in 16 bits, without the attention matrix, which no fused attention stores).
     """
     stage, bf16 = config.train.zero_stage, config.train.precision == "bf16"
     if stage == 0:
-        states = 16.0 * parameters  # fp32 weights, gradients, two moments
+        weights, gradients, optimizer = 4.0, 4.0, 8.0
     else:
-        weights, gradients, masters = (2, 4, 12) if bf16 else (4, 4, 12)
-        states = parameters * (
-            weights / (world_size if stage == 3 else 1)
-            + gradients / (world_size if stage >= 2 else 1)
-            + masters / world_size
-        )
+        weights, gradients, optimizer = (2.0, 4.0, 12.0) if bf16 else (4.0, 4.0, 12.0)
+        weights /= world_size if stage == 3 else 1
+        gradients /= world_size if stage >= 2 else 1
+        optimizer /= world_size
     model = config.model
     tokens = config.train.micro_batch_size * config.data.context_length
     layer = 34.0 * tokens * model.hidden_size * (1 if bf16 else 2)
+    kept = layer * model.num_hidden_layers
     if config.train.activation_checkpointing:
-        kept = 2 * tokens * model.hidden_size * (1 if bf16 else 2)
-        return states + layer + kept * model.num_hidden_layers
-    return states + layer * model.num_hidden_layers
+        kept = layer + 2 * tokens * model.hidden_size * (1 if bf16 else 2) * model.num_hidden_layers
+    return Memory(
+        weights * parameters,
+        gradients * parameters,
+        optimizer * parameters,
+        4.0 * vocab_size * model.hidden_size,
+        kept,
+        _memory_advice(config, world_size),
+    )
+
+
+def _memory_advice(config: RunConfig, world_size: int) -> str:
+    train, ways = config.train, []
+    if train.micro_batch_size > 1:
+        ways.append(f"lower train.micro_batch_size={train.micro_batch_size}")
+    if not train.activation_checkpointing:
+        ways.append("set train.activation_checkpointing=true")
+    if train.zero_stage < 3 and world_size > 1:
+        ways.append(f"raise train.zero_stage={train.zero_stage}")
+    ways.append("take a smaller model or a larger device")
+    return ", or ".join(ways)

@@ -27,6 +27,7 @@ class Report:
     def __init__(self, config: RunConfig, model: CatForCausalLM, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.parameters = count_parameters(model)
+        self.vocab_size = model.config.vocab_size
         self.computing = self.parameters - lookup_parameters(model.config)
         self.flops = flops_per_token(model.config, self.parameters, config.data.context_length)
         self.peak = peak_flops(config, ranks.device)
@@ -41,7 +42,7 @@ class Report:
         convolution = model.conv_type
         if convolution != "none":
             convolution += f" over {model.conv_window} tokens on {model.conv_streams}"
-        memory = memory_per_rank(config, self.parameters, world_size) / 2**30
+        memory = memory_per_rank(config, self.parameters, world_size, self.vocab_size).total
         return "\n".join(
             (
                 f"model: {self.parameters:,} parameters "
@@ -53,8 +54,8 @@ class Report:
                 f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "
                 f"{world_size} ranks, accumulated {config.accumulation_steps(world_size)} times; "
                 f"warm-up {config.steps_of('warmup'):,} steps",
-                f"compute: {self.flops * tokens:.3g} FLOPs; memory: about {memory:.2f} GiB a rank "
-                f"(ZeRO-{train.zero_stage})",
+                f"compute: {self.flops * tokens:.3g} FLOPs; memory: about {memory / 2**30:.2f} GiB "
+                f"a rank (ZeRO-{train.zero_stage})",
                 "reference: a unigram model's validation loss is "
                 f"{corpus.manifest['unigram_loss']:.4f}",
             )

@@ -1,0 +1,71 @@
+"""What every rank looks at before step 0, so that all that is wrong is known at once, per host.
+
+`check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch
+and the collectives. `dry_run_batch` comes after: one micro-batch of the largest shape.
+
+    lines = preflight.check(config, ranks)                    # raises one UserError for everything
+    ...                                                       # build the model and the engine
+    lines = [preflight.dry_run_batch(engine, loader)]
+
+Both are collectives. A rank says what it sees (`facts`), and all ranks judge all that was seen
+(`rules`), alike, so that none waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.preflight import bandwidth, facts, rules
+from cat_lm.training.preflight.dry_run import dry_run_batch
+from cat_lm.training.preflight.folder import Probe
+
+__all__ = ["check", "dry_run_batch"]
+
+
+def check(config: RunConfig, ranks: Ranks) -> list[str]:
+    """Looks at everything that needs no model; a collective.
+
+    Args:
+        config: with its precision decided.
+
+    Returns:
+        Lines for the log; those that begin with "warning: " name what works but should not be so.
+
+    Raises:
+        UserError: something is wrong; on every rank, the same. A line for each problem names the
+            host and the ranks, the key or value, and what would be right.
+    """
+    output = Path(config.train.output_dir).absolute()
+    output = Path(config.train.output_dir).absolute()
+    hosts = ranks.gather(facts.host_name())
+    probe = Probe(output, ranks.agree_on(secrets.token_hex(8)), hosts[0])
+    existed = output.exists()
+    if ranks.is_first:
+        probe.write()
+    ranks.wait()  # the first rank's file is there before another looks for it
+    leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
+    try:
+        gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None))
+    finally:
+        if ranks.is_first:
+            probe.remove()
+    verdict = rules.judge(config, gathered)
+    if not verdict.problems:
+        verdict.add_transport(bandwidth.measure(ranks), ranks.device.type)
+    if verdict.problems:
+        if ranks.is_first and not existed:
+            _remove_if_empty(output)
+        raise UserError(verdict.message())
+    return verdict.lines()
+
+
+def _remove_if_empty(output: Path) -> None:
+    """A run that cannot start leaves no folder behind."""
+    with contextlib.suppress(OSError):
+        os.rmdir(output)

@@ -1,0 +1,109 @@
+"""One micro-batch of the largest shape, forward and backward, that changes nothing."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cat_lm.data.loader import TrainLoader
+from cat_lm.errors import UserError
+from cat_lm.training.engine import Engine
+from cat_lm.training.estimate import count_parameters, memory_per_rank
+from cat_lm.training.preflight.facts import host_name
+
+GIB = 2**30
+# What DeepSpeed counts in a step, skipped or not.
+_COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
+    """Computes one micro-batch of full context and drops its gradients; a collective.
+
+    DeepSpeed's own way of dropping a step serves: the loss is made NaN before the backward pass, so
+    the step is skipped as any that is not finite. Weights, optimizer, generators and counters are
+    afterwards what they were, bit for bit.
+
+    Returns:
+        A line for the log: tokens, seconds, peak memory.
+
+    Raises:
+        UserError: the memory does not suffice; on the rank where it was so.
+    """
+    config, ranks = engine.config, engine.ranks
+    rows = config.train.micro_batch_size
+    batch = {k: v[:rows] for k, v in loader.batch(0, ranks.rank, ranks.world_size).items()}
+    parameters = count_parameters(engine.model)
+    vocab_size = engine.model.config.vocab_size
+    estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size)
+    start = time.perf_counter()
+    try:
+        with _restored(engine):
+            _skipped_step(engine, batch, parameters)
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"preflight: {host_name()} rank {ranks.rank}: a micro-batch of {rows} x "
+            f"{config.data.context_length} tokens does not fit into the memory of the "
+            f"{ranks.device.type} (the estimate was {estimate.total / GIB:.2f} GiB: {estimate}); "
+            f"{estimate.advice}"
+        ) from error
+    return (
+        f"preflight: dry-run batch of {rows} x {config.data.context_length} tokens in "
+        f"{time.perf_counter() - start:.2f} s; peak memory of this rank {_peak(ranks.device)}, "
+        f"estimated {estimate.total / GIB:.2f} GiB"
+    )
+
+
+def _skipped_step(engine: Engine, batch: dict, parameters: int) -> None:
+    deepspeed, device = engine.deepspeed, engine.ranks.device
+    plain = engine.config.train.zero_stage == 0
+    # Without ZeRO the moments come with the first update; their room must be there too.
+    absent = plain and not engine.optimizer.state
+    moments = torch.empty(2 * parameters if absent else 0, device=device)
+    (micro_batch,) = engine._micro_batches(batch)
+    # One micro-batch is the whole step, so that gradients are reduced and then dropped.
+    deepspeed.set_gradient_accumulation_boundary(True)
+    loss = engine._loss(micro_batch, num_items_in_batch=1)
+    deepspeed.backward(loss * math.nan)
+    if plain:
+        engine._clip()
+    deepspeed.step()
+    del moments
+
+
+@contextmanager
+def _restored(engine: Engine) -> Iterator[None]:
+    """Sets generators and DeepSpeed's counters back afterwards."""
+    deepspeed, on_gpu = engine.deepspeed, engine.ranks.device.type == "cuda"
+    counters = {name: getattr(deepspeed, name) for name in _COUNTERS}
+    boundary = deepspeed._is_gradient_accumulation_boundary
+    generator = torch.get_rng_state()
+    gpu_generator = torch.cuda.get_rng_state() if on_gpu else None
+    try:
+        yield
+    finally:
+        for name, value in counters.items():
+            setattr(deepspeed, name, value)
+        deepspeed._is_gradient_accumulation_boundary = boundary
+        torch.set_rng_state(generator)
+        if gpu_generator is not None:
+            torch.cuda.set_rng_state(gpu_generator)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    told = ("out of memory", "can't allocate memory", "not enough memory")
+    is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_named or any(words in str(error).lower() for words in told)
+
+
+def _peak(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB"
+    # Kibibytes on Linux: the largest resident size so far, of the whole process.
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"

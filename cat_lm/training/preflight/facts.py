@@ -1,0 +1,227 @@
+"""What one rank sees of its host. No collectives, and nothing raises: a failure is a fact too."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cat_lm import __version__
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.distributed import Ranks, describe_error
+from cat_lm.training.preflight.folder import FolderFacts, Probe
+
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data as a node opened them; `probe` is a hash of some windows that were really read."""
+
+    fingerprint: str
+    probe: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank sees.
+
+    Attributes:
+        config: the run's configuration as this rank has it.
+        versions: name to version of what must be equal on all ranks.
+        device, driver: names; they may differ, but should not.
+        free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
+        matmul_seconds: of a small matrix product, to tell a slow device from the others.
+        data: None where another rank of the host opened them, or where `data_problem` says why.
+        folder: None where another rank of the host looked.
+    """
+
+    rank: int
+    host: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    on_gpu: bool
+    driver: str
+    free_memory: int
+    matmul_seconds: float
+    data: DataFacts | None = None
+    data_problem: str | None = None
+    folder: FolderFacts | None = None
+
+
+def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
+    """This rank's facts; with `probe` also those that its host's ranks share."""
+    data = data_problem = folder = None
+    if probe is not None:
+        data, data_problem = _tried(lambda: read_data(config))
+        folder = probe.look(ranks.is_first)
+    on_gpu = ranks.device.type == "cuda"
+    return Facts(
+        rank=ranks.rank,
+        host=host_name(),
+        config=config.model_dump(mode="json"),
+        versions=versions(on_gpu),
+        device=torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
+        on_gpu=on_gpu,
+        driver=driver() if on_gpu else "",
+        free_memory=free_memory(ranks.device),
+        matmul_seconds=matmul_seconds(ranks.device),
+        data=data,
+        data_problem=data_problem,
+        folder=folder,
+    )
+
+
+def _tried(action: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(the result, None), or (None, what was wrong)."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, describe_error(error)
+
+
+def host_name() -> str:
+    """SLURM's name of the node where there is one, else the machine's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def versions(on_gpu: bool) -> dict[str, str]:
+    """Everything whose difference between ranks may change results or break collectives."""
+    found = {"python": platform.python_version(), "cat_lm": __version__, "code": code_hash()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
+    if on_gpu:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+@functools.cache
+def code_hash() -> str:
+    """Of the package's sources as they are on this node: equal commits may have been edited."""
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h"):
+            digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def driver() -> str:
+    """The NVIDIA kernel driver's version, or nothing."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    return match[0] if match else ""
+
+
+def read_data(config: RunConfig) -> DataFacts:
+    """Opens both splits, and reads the first sample of the first, middle and last step."""
+    from cat_lm.data.opening import open_data
+
+    corpus, _, loader = open_data(config)
+    digest, last = hashlib.sha256(), config.total_steps - 1
+    for step in sorted({0, last // 2, last}):
+        # With a rank for every sample of a step, the first one reads one sample.
+        batch = loader.batch(step, 0, config.train.global_batch_size)
+        digest.update(batch["input_ids"].tobytes() + batch["labels"].tobytes())
+    return DataFacts(corpus.fingerprint, digest.hexdigest(), corpus.vocab_size)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process can still take: of the GPU, or of the host within this job's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [_available()]
+    limit = _group_limit()
+    return min(free + ([limit] if limit is not None else []))
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control groups of this process, as SLURM and containers make them, leave it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    left = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        base = root / "memory"
+        if not controllers:
+            names, base = ("memory.max", "memory.current"), root
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            left += _room(folder, *names)
+    return min(left, default=None)
+
+
+def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
+    try:
+        limit = (folder / limit_name).read_text(encoding="ascii").strip()
+        usage = int((folder / usage_name).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return []
+    # The file cache counts as used but is given up; unlimited is "max" or a number near 2^63.
+    if limit == "max" or int(limit) > 2**60:
+        return []
+    return [max(0, int(limit) - usage + _cached(folder))]
+
+
+def _cached(folder: Path) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(found.get("inactive_file", 0))
+
+
+def matmul_seconds(device: torch.device) -> float:
+    """The best of several small matrix products: milliseconds, enough to see a throttled device."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (4096, torch.bfloat16) if on_gpu else (256, torch.float32)
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        result = matrix @ matrix
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    del matrix, result
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return best

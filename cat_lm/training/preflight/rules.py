@@ -1,0 +1,281 @@
+"""What is wrong with the facts of all ranks. A function of them alone, so that all ranks agree."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cat_lm.config import RunConfig, changed_values
+from cat_lm.errors import UserError
+from cat_lm.training.estimate import (
+    MEMORY_ACCURACY,
+    Memory,
+    checkpoint_bytes,
+    count_parameters,
+    memory_per_rank,
+    meta_model,
+)
+from cat_lm.training.preflight.bandwidth import Transport
+from cat_lm.training.preflight.facts import Facts
+
+GIB = 2**30
+HOSTS_NAMED = 8
+# A rank's device that takes so many times as long as the median one holds all others up.
+SLOW_DEVICE = 2.0
+# Bytes a second on the bus below which a network is taken for broken or not used: a GPU's are tens
+# of GB/s within a node and not less than 1 between nodes; gloo in one machine is near 1.
+LEAST_BANDWIDTH = {"cuda": 1e9, "cpu": 1e7}
+
+
+@dataclass
+class Verdict:
+    """Problems and notes, each with the ranks that it is about."""
+
+    facts: Sequence[Facts]
+    problems: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    warnings: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+
+    def message(self) -> str:
+        """All problems, a line each, for one error."""
+        lines = self._grouped(self.problems)
+        text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        return f"preflight:{text}"
+
+    def lines(self) -> list[str]:
+        """What the log should say."""
+        warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
+        return [f"preflight: {line}" for line in (*self.notes, *warnings)]
+
+    def _grouped(self, found: dict[str, list[int]]) -> list[str]:
+        return [f"{self._who(ranks)}: {text}" for text, ranks in found.items()]
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == len(self.facts) > 1:
+            return "all ranks"
+        of_host = defaultdict(list)
+        for rank in ranks:
+            of_host[self.facts[rank].host].append(rank)
+        named = [f"{host} {ranges(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
+        more = len(of_host) - len(named)
+        return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
+
+    def add_transport(self, transport: Transport | None, device_type: str) -> None:
+        if transport is None:
+            return
+        speed = transport.bus_bandwidth
+        self.notes.append(
+            f"all-reduce of {transport.bytes_ / 2**20:.0f} MiB among {transport.world_size} "
+            f"ranks: {transport.seconds * 1e3:.1f} ms, {speed / 1e9:.2f} GB/s on the bus"
+        )
+        if speed < LEAST_BANDWIDTH[device_type]:
+            text = (
+                f"the all-reduce's {speed / 1e9:.3f} GB/s are very little; is the fast network "
+                "used (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME tell and choose)?"
+            )
+            self.warnings[text] += range(len(self.facts))
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 24–31`, `ranks 0, 2–3`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    several = len(runs) > 1 or len(runs[0]) > 1
+    parts = (f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"rank{'s' if several else ''} {', '.join(parts)}"
+
+
+def judge(config: RunConfig, facts: Sequence[Facts]) -> Verdict:
+    """Compares what the ranks saw with each other and with what the run needs.
+
+    Args:
+        facts: of all ranks, in their order.
+    """
+    verdict = Verdict(facts)
+    hosts = list(dict.fromkeys(fact.host for fact in facts))
+    verdict.notes.append(
+        f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {_listed(hosts)}; "
+        + ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
+    )
+    for check in (_versions, _configurations, _batch, _data, _needs, _devices):
+        check(verdict, config)
+    return verdict
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    if len(hosts) <= HOSTS_NAMED:
+        return f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} ({', '.join(hosts)})"
+    return f"{len(hosts)} hosts ({hosts[0]} … {hosts[-1]})"
+
+
+def _versions(verdict: Verdict, config: RunConfig) -> None:
+    names = dict.fromkeys(name for fact in verdict.facts for name in fact.versions)
+    for name in names:
+        _compare(
+            verdict,
+            verdict.problems,
+            name,
+            [fact.versions.get(name, "absent") for fact in verdict.facts],
+            "copy the same checkout to every host"
+            if name == "code"
+            else f"install the same {name} on every host",
+        )
+
+
+def _compare(
+    verdict: Verdict, kind: dict[str, list[int]], name: str, values: Sequence[str], advice: str
+) -> None:
+    """Ranks whose value is not the most frequent one; of equally frequent ones, rank 0's."""
+    counts = Counter(values)
+    usual = max(counts, key=lambda value: (counts[value], value == values[0]))
+    others = {
+        fact.host for fact, value in zip(verdict.facts, values, strict=True) if value == usual
+    }
+    for rank, value in enumerate(values):
+        if value != usual:
+            where = next(iter(others)) if len(others) == 1 else f"{len(others)} other hosts"
+            kind[f"{name} is {value}, but {usual} on {where}; {advice}"].append(rank)
+
+
+def _configurations(verdict: Verdict, config: RunConfig) -> None:
+    first = verdict.facts[0].config
+    for fact in verdict.facts:
+        for name, (a, b) in changed_values(first, fact.config).items():
+            verdict.problems[
+                f"{name}={b!r}, but {a!r} on rank 0; start all ranks with the same file "
+                "and overrides"
+            ].append(fact.rank)
+
+
+def _batch(verdict: Verdict, config: RunConfig) -> None:
+    world_size = len(verdict.facts)
+    try:
+        config.accumulation_steps(world_size)
+    except UserError as error:
+        verdict.problems[f"{error}; {batch_advice(config, world_size)}"] += range(world_size)
+
+
+def batch_advice(config: RunConfig, world_size: int) -> str:
+    """What would divide: the largest micro-batch for these ranks, the nearest numbers of ranks."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    ways = []
+    if batch % world_size == 0:
+        share = batch // world_size
+        fits = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        ways.append(f"train.micro_batch_size={fits}")
+    counts = [n for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
+    near = [max((n for n in counts if n < world_size), default=None)]
+    near.append(min((n for n in counts if n > world_size), default=None))
+    ways.append(" or ".join(str(n) for n in near if n is not None) + " ranks")
+    return f"right would be {' or '.join(ways)}"
+
+
+def _data(verdict: Verdict, config: RunConfig) -> None:
+    opened = [fact for fact in verdict.facts if fact.data is not None]
+    for fact in verdict.facts:
+        if fact.data_problem is not None:
+            verdict.problems[fact.data_problem].append(fact.rank)
+    if not opened:
+        return
+    first = opened[0]
+    for fact in opened[1:]:
+        where = f"but on {first.host}"
+        if fact.data.fingerprint != first.data.fingerprint:
+            verdict.problems[
+                f"data: the fingerprint is {fact.data.fingerprint[:12]}, {where} "
+                f"{first.data.fingerprint[:12]}; give all hosts the same prepared data"
+            ].append(fact.rank)
+        elif fact.data.probe != first.data.probe:
+            verdict.problems[
+                f"data: the same samples read otherwise than on {first.host}, though the "
+                "fingerprints are equal; copy the data there again"
+            ].append(fact.rank)
+    verdict.notes.append(f"data {first.data.fingerprint[:12]}, read on each host")
+
+
+def _needs(verdict: Verdict, config: RunConfig) -> None:
+    """Disk and memory, by the number of the model's parameters."""
+    vocab_size = next((f.data.vocab_size for f in verdict.facts if f.data is not None), None)
+    vocab_size = config.model.vocab_size or vocab_size
+    for fact in verdict.facts:
+        if fact.folder is not None and fact.folder.problem is not None:
+            verdict.problems[
+                f"train.output_dir={config.train.output_dir}: {fact.folder.problem}"
+            ].append(fact.rank)
+    if vocab_size is None:
+        return  # the data are not there, which is said already
+    try:
+        model = meta_model(config, vocab_size)
+    except UserError as error:
+        verdict.problems[str(error)] += range(len(verdict.facts))
+        return
+    parameters = count_parameters(model)
+    _disk(verdict, config, parameters)
+    _memory(verdict, memory_per_rank(config, parameters, len(verdict.facts), vocab_size))
+
+
+def _disk(verdict: Verdict, config: RunConfig, parameters: int) -> None:
+    one = checkpoint_bytes(parameters)
+    looked = [fact for fact in verdict.facts if fact.folder is not None and not fact.folder.problem]
+    for fact in looked:
+        # The run's own, from before a restart, already have their room; the next is written first.
+        needed = max(1, 2 - fact.folder.checkpoints) * one
+        if fact.folder.free < needed:
+            verdict.problems[
+                f"train.output_dir={config.train.output_dir}: {size(fact.folder.free)} are free, "
+                f"but checkpoints of {size(one)} each need {size(needed)}"
+            ].append(fact.rank)
+    if looked:
+        free = min(fact.folder.free for fact in looked)
+        verdict.notes.append(f"disk: {size(free)} free, a checkpoint takes {size(one)}")
+
+
+def _memory(verdict: Verdict, memory: Memory) -> None:
+    of_host = Counter(fact.host for fact in verdict.facts)
+    least = None
+    for fact in verdict.facts:
+        sharing = 1 if fact.on_gpu else of_host[fact.host]
+        free = fact.free_memory / sharing
+        least = free if least is None else min(least, free)
+        where = "GPU memory" if fact.on_gpu else "memory"
+        text = (
+            f"about {memory.total / GIB:.2f} GiB a rank are needed ({memory}), but "
+            f"{free / GIB:.2f} GiB of {where} are free for each; {memory.advice}"
+        )
+        if memory.states > free or memory.total > free * MEMORY_ACCURACY:
+            verdict.problems[text].append(fact.rank)
+        elif memory.total > free:
+            verdict.warnings[text].append(fact.rank)
+    verdict.notes.append(
+        f"memory: about {memory.total / GIB:.2f} GiB a rank, at least {least / GIB:.2f} GiB free"
+    )
+
+
+def _devices(verdict: Verdict, config: RunConfig) -> None:
+    """What runs, but only as fast as its slowest rank."""
+    facts = verdict.facts
+    kinds = [fact.device for fact in facts]
+    _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")
+    drivers = [fact.driver for fact in facts]
+    _compare(verdict, verdict.warnings, "the driver", drivers, "one version is safer")
+    typical = statistics.median(fact.matmul_seconds for fact in facts)
+    for fact in facts:
+        if len(facts) > 2 and fact.matmul_seconds > SLOW_DEVICE * typical:
+            verdict.warnings[
+                f"the device multiplies {fact.matmul_seconds / typical:.1f} times as slowly as "
+                "the median one; it may be throttled or shared, and all ranks will wait for it"
+            ].append(fact.rank)
+
+
+def size(bytes_: float) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB")):
+        if bytes_ >= unit:
+            return f"{bytes_ / unit:.1f} {name}"
+    return f"{bytes_ / 1024:.1f} KiB"

@@ -1,0 +1,147 @@
+"""Preflight among real ranks: what it finds, and that its dry-run batch changes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cat_lm.config import RunConfig, TrainSection
+from cat_lm.data.opening import open_data
+from cat_lm.errors import UserError
+from cat_lm.training import preflight
+from cat_lm.training.engine import Engine, build_model
+from tests.conftest import generated_text
+from tests.distributed.ranks import run_on_ranks
+from tests.runs import run_values
+
+STEPS = 3
+
+
+def losses_with_and_without(ranks, data, cases):
+    """Losses, gradient norms and weights of each case, without and with a dry-run batch before."""
+    results = {}
+    for stage, precision in cases:
+        for dry in (False, True):
+            values = run_values(data, "unused", precision=precision, zero_stage=stage)
+            values["train"]["micro_batch_size"] = 2
+            config = RunConfig.model_validate(values)
+            _, _, loader = open_data(config)
+            engine = Engine(build_model(config, 257), config, ranks)
+            found = []
+            for step in range(STEPS):
+                # Also between steps, as after a checkpoint: moments and counters are there then.
+                if dry and step != 1:
+                    line = preflight.dry_run_batch(engine, loader)
+                    assert line.startswith("preflight: dry-run batch of 2 x 32 tokens in "), line
+                result = engine.train_step(loader.batch(step, ranks.rank, ranks.world_size), 1e-2)
+                assert not result.skipped
+                found.append((result.loss, result.grad_norm))
+            weights = {k: v.numpy() for k, v in engine.full_precision_weights().items()}
+            results[stage, precision, dry] = found, weights, torch.get_rng_state().numpy()
+    return results
+
+
+def other_corpus(folder: Path, prepare) -> Path:
+    (folder / "text.txt").write_text("\n\n".join(generated_text(200, seed=1)), encoding="utf-8")
+    return prepare(
+        folder / "prepared",
+        *("--source", "files", "--path", folder / "text.txt", "--document-separator", r"\n\n"),
+        *("--tokenizer", "bytes", "--validation-fraction", 0.1, "--workers", 1),
+    )
+
+
+def checked(ranks, folders: list[Path], changes: dict[str, object]) -> tuple[str, list[str]]:
+    """What preflight says where every rank is a host with a current folder of its own.
+
+    `changes` are made on the last rank only: a value of the configuration, or of its versions.
+    """
+    from cat_lm.training.preflight import facts, folder
+
+    folder.PATIENCE_SECONDS = 0.3
+    os.environ["SLURMD_NODENAME"] = f"n{ranks.rank}"
+    os.chdir(folders[ranks.rank])
+    is_last = ranks.rank == ranks.world_size - 1
+    train = {k: v for k, v in changes.items() if k in TrainSection.model_fields}
+    values = run_values(Path("data"), Path("run"), **(train if is_last else {}))
+    if is_last and "torch" in changes:
+        real = facts.versions
+        facts.versions = lambda on_gpu: real(on_gpu) | {"torch": changes["torch"]}
+    if "free_memory" in changes:
+        facts.free_memory = lambda device: changes["free_memory"]
+    try:
+        lines, error = preflight.check(RunConfig.model_validate(values), ranks), ""
+    except UserError as raised:
+        lines, error = [], str(raised)
+    return error, lines
+
+
+def test_two_hosts_that_agree(tiny_corpus, tmp_path):
+    (tmp_path / "data").symlink_to(tiny_corpus)
+    found = run_on_ranks(checked, 2, [tmp_path, tmp_path], {})
+    assert found[0] == found[1]
+    error, lines = found[0]
+    assert error == "" and all(line.startswith("preflight: ") for line in lines), lines
+    text = "\n".join(lines)
+    assert "2 ranks on 2 hosts (n0, n1); python 3." in text
+    assert "all-reduce of" in text and "GB/s on the bus" in text
+    assert "disk: " in text and "memory: about 0.0" in text and "read on each host" in text
+    assert list((tmp_path / "run").iterdir()) == [], "the probe files are gone"
+
+
+def test_everything_wrong_at_once(tiny_corpus, tmp_path, prepare):
+    """Node-local folders, other data, another torch, another batch: one error, on both ranks."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "data").symlink_to(tiny_corpus)
+    (folders[1] / "data").symlink_to(other_corpus(folders[1], prepare))
+    found = run_on_ranks(checked, 2, folders, {"torch": "2.0.0", "seed": 3})
+    assert found[0] == found[1], "both ranks must end alike"
+    error, _ = found[0]
+    lines = error.splitlines()
+    assert lines[0] == "preflight:" and all(line.startswith("  n1 rank 1: ") for line in lines[1:])
+    assert len(lines) == 5, error
+    assert "torch is 2.0.0, but" in lines[1] and "on n0; install the same torch" in lines[1]
+    assert "train.seed=3, but 0 on rank 0" in lines[2]
+    assert "the fingerprint is" in lines[3] and "but on n0" in lines[3]
+    assert "train.output_dir=run: is not the folder that rank 0 writes to on n0" in lines[4]
+    assert not (folders[0] / "run").exists(), "a run that cannot start leaves no folder behind"
+
+
+def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
+    """One line for what all ranks lack; a rank without data keeps none waiting."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "run").symlink_to(tmp_path / "shared_run")
+    (tmp_path / "shared_run").mkdir()
+    (folders[0] / "data").symlink_to(tiny_corpus)
+    (error, _), other = run_on_ranks(checked, 2, folders, {"free_memory": 2**16})
+    assert (error, []) == other
+    lines = error.splitlines()
+    assert len(lines) == 3, error
+    assert lines[1].startswith("  n1 rank 1: data: no such folder")
+    assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_dry_run_batch_changes_nothing(world_size, tiny_corpus):
+    """Losses, norms, weights and generators are equal bit for bit, in every stage."""
+    cases = {
+        1: [(0, "fp32"), (1, "bf16")],
+        2: [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")],
+    }[world_size]
+    for results in run_on_ranks(losses_with_and_without, world_size, str(tiny_corpus), cases):
+        for case in cases:
+            (without, weights, state), (with_, same_weights, same_state) = (
+                results[*case, dry] for dry in (False, True)
+            )
+            assert with_ == without, case
+            np.testing.assert_array_equal(same_state, state)
+            assert weights.keys() == same_weights.keys()
+            for name, weight in weights.items():
+                np.testing.assert_array_equal(same_weights[name], weight, err_msg=str((case, name)))
