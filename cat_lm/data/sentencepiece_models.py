@@ -131,34 +131,31 @@ class SentencePieceModel:
                     "give a transformers tokenizer folder instead"
                 )
 
-    @property
-    def lossless(self) -> bool:
-        """Whether text is taken as it is, so that spaces can be kept as spaces."""
-        spec = self.normalizer
-        return not (
-            spec.add_dummy_prefix or spec.remove_extra_whitespaces or spec.precompiled_charsmap
-        )
-
     def special_pieces(self) -> list[str]:
         return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
 
-    def fast_tokenizer(self):
+    def fast_tokenizer(self, verbatim: bool = False):
         """A `tokenizers.Tokenizer` that gives the ids of this model.
 
-        A lossless model works on the text itself, with real spaces in its pieces: so a literal
-        U+2581 in a text stays what it is, where SentencePiece would make it a space.
+        With `verbatim`, only for a model that takes text as it is (`train_model`), it works on the
+        text itself with real spaces in its pieces: so a literal U+2581 in a text stays what it is,
+        where SentencePiece makes it a space. That is the one difference.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
-        space = " " if self.lossless else SPACE
+        spec = self.normalizer
+        changes = spec.add_dummy_prefix or spec.remove_extra_whitespaces
+        if verbatim and (changes or spec.precompiled_charsmap):
+            raise ValueError(f"{self.name}: changes the text, it cannot be kept verbatim")
+        space = " " if verbatim else SPACE
         names = [piece.replace(SPACE, space) for piece, _, _ in self.pieces]
         tokenizer = Tokenizer(self._bpe(names) if self.model_type == BPE else self._unigram(names))
-        if not self.lossless:
+        if not verbatim:
             tokenizer.normalizer = normalizers.Sequence(self._normalizers())
         if pre_tokenizer := _split_before_spaces(names, space):
             tokenizer.pre_tokenizer = pre_tokenizer
         steps = [decoders.ByteFallback(), decoders.Fuse()]
-        if not self.lossless:
+        if not verbatim:
             steps.insert(0, decoders.Replace(SPACE, " "))
         if self.normalizer.add_dummy_prefix:
             steps.append(decoders.Strip(" ", 1, 0))

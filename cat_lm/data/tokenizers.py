@@ -5,14 +5,20 @@
     train:sentencepiece:VOCAB           BPE with byte fallback, trained on the source
     bytes                               256 bytes and an end-of-document token
 
-Text is encoded without any token added: the data preparation puts one end-of-document (EOD) token
-after each document, and what looks like a special token inside a document is ordinary text.
+`CONVENTION` holds for every kind, and the manifest says so: text is encoded without any token
+added, exactly one end-of-document (EOD) token follows each document, and none begins one. What
+looks like a special token inside a document ("</s>", "<|endoftext|>") is ordinary text. So it is to
+sentencepiece; transformers and `tokenizers` take such text for the token, unless they are told to
+split special tokens (`split_special_tokens=True`, `encode_special_tokens`), as they are here.
+
+A literal U+2581, sentencepiece's sign for a space, is a space to a `*.model`, as sentencepiece has
+it. A tokenizer trained here keeps it what it is, so that every text comes back from its ids.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +27,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SPACE, SentencePieceModel, train_model
+from cat_lm.data.tokenizer_kinds import (
+    auto_tokenizer,
+    bytes_tokenizer,
+    from_sentencepiece,
+    from_transformers,
+    read_tokenizer_json,
+)
 from cat_lm.errors import UserError
 from cat_lm.files import sha256, write_json, write_text
 
@@ -32,6 +45,7 @@ TRAIN_PREFIX = "train:sentencepiece:"
 COMMON_EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 MODEL_FILE = "sentencepiece.model"
+CONVENTION = "one EOD after each document, no BOS; special tokens within a document are text"
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class TokenizerInfo:
     eod_token: str
     eod_id: int
     sha256: str
+    convention: str = CONVENTION
 
 
 def check_spec(spec: str) -> None:
@@ -87,17 +102,17 @@ def build_tokenizer(
     folder = Path(folder)
     model: SentencePieceModel | None = None
     if spec == "bytes":
-        kind, tokenizer, settings = "bytes", _bytes_tokenizer(), {"eos_token": EOD_PIECE}
+        kind, tokenizer, settings = "bytes", bytes_tokenizer(), {"eos_token": EOD_PIECE}
     elif spec.startswith("train:"):
         kind = "sentencepiece"
         model = SentencePieceModel(train_model(training_text(), _vocab_size(spec)), spec)
-        tokenizer, settings = _from_sentencepiece(model)
+        tokenizer, settings = from_sentencepiece(model, verbatim=True)
     elif Path(spec).suffix == ".model":
         kind, model = "sentencepiece", SentencePieceModel.read(Path(spec))
-        tokenizer, settings = _from_sentencepiece(model)
+        tokenizer, settings = from_sentencepiece(model, verbatim=False)
     else:
         kind = "transformers"
-        tokenizer, settings = _from_transformers(Path(spec))
+        tokenizer, settings = from_transformers(Path(spec))
     eod = _eod_token(spec, tokenizer, eod_token or settings.get("eos_token"))
     _save(folder, tokenizer, {**settings, "eos_token": eod})
     if model is not None:
@@ -116,7 +131,7 @@ class DocumentEncoder:
     """Encodes documents with the tokenizer of a prepared folder, as they are stored in shards."""
 
     def __init__(self, folder: Path | str, eod_id: int, vocab_size: int) -> None:
-        self.tokenizer = _read_tokenizer_json(Path(folder) / "tokenizer.json")
+        self.tokenizer = read_tokenizer_json(Path(folder) / "tokenizer.json")
         self.eod_id = eod_id
         self.vocab_size = vocab_size
 
@@ -133,15 +148,16 @@ class DocumentEncoder:
         Raises `UserError` for a tokenizer that produces EOD inside a document or an id that its
         vocabulary does not have.
         """
-        ids = self.encode_batch(texts)
-        lengths = np.fromiter((len(document) + 1 for document in ids), np.int32, len(ids))
-        tokens = np.full(int(lengths.sum()), self.eod_id, dtype=np.int64)
-        inside = np.ones(len(tokens), dtype=bool)
-        inside[np.cumsum(lengths, dtype=np.int64) - 1] = False
-        tokens[inside] = np.fromiter(
-            (token for document in ids for token in document), np.int64, int(inside.sum())
-        )
-        if (tokens[inside] == self.eod_id).any():
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        buffer = array("I")  # takes a list of ids several times faster than NumPy does
+        lengths = np.empty(len(texts), np.int32)
+        for document, encoding in enumerate(encodings):
+            start = len(buffer)
+            buffer.fromlist(encoding.ids)
+            buffer.append(self.eod_id)
+            lengths[document] = len(buffer) - start
+        tokens = np.frombuffer(buffer, np.dtype("I"))
+        if np.count_nonzero(tokens == self.eod_id) != len(texts):
             raise UserError(
                 f"the tokenizer gives its end-of-document id {self.eod_id} for ordinary text; "
                 "name another token with --eod-token"
@@ -160,30 +176,75 @@ class DocumentEncoder:
 def verify_tokenizer(info: TokenizerInfo, folder: Path | str, texts: Sequence[str]) -> None:
     """Compares a folder's fast tokenizer with its reference on `texts`.
 
-    A sentencepiece tokenizer must give sentencepiece's own ids; a trained one and `bytes` must
-    give every text back. Raises `UserError` with the first difference.
+    A sentencepiece tokenizer must give sentencepiece's own ids, one of transformers those of its
+    own loader (`_transformers_ids`); a trained one and `bytes` must give every text back. Raises
+    `UserError` with the first difference.
     """
     folder = Path(folder)
     encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
     encoded = encoder.encode_batch(texts)
-    model = None
     if (folder / MODEL_FILE).is_file():
-        model = SentencePieceModel.read(folder / MODEL_FILE)
-        if info.vocab_size != len(model.pieces):
-            raise UserError(
-                f"--tokenizer {info.spec}: {len(model.pieces)} pieces became {info.vocab_size} ids"
-            )
-    lossless = info.kind == "bytes" or (model is not None and model.lossless)
+        _verify_sentencepiece(info, SentencePieceModel.read(folder / MODEL_FILE), texts, encoded)
+    elif info.kind == "transformers":
+        name, references = _transformers_ids(Path(info.spec), texts)
+        for text, ids, reference in zip(texts, encoded, references, strict=True):
+            _compare(info, name, reference, ids, text)
+    if info.kind == "bytes" or info.spec.startswith(TRAIN_PREFIX):
+        for text, ids in zip(texts, encoded, strict=True):
+            if encoder.decode(ids) != text:
+                raise UserError(
+                    f"--tokenizer {info.spec}: does not give back the text {text[:80]!r}"
+                )
+
+
+def _verify_sentencepiece(
+    info: TokenizerInfo,
+    model: SentencePieceModel,
+    texts: Sequence[str],
+    encoded: Sequence[Sequence[int]],
+) -> None:
+    if info.vocab_size != len(model.pieces):
+        raise UserError(
+            f"--tokenizer {info.spec}: {len(model.pieces)} pieces became {info.vocab_size} ids"
+        )
+    verbatim = info.spec.startswith(TRAIN_PREFIX)
     for text, ids in zip(texts, encoded, strict=True):
-        # The two differ on a literal U+2581 on purpose: see SentencePieceModel.fast_tokenizer.
-        comparable = model is not None and not (model.lossless and SPACE in text)
-        if comparable and (reference := model.processor.encode(text)) != ids:
-            raise UserError(
-                f"--tokenizer {info.spec}: the fast tokenizer and sentencepiece give different ids "
-                + _first_difference(reference, ids, text)
-            )
-        if lossless and encoder.decode(ids) != text:
-            raise UserError(f"--tokenizer {info.spec}: does not give back the text {text[:80]!r}")
+        # The two differ there on purpose: see the module's text.
+        if not (verbatim and SPACE in text):
+            _compare(info, "sentencepiece", model.processor.encode(text), ids, text)
+
+
+def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Iterable[Sequence[int]]]:
+    """The reference of a transformers tokenizer, by name, and its ids.
+
+    For a folder with its settings it is `AutoTokenizer`, which may build something else than
+    `tokenizer.json` says. A lone file has none but the file as it is, and so has a folder that
+    transformers cannot load (one whose class is code of its own).
+    """
+    if path.is_dir() and (path / "tokenizer_config.json").is_file():
+        try:
+            loaded = auto_tokenizer(path)
+        except Exception as error:
+            if not (path / "tokenizer.json").is_file():
+                raise UserError(f"--tokenizer {path}: cannot be loaded again ({error})") from None
+        else:
+            options = {"add_special_tokens": False, "split_special_tokens": True}
+            return "transformers", loaded(list(texts), **options)["input_ids"]
+    tokenizer = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return "its own file", (encoding.ids for encoding in encodings)
+
+
+def _compare(
+    info: TokenizerInfo, name: str, reference: Sequence[int], ids: Sequence[int], text: str
+) -> None:
+    if list(reference) != list(ids):
+        raise UserError(
+            f"--tokenizer {info.spec}: the fast tokenizer and {name} give different ids "
+            + _first_difference(reference, ids, text)
+        )
 
 
 def _first_difference(reference: Sequence[int], ids: Sequence[int], text: str) -> str:
@@ -202,102 +263,6 @@ def _vocab_size(spec: str) -> int:
     if int(digits) < 260:
         raise UserError(f"--tokenizer {spec}: VOCAB must be at least 260 (256 of them are bytes)")
     return int(digits)
-
-
-def _bytes_tokenizer() -> Tokenizer:
-    """Ids 0–255 are the bytes of the UTF-8 text, 256 is EOD."""
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(EOD_PIECE, special=True, normalized=False)])
-    return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The printable character by which the byte-level pre-tokenizer stands for each byte.
-
-    Printable Latin-1 bytes stand for themselves, the others follow from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _from_sentencepiece(model: SentencePieceModel) -> tuple[Tokenizer, dict]:
-    names = {"unk_token": model.unk_id, "eos_token": model.eos_id}
-    names["bos_token"] = model.processor.bos_id()
-    settings = {key: model.pieces[index][0] for key, index in names.items() if index >= 0}
-    return model.fast_tokenizer(), settings
-
-
-def _from_transformers(path: Path) -> tuple[Tokenizer, dict]:
-    """The fast tokenizer of a `tokenizer.json` or a folder, and the names of its special tokens."""
-    folder = path if path.is_dir() else path.parent
-    file = path / "tokenizer.json" if path.is_dir() else path
-    config = folder / "tokenizer_config.json"
-    if file.is_file():
-        tokenizer = _read_tokenizer_json(file)
-        # The settings beside a lone file are its own only under the name that goes with them.
-        named = config.is_file() and file.name == "tokenizer.json"
-        settings = _read_settings(config) if named else {}
-    else:
-        tokenizer, settings = _load_with_transformers(folder)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
-        # A template that adds BOS or EOS: models trained on these shards never see it.
-        tokenizer.post_processor = _no_template()
-    return tokenizer, settings
-
-
-def _no_template():
-    from tokenizers.processors import Sequence as Processors
-
-    return Processors([])
-
-
-def _read_settings(config: Path) -> dict:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config}: not JSON ({error})") from None
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    found = {name: values[name] for name in names if values.get(name)}
-    return {n: v["content"] if isinstance(v, dict) else v for n, v in found.items()}
-
-
-def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a folder it cannot read
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tokenizer {folder}: not a tokenizer folder ({reason})") from None
-    if not getattr(loaded, "is_fast", False):
-        raise UserError(f"--tokenizer {folder}: has no fast tokenizer (tokenizer.json)")
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    settings = {name: str(getattr(loaded, name)) for name in names if getattr(loaded, name, None)}
-    return loaded.backend_tokenizer, settings
-
-
-def _read_tokenizer_json(path: Path) -> Tokenizer:
-    """Reads a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # the library raises bare exceptions for whatever it cannot parse
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: not a tokenizer.json ({reason})") from None
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def _eod_token(spec: str, tokenizer: Tokenizer, named: str | None) -> str:

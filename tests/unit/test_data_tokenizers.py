@@ -123,6 +123,9 @@ def test_what_looks_like_a_special_token_is_text(tmp_path, spec):
     assert (tokens == info.eod_id).nonzero()[0].tolist() == (np.cumsum(lengths) - 1).tolist()
     assert lengths[1] == 1
     assert encoder.decode(tokens[: lengths[0] - 1]) == text
+    assert info.convention.startswith("one EOD after each document, no BOS")
+    nothing, lengths = encoder.encode_documents([], np.dtype("<u2"))
+    assert (nothing.dtype, len(nothing), len(lengths)) == (np.dtype("<u2"), 0, 0)
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train:sentencepiece:600"])
@@ -175,6 +178,82 @@ def test_other_sentencepiece_models(tmp_path, model_type, normalization, dummy_p
     verify_tokenizer(info, tmp_path / "tokenizer", texts)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert encoder.encode_batch(texts) == reference.encode(texts)
+
+
+def test_u2581_is_a_space_to_a_given_model_and_itself_to_a_trained_one(tmp_path, trained):
+    """The one exception: what is trained here gives every text back, sentencepiece does not."""
+    text = "\u2581a \u2581 b\u2581\u2581"
+    _, encoder = trained
+    assert encoder.decode(encoder.encode_batch([text])[0]) == text
+    model = tmp_path / "given.model"
+    model.write_bytes(train_model(project_text(), 600))
+    info, encoder = build(tmp_path, model)
+    verify_tokenizer(info, tmp_path / "tokenizer", [text, *HARD_TEXTS])
+    ids = encoder.encode_batch([text])[0]
+    assert ids == sentencepiece.SentencePieceProcessor(model_file=str(model)).encode(text)
+    assert encoder.decode(ids) == text.replace("\u2581", " ")
+
+
+def other_kinds():
+    """Tokenizers of other models' kinds, trained on a little text, each with a template."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    special = ["[UNK]", "[CLS]", "</s>"]
+    lower = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    kinds = {
+        "wordpiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, lower),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer, lower),
+        "bytelevel": (models.BPE(), trainers.BpeTrainer, None),
+    }
+    for name, (model, trainer, normalizer) in kinds.items():
+        tokenizer = Tokenizer(model)
+        if normalizer:
+            tokenizer.normalizer = normalizer
+        tokenizer.pre_tokenizer = {
+            "wordpiece": pre_tokenizers.BertPreTokenizer(),
+            "unigram": pre_tokenizers.Metaspace(),
+            "bytelevel": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        }[name]
+        unknown = {"unk_token": "[UNK]"} if name == "unigram" else {}
+        tokenizer.train_from_iterator(
+            generated_text(100),
+            trainer(vocab_size=300, special_tokens=special, show_progress=False, **unknown),
+        )
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A </s>", special_tokens=[("[CLS]", 1), ("</s>", 2)]
+        )
+        tokenizer.enable_truncation(8)
+        yield name, tokenizer
+
+
+def test_other_kinds_of_transformers_tokenizers_give_transformers_ids(tmp_path):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    texts = [*generated_text(30, seed=1), *HARD_TEXTS, "Ünïcode \u2460 [CLS] x", ""]
+    for name, tokenizer in other_kinds():
+        tokens = {"unk_token": "[UNK]", "cls_token": "[CLS]", "eos_token": "</s>"}
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens).save_pretrained(
+            tmp_path / name
+        )
+        info = build_tokenizer(str(tmp_path / name), tmp_path / f"{name}-made", list)
+        encoder = DocumentEncoder(tmp_path / f"{name}-made", info.eod_id, info.vocab_size)
+        verify_tokenizer(info, tmp_path / f"{name}-made", texts)
+        reference = AutoTokenizer.from_pretrained(tmp_path / name, local_files_only=True)
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        assert encoder.encode_batch(texts) == reference(texts, **options)["input_ids"]
+        assert max(map(len, encoder.encode_batch(texts))) > 8
+
+
+def test_a_changed_copy_of_a_given_file_is_refused(tmp_path):
+    file = template_tokenizer(tmp_path / "a") / "tokenizer.json"
+    info, _ = build(tmp_path, file)
+    verify_tokenizer(info, tmp_path / "tokenizer", ["the cat the"])
+    made = tmp_path / "tokenizer" / "tokenizer.json"
+    changed = json.loads(made.read_text())
+    changed["model"]["vocab"] |= {"cat": 3, "the": 4}
+    made.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"its own file give different ids at token 0 \(\[3, 4"):
+        verify_tokenizer(info, tmp_path / "tokenizer", ["the cat the"])
 
 
 def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path):
@@ -296,35 +375,3 @@ def test_the_hash_of_a_spec_follows_its_files(tmp_path):
     (folder / "vocab.json").write_text("{}")
     assert spec_sha256(str(folder)) != before
     assert spec_sha256("bytes") is None
-
-
-def test_mistrals_model_gives_sentencepieces_ids_on_real_text(tmp_path, shared_data):
-    path = shared_data / "tokenizers" / "mistral_7b_v1.model"
-    info, encoder = build(tmp_path, path)
-    assert (info.vocab_size, info.eod_token, info.eod_id) == (32_000, "</s>", 2)
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    texts = [*real_texts(shared_data, 300), *project_text(), *HARD_TEXTS, ""]
-    assert encoder.encode_batch(texts) == reference.encode(texts)
-    assert [encoder.decode(ids) for ids in encoder.encode_batch(texts)] == [
-        reference.decode(ids) for ids in reference.encode(texts)
-    ]
-
-
-def test_gpt_neox_gives_its_own_ids_on_real_text(tmp_path, shared_data):
-    from tokenizers import Tokenizer
-
-    path = shared_data / "tokenizers" / "gpt_neox_20b.json"
-    info, encoder = build(tmp_path, path)
-    assert (info.vocab_size, info.eod_id) == (50_277, 0)
-    texts = [text for text in real_texts(shared_data, 300) if "<|" not in text]
-    reference = Tokenizer.from_file(str(path)).encode_batch(texts, add_special_tokens=False)
-    assert encoder.encode_batch(texts) == [encoding.ids for encoding in reference]
-
-
-def real_texts(shared_data, count):
-    from data_prep.documents import Reading
-    from data_prep.sources import SlimPajama
-
-    source = SlimPajama(str(shared_data / "slimpajama_sample"), Reading())
-    texts = [document.text for part in source.parts for document in source.read(part)]
-    return texts[:: len(texts) // count]
