@@ -20,6 +20,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_figure(commands)
+    _add_streams(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     refuse_file(arguments.out)
@@ -108,20 +109,29 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
         "the same command goes on where it was stopped. It begins with an estimate of the time.",
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
+    _add_grid_options(parser)
+    parser.set_defaults(run=_figure)
+
+
+def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--workers", type=int, help="processes at once (default: the cores)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
-    parser.set_defaults(run=_figure)
+
+
+def _workers(arguments: argparse.Namespace) -> int:
+    workers = arguments.workers
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise UserError(f"--workers {workers}: must be at least 1")
+    return workers
 
 
 def _figure(arguments: argparse.Namespace) -> None:
-    workers = arguments.workers
-    if workers is None:
-        workers = len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise UserError(f"--workers {workers}: must be at least 1")
+    workers = _workers(arguments)
     if arguments.name == LANDMARK:
         from eval.recall.theory.report import landmark_tradeoff
 
@@ -141,6 +151,40 @@ def _figure(arguments: argparse.Namespace) -> None:
     )
     if record:
         print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
+
+
+def _add_streams(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "streams",
+        help="which of q, k and v needs the convolution, on recall and on text",
+        description="Trains softmax attention, linear attention, DeltaNet and Gated DeltaNet with "
+        "a convolution on every subset of their streams, with separate and with shared keys and "
+        "values, on MQAR and as small language models. Finished runs in OUT are kept. OUT gets "
+        "streams.json, streams.csv, streams.md and a picture.",
+    )
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", help="text prepared by data_prep.prepare"
+    )
+    _add_grid_options(parser)
+    parser.set_defaults(run=_streams)
+
+
+def _streams(arguments: argparse.Namespace) -> None:
+    from cat_lm.data.corpus import read_manifest
+
+    workers = _workers(arguments)
+    read_manifest(arguments.data)  # an error before torch loads
+    from eval.recall.streams import ablation
+    from eval.recall.training import choose_device
+
+    ablation(
+        arguments.scale,
+        arguments.data,
+        arguments.out,
+        device=choose_device(arguments.device),
+        workers=workers,
+        estimate_only=arguments.estimate_only,
+    )
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

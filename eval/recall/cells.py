@@ -13,10 +13,13 @@ from cat_lm.files import write_json
 from eval.provenance import provenance
 
 if TYPE_CHECKING:
+    from eval.recall.language import LanguageCell
     from eval.recall.training import Cell
 
+    AnyCell = Cell | LanguageCell
 
-def cell_path(folder: Path, cell: Cell) -> Path:
+
+def cell_path(folder: Path, cell: AnyCell) -> Path:
     """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
     words = json.dumps(dataclasses.asdict(cell), sort_keys=True)
     short = hashlib.sha256(words.encode()).hexdigest()[:8]
@@ -24,19 +27,19 @@ def cell_path(folder: Path, cell: Cell) -> Path:
     return folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}.json"
 
 
-def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
+def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
     """The record of a finished cell, or none."""
     path = cell_path(folder, cell)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[str, Any]:
+def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
-        from eval.recall.training import delays, run_cell
+        from eval.recall.training import delays
 
-        record = run_cell(cell, device, quiet=quiet)
+        record = cell.run(device, quiet=quiet)
         record["delays"] = delays(record["filters"])
         record["provenance"] = {**provenance(), "device": device}
         write_json(cell_path(folder, cell), record)

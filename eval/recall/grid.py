@@ -8,9 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import torch
@@ -23,7 +22,9 @@ from eval.provenance import provenance
 from eval.recall import cells
 from eval.recall.plan import FIGURES, SCALES, Run, plan
 from eval.recall.theory.figures import save
-from eval.recall.training import Cell, run_cell
+
+if TYPE_CHECKING:
+    from eval.recall.cells import AnyCell
 
 TIMED_STEPS = 3
 CONTROL_AT_LEAST = 0.99
@@ -47,7 +48,7 @@ def figure(
     print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
     if estimate_only:
         return None
-    _execute(todo, out, device, workers)
+    execute(todo, out, device, workers)
     rows = [(run, cells.finished(out, run.cell)) for run in runs]
     record = {
         "figure": name,
@@ -68,23 +69,21 @@ def figure(
     return record
 
 
-def estimate(todo: Sequence[Cell], device: str) -> float:
+def estimate(todo: Sequence[AnyCell], device: str) -> float:
     """Hours of all cells without early stops: each kind of step is timed once, twice at most."""
-    seconds: dict[Cell, float] = {}
+    seconds: dict[AnyCell, float] = {}
     total = 0.0
     for cell in tqdm(todo, desc="timing steps", disable=None, leave=False):
-        kind = replace(cell, lr=1e-9, seed=0, epochs=1, train_examples=1, test_lengths=())
+        kind = cell.timed(TIMED_STEPS)
         if kind not in seconds:
-            timed = replace(
-                kind, train_examples=TIMED_STEPS * cell.rows, test_examples=1, stop_above=None
-            )
-            record = run_cell(timed, device, quiet=True)
+            record = kind.run(device, quiet=True)
             seconds[kind] = record["seconds"]["training"] / TIMED_STEPS
-        total += seconds[kind] * cell.epochs * -(-cell.train_examples // cell.rows)
+        total += seconds[kind] * cell.all_steps
     return total / 3600
 
 
-def _execute(todo: Sequence[Run], out: Path, device: str, workers: int) -> None:
+def execute(todo: Sequence[Run], out: Path, device: str, workers: int) -> None:
+    """Runs cells in processes of one thread each; a finished one has its file."""
     context = multiprocessing.get_context("spawn")
     started = time.monotonic()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:

@@ -2,9 +2,10 @@
 
     h = Dropout(embeddings);  layer i:  r = r + h,  r = r + mixer(LN₁ r),  h = LN₂ r;  LN_f(r + h)
 
-with no state mixer (Identity), learned positions only where the mixer asks for them, and its
-initialisation: N(0, 0.02) for every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers))
-for `out_proj`; everything else keeps its own. Mamba's block has RMSNorm and no LN₂:
+with no state mixer (Identity; a language model has h = MLP(LN₂ r) there, GELU and four times as
+wide), learned positions only where the mixer asks for them, and its initialisation: N(0, 0.02) for
+every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers)) for
+`out_proj`; everything else keeps its own. Mamba's block has RMSNorm and no LN₂:
 
     r = r + h,  h = mixer(RMS r);  LN_f(r + h)
 """
@@ -25,22 +26,26 @@ EMBEDDING_DROPOUT = 0.1
 class Block(nn.Module):
     """LN₁, a mixer, LN₂ on a residual stream."""
 
-    def __init__(self, mixer: nn.Module, d_model: int) -> None:
+    def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
         super().__init__()
         self.mixer = mixer
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        wide = (nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
+        self.state_mixer = nn.Sequential(*wide) if feed_forward else nn.Identity()
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         residual = hidden if residual is None else residual + hidden
         residual = residual + self.mixer(self.norm1(residual))
-        return self.norm2(residual), residual
+        return self.state_mixer(self.norm2(residual)), residual
 
 
 class RmsBlock(nn.Module):
     """RMSNorm and a mixer on a residual stream."""
 
-    def __init__(self, mixer: nn.Module, d_model: int) -> None:
+    def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
         super().__init__()
+        if feed_forward:
+            raise ValueError("Mamba's block has no feed-forward network beside it")
         self.mixer = mixer
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
 
@@ -55,10 +60,18 @@ class RecallModel(nn.Module):
     Args:
         layers: number of blocks; none: the mixer's own.
         positions: rows of the position table, where the mixer has one: the longest T.
+        feed_forward: whether blocks have a feed-forward network, as language models have.
     """
 
     def __init__(
-        self, mixer: Mixer, *, vocabulary: int, d_model: int, positions: int, layers: int | None
+        self,
+        mixer: Mixer,
+        *,
+        vocabulary: int,
+        d_model: int,
+        positions: int,
+        layers: int | None,
+        feed_forward: bool = False,
     ) -> None:
         super().__init__()
         layers = layers or mixer.layers
@@ -67,7 +80,8 @@ class RecallModel(nn.Module):
         self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
         block = {"layer": Block, "rms": RmsBlock}[mixer.block]
         self.blocks = nn.ModuleList(
-            block(mixer.build(Setting(d_model, i, layers)), d_model) for i in range(layers)
+            block(mixer.build(Setting(d_model, i, layers)), d_model, feed_forward)
+            for i in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
         initialise(self, layers)

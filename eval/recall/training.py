@@ -87,6 +87,27 @@ class Cell:
             return self.batch_size
         return next((rows for length, rows in BATCHES.items() if self.seq_len <= length), 64)
 
+    @property
+    def all_steps(self) -> int:
+        """Steps without an early stop."""
+        return self.epochs * -(-self.train_examples // self.rows)
+
+    def timed(self, steps: int) -> Cell:
+        """The same kind of step, so many times; equal for cells whose steps cost the same."""
+        return dataclasses.replace(
+            self,
+            lr=1e-9,
+            seed=0,
+            epochs=1,
+            train_examples=steps * self.rows,
+            test_examples=1,
+            test_lengths=(),
+            stop_above=None,
+        )
+
+    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        return run_cell(self, device, quiet=quiet)
+
 
 def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
     """Trains and tests a cell.

@@ -26,6 +26,7 @@ class ConvolutionOptions:
         place: after the projection, or before it, on the layer's input. With one filter for a
             whole head and no bias the two are the same function.
         heads: H, each with its own filter.
+        shared_kv: whether keys and values have one projection, K = V before the filters.
     """
 
     streams: str | None = STREAMS
@@ -33,6 +34,7 @@ class ConvolutionOptions:
     init: str = "uniform"
     place: str = "after"
     heads: int = 1
+    shared_kv: bool = False
 
     def __post_init__(self) -> None:
         streams = self.streams or ""
@@ -59,7 +61,9 @@ class ConvolvedProjections(nn.Module):
         if d_model % options.heads:
             raise ValueError(f"heads={options.heads} do not divide d_model={d_model}")
         self.options = options
-        self.projection = nn.Linear(d_model, 3 * d_model, bias=bias)
+        self.projected = "qkk" if options.shared_kv else STREAMS  # what each stream is made of
+        different = len(set(self.projected))
+        self.projection = nn.Linear(d_model, different * d_model, bias=bias)
         self.filters = nn.ParameterDict(
             {s: nn.Parameter(self._initial()) for s in STREAMS if s in (options.streams or "")}
         )
@@ -71,15 +75,24 @@ class ConvolvedProjections(nn.Module):
         return torch.empty(shape).uniform_(-1, 1) / math.sqrt(self.options.window)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        heads = self.options.heads
+        of = [STREAMS.index(name) for name in self.projected]
         if self.options.place == "before":
-            weights = self.projection.weight.chunk(3)
-            biases = [None] * 3 if self.projection.bias is None else self.projection.bias.chunk(3)
+            width = x.shape[-1]
+            weights = self.projection.weight.split(width)
+            bias = self.projection.bias
+            biases = [None] * len(weights) if bias is None else bias.split(width)
             inputs = [self._filtered(s, x[:, :, None])[:, :, 0] for s in STREAMS]
-            found = map(nn.functional.linear, inputs, weights, biases)
+            found = (
+                nn.functional.linear(value, weights[i], biases[i])
+                for value, i in zip(inputs, of, strict=True)
+            )
             return [stream[:, :, None] for stream in found]
-        streams = self.projection(x).unflatten(-1, (3, heads, -1)).unbind(dim=2)
-        return [self._filtered(s, value) for s, value in zip(STREAMS, streams, strict=True)]
+        streams = (
+            self.projection(x)
+            .unflatten(-1, (-1, self.options.heads, x.shape[-1] // self.options.heads))
+            .unbind(dim=2)
+        )
+        return [self._filtered(s, streams[i]) for s, i in zip(STREAMS, of, strict=True)]
 
     def _filtered(self, stream: str, x: Tensor) -> Tensor:
         return head_conv(x, self.filters[stream]) if stream in self.filters else x

@@ -30,11 +30,14 @@ class DeltaOptions:
             follows on all three in any case.
         window: W of the short convolutions.
         heads: H.
+        shared_kv: whether keys and values have one projection, K = V before the convolutions;
+            needs values as wide as keys.
     """
 
     streams: str | None = STREAMS
     window: int = 4
     heads: int = 2
+    shared_kv: bool = False
 
     def __post_init__(self) -> None:
         streams = self.streams or ""
@@ -60,10 +63,14 @@ class DeltaRuleLayer(nn.Module):
         values = int(width * expand_v)
         if width % heads or values % heads or values < 1:
             raise ValueError(f"heads={heads} do not divide {width} keys, {values} values")
+        if options.shared_kv and values != width:
+            raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
         self.heads, self.gated = heads, gated
+        self.projected = {"q": "q", "k": "k", "v": "k" if options.shared_kv else "v"}
         sizes = {"q": width, "k": width, "v": values}
+        different = dict.fromkeys(self.projected.values())
         self.projections = nn.ModuleDict(
-            {s: nn.Linear(width, size, bias=False) for s, size in sizes.items()}
+            {s: nn.Linear(width, sizes[s], bias=False) for s in different}
         )
         bound = 1 / math.sqrt(options.window)
         self.filters = nn.ParameterDict(
@@ -92,7 +99,7 @@ class DeltaRuleLayer(nn.Module):
         return self.o_proj(self.norm(y).flatten(2))
 
     def _stream(self, name: str, x: Tensor) -> Tensor:
-        x = self.projections[name](x)
+        x = self.projections[self.projected[name]](x)
         if name in self.filters:
             x = depthwise_conv(x[:, :, None], self.filters[name])[:, :, 0]
         return F.silu(x)
