@@ -109,7 +109,7 @@ def values(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str
 
 def array(name: str, items: Sequence[str]) -> str:
     """An assignment to a bash array, an item a line."""
-    lines = "".join(f"\n    {shlex.quote(item)}" for item in items)
+    lines = "".join(f"\n    {quoted(item)}" for item in items)
     return f"{name}=({lines}\n)" if items else f"{name}=()"
 
 
@@ -143,3 +143,8 @@ def mounts(folder: RunFolder, options: Options, inputs: Sequence[str]) -> list[s
             result.append(f"{path}:{path}")
             inside.append(Path(path))
     return result
+
+
+def quoted(item: str) -> str:
+    """As shlex, and commas too: in an array of bash they look like a mistake (to shellcheck)."""
+    return f"'{item}'" if "," in item and shlex.quote(item) == item else shlex.quote(item)

@@ -1,0 +1,329 @@
+"""The batch script of launch.slurm: its text, and what it decides, with SLURM's commands replaced.
+
+`python -m tests.unit.test_slurm_script` writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import attempts
+from launch.slurm.folder import RunFolder
+from launch.slurm.options import Options
+from launch.slurm.script import mounts, render
+from launch.slurm.site import Site
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDER = RunFolder(Path("/scratch/runs/cat-370m"))
+ON_GPUS = Options(
+    nodes=4,
+    gpus_per_node=8,
+    cpus_per_task=12,
+    time="1-00:00:00",
+    constraint="a100&nvlink",
+    exclusive=True,
+    container="/images/cat_lm.sqsh",
+    container_mounts="/datasets:/data:ro",
+    env={"NCCL_DEBUG": "WARN", "NOTE": "two words"},
+)
+SITE = Site(
+    partition="gpu",
+    account="lm",
+    gpu_request="gres",
+    sbatch=["--hint=nomultithread"],
+    srun=["--mpi=none"],
+    setup=["module load cuda/12.8"],
+    env={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "ib0"},
+)
+ON_CPUS = Options(nodes=2, tasks_per_node=2, time="10")
+TEXTS = {
+    "job.sbatch": render(FOLDER, ON_GPUS.with_site(SITE), SITE, ["/data/slimpajama", "/models/a"]),
+    "job.sbatch.cpu": render(FOLDER, ON_CPUS, Site(python="python3"), ["/data/slimpajama"]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_rendered_script_is_the_golden_one(name):
+    golden = (GOLDEN / name).read_text(encoding="utf-8")
+    assert TEXTS[name] == golden, "if the change is meant: python -m tests.unit.test_slurm_script"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bash_and_shellcheck_accept_it(name):
+    done = subprocess.run(["bash", "-n", GOLDEN / name], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", GOLDEN / name], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_no_other_launcher_and_no_host_list():
+    for text in TEXTS.values():
+        for word in ("ssh", "hostfile", "torchrun", "mpirun"):
+            assert word not in text
+        for line in ("--requeue", "--open-mode=append"):
+            assert f"#SBATCH {line}\n" in text
+
+
+def test_a_container_gets_only_the_mounts_that_are_missing():
+    asked = Options(container="i", container_mounts="/scratch:/scratch,/store:/data:ro")
+    inputs = ["/data/slimpajama", "/models/a", "/models/a"]
+    assert mounts(FOLDER, asked, inputs) == [
+        "/scratch:/scratch",
+        "/store:/data:ro",
+        "/models/a:/models/a",
+    ]
+
+
+def test_values_that_a_shell_would_read_stay_text(tmp_path):
+    run = tmp_path / "it's a $(touch x) 100% run"
+    options = Options(nodes=1, env={"A": "$HOME `x` 'y'"})
+    text = render(RunFolder(run), options, Site(python="my python"), [])
+    assert f'#SBATCH --output="{run}/slurm/job.log"'.replace("100%", "100%%") in text
+    head = text.partition("# ---- Below")[0] + 'echo "$run|$python|${environment[0]}"'
+    done = subprocess.run(["bash", "-c", head], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"{run}|my python|A=$HOME `x` 'y'\n"
+    assert not (tmp_path / "x").exists()
+
+
+# What the script does. Each stub notes its arguments; srun also prints and exits as it is told.
+STUB = """#!/bin/bash
+echo "$(basename "$0") $*" >>"$STUBS/calls"
+"""
+STUBS = {
+    "srun": STUB
+    + """
+env >"$STUBS/environment"
+if [ -n "${SRUN_WAITS:-}" ]; then
+    trap 'echo USR1 >>"$STUBS/signals"; code=75' USR1
+    trap 'echo TERM >>"$STUBS/signals"; exit 137' TERM
+    touch "$STUBS/waits"
+    while [ -z "${code:-}" ]; do sleep 0.02; done
+    exit "$code"
+fi
+printf '%b' "${SRUN_SAYS:-}" >&2
+exit "${SRUN_CODE:-0}"
+""",
+    "squeue": STUB + 'echo "${JOB_STATE-RUNNING None}"\n',
+    "scontrol": STUB
+    + """
+case "$*" in
+    "show hostnames "*) printf 'n7\\nn8\\n' ;;
+    "show node n7") echo "NodeName=n7 Arch=x86_64"; echo "   NodeAddr=10.0.0.7 NodeHostName=n7" ;;
+    requeue*) if [ -n "${NO_REQUEUE:-}" ]; then echo "Requeue disabled" >&2; exit 1; fi ;;
+esac
+""",
+}
+
+
+class Job:
+    """A rendered script run by bash, with stubs in the place of SLURM."""
+
+    def __init__(self, place: Path, max_restarts: int = 3) -> None:
+        self.folder, self.stubs = RunFolder(place / "a run"), place / "stubs"
+        self.folder.code.mkdir(parents=True)
+        self.stubs.mkdir()
+        for name, text in STUBS.items():
+            (self.stubs / name).write_text(text, encoding="utf-8")
+            (self.stubs / name).chmod(0o755)
+        options = Options(nodes=2, max_restarts=max_restarts, env={"OF_RUN": "1 2"})
+        site = Site(python="python", srun=["--mpi=none"])
+        self.folder.script.write_text(render(self.folder, options, site, []), encoding="utf-8")
+
+    def start(self, **environment: str) -> subprocess.Popen:
+        (self.stubs / "calls").unlink(missing_ok=True)
+        with open(self.folder.log, "a", encoding="utf-8") as log:
+            return subprocess.Popen(
+                ["bash", self.folder.script],
+                stdout=log,
+                stderr=log,
+                env={
+                    "PATH": f"{self.stubs}:{os.environ['PATH']}",
+                    "STUBS": str(self.stubs),
+                    "SLURM_JOB_ID": "20123",
+                    "SLURM_JOB_NODELIST": "n[7-8]",
+                    "SLURM_NTASKS": "2",
+                    "RANK": "5",
+                    "WORLD_SIZE": "9",
+                    **environment,
+                },
+            )
+
+    def run(self, **environment: object) -> int:
+        return self.start(**{k: str(v) for k, v in environment.items()}).wait(timeout=30)
+
+    @property
+    def calls(self) -> str:
+        return (self.stubs / "calls").read_text(encoding="utf-8")
+
+    @property
+    def log(self) -> str:
+        return self.folder.log.read_text(encoding="utf-8")
+
+    @property
+    def was_requeued(self) -> bool:
+        return "scontrol requeue 20123\n" in self.calls
+
+    def checkpoint(self, step: int, complete: bool = True) -> None:
+        folder = self.folder.checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / "complete.json").write_text("{}", encoding="utf-8")
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def test_how_ranks_are_started(job):
+    assert job.run(SLURM_CPUS_PER_TASK=6) == 0
+    started = next(line for line in job.calls.splitlines() if line.startswith("srun"))
+    assert started == (
+        "srun --mpi=none --export=ALL --kill-on-bad-exit=1 "
+        f"python -u train.py {job.folder.config} train.resume=auto"
+    )
+    environment = (job.stubs / "environment").read_text(encoding="utf-8").splitlines()
+    for expected in (
+        "MASTER_ADDR=10.0.0.7",
+        f"MASTER_PORT={12000 + 123}",
+        "SRUN_CPUS_PER_TASK=6",
+        "OMP_NUM_THREADS=6",
+        "OF_RUN=1 2",
+        f"PWD={job.folder.code}",
+    ):
+        assert expected in environment
+    assert not [line for line in environment if line.startswith(("RANK=", "WORLD_SIZE="))]
+
+
+@pytest.mark.parametrize(
+    ("code", "requeued", "says"),
+    [
+        (0, False, "finished"),
+        (2, False, "wrong input"),
+        (130, False, "interrupted"),
+        (75, True, "stopped by a signal"),
+        (76, True, "hung"),
+        (1, True, "failed (exit code 1)"),
+        (137, True, "failed (exit code 137)"),
+    ],
+)
+def test_what_follows_an_exit_code(job, code, requeued, says):
+    assert job.run(SRUN_CODE=code) == code
+    assert job.was_requeued == requeued
+    assert says in job.log
+    assert ("resume" in job.log) == (code in (2, 130))
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "expected"),
+    [
+        ("n0: task 0: Exited with exit code 2\\nsrun: error: n1: task 1: Terminated", 143, 2),
+        ("n1: tasks 1,3-4: Exited with exit code 2\\nsrun: error: n0: task 0: Killed", 137, 2),
+        # The rank that died first is the reason, not what the others made of it.
+        ("n1: task 1: Killed\\nsrun: error: n0: task 0: Exited with exit code 2", 2, 1),
+        ("n1: task 1: Exited with exit code 76\\nsrun: error: n0: task 0: Killed", 137, 76),
+        ("Unable to create step for job 5: Requested nodes are busy", 1, 1),
+    ],
+)
+def test_the_first_rank_to_fail_decides(job, says, code, expected):
+    # An earlier attempt's messages stand in the same log.
+    job.folder.log.write_text("srun: error: n0: task 0: Exited with exit code 130\n")
+    assert job.run(SRUN_CODE=code, SRUN_SAYS=f"bar 5%\\rsrun: error: {says}\\n") == expected
+    assert job.was_requeued == (expected != 2)
+
+
+def test_a_crash_loop_ends(job):
+    """Three attempts from the same checkpoint, no fourth; progress and people reset the count."""
+    job.checkpoint(100)
+    job.checkpoint(150, complete=False)
+    for restart in range(3):
+        assert job.run(SRUN_CODE=1, SLURM_RESTART_COUNT=restart) == 1
+    assert attempts.without_progress(job.folder) == 3
+    assert job.run(SLURM_RESTART_COUNT=3) == 2
+    assert "srun" not in job.calls and not job.was_requeued
+    assert "3 attempts in a row began at checkpoint step-00000100" in job.log
+    assert [line.split()[1:] for line in attempts.lines(job.folder)] == [
+        ["job=20123", f"restart={restart}", "checkpoint=step-00000100"] for restart in range(3)
+    ]
+    job.checkpoint(200)
+    assert attempts.without_progress(job.folder) == 0
+    for _ in range(3):
+        assert job.run(SRUN_CODE=1) == 1
+    assert job.run() == 2
+    attempts.count_anew(job.folder, "resumed")
+    assert job.run() == 0
+
+
+def test_attempts_in_python_read_as_in_bash(job):
+    """`local` writes the file that the script reads."""
+    for restart in range(3):
+        attempts.begin(job.folder, "local", restart)
+    assert attempts.without_progress(job.folder) == 3
+    assert job.run() == 2
+
+
+def test_only_attempts_in_a_row_count(job):
+    job.run(SRUN_CODE=1)
+    job.checkpoint(10)
+    job.run(SRUN_CODE=1)
+    job.run(SRUN_CODE=1)
+    assert attempts.without_progress(job.folder) == 2
+    assert job.run() == 0
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "requeued"),
+    [
+        (signal.SIGUSR1, "RUNNING None", True),
+        (signal.SIGTERM, "RUNNING None", True),  # a site that warns the shell so
+        (signal.SIGTERM, "COMPLETING None", False),  # scancel, or SLURM requeues it itself
+        (signal.SIGTERM, "COMPLETING TimeLimit", True),
+        (signal.SIGTERM, "", False),
+    ],
+)
+def test_signals_reach_the_ranks_and_the_shell_lives_on(job, number, state, requeued):
+    process = job.start(SRUN_WAITS="1", JOB_STATE=state)
+    wait_for(job.stubs / "waits")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 75
+    # srun would kill the ranks on TERM.
+    assert set((job.stubs / "signals").read_text(encoding="utf-8").split()) == {"USR1"}
+    assert job.was_requeued == requeued
+    assert ("not requeued from here" in job.log) == (not requeued)
+
+
+def test_a_controller_that_does_not_answer_is_no_reason_to_stop(job):
+    assert job.run(SRUN_CODE=1, JOB_STATE="") == 1
+    assert job.was_requeued
+
+
+def test_a_refused_requeue_tells_how_to_go_on(job):
+    assert job.run(SRUN_CODE=75, NO_REQUEUE=1) == 75
+    assert "Requeue disabled" in job.log
+    assert f"resume '{job.folder.run}'" in job.log and "sbatch" in job.log
+
+
+def test_a_missing_code_folder_ends_the_job(job):
+    shutil.rmtree(job.folder.code)
+    assert job.run() == 2
+    assert not (job.stubs / "calls").exists()
+
+
+if __name__ == "__main__":
+    for name, text in TEXTS.items():
+        (GOLDEN / name).write_text(text, encoding="utf-8")
