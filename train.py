@@ -40,15 +40,17 @@ def main() -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
-    open_data(config)
-    if config.train.resume not in ("auto", "never"):
-        find_checkpoint(config.train.resume)
+    # What is wrong is known at once where there is one rank; several find it out together, below.
+    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) == 1:
+        open_data(config)
+        if config.train.resume not in ("auto", "never"):
+            find_checkpoint(config.train.resume)
 
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop, watchdog = StopSignal(), Watchdog(config.train.hang_minutes)
-    # Only now, so that --help and errors in the configuration or the data come at once.
+    # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed
 
     # The watchdog must be the first to find a rank that hangs.
@@ -63,6 +65,7 @@ class Trainer:
     """One run: everything it needs, opened in order, and the loop over its steps."""
 
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
+        from cat_lm.training import preflight
         from cat_lm.training.checkpoint import Checkpoints
         from cat_lm.training.engine import (
             Engine,
@@ -78,8 +81,9 @@ class Trainer:
         self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
         precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
-        config.accumulation_steps(ranks.world_size)  # wrong batch sizes end here
-
+        # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
+        checked = preflight.check(config, ranks)
+        watchdog.progress("the preflight")
         self.corpus, held_out, self.loader = open_data(config)
 
         # The run's folder, and the checkpoint to go on from.
@@ -88,6 +92,7 @@ class Trainer:
         start_from = self.checkpoints.to_resume()
         self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
+        self.log.line("\n".join(checked))
 
         # Model and optimizer, as initialised or as the checkpoint left them.
         model = build_model(config, vocab_size(config, self.corpus, start_from))
@@ -108,16 +113,21 @@ class Trainer:
         self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
         ranks.on_first(lambda: config.save(folder / "config.yaml"))
         self.report = Report(config, self.engine.model, ranks)
-        self.log.line(self.report.plan(self.corpus, self.loader.samples_per_epoch))
+        self.log.line(self.report.plan(self.loader, self.step))
 
     def run(self) -> int:
         """Trains to the last step, or to the step after a signal; returns the exit code."""
+        from cat_lm.training import preflight
+
         config, last_step = self.config, self.config.total_steps
         if self.step >= last_step:
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
         self.stop.catch_interrupts()
-        # Two batches show what is wrong with shapes or the held-out data before any training.
+        # A batch of the largest shape shows what does not fit, two of the held-out data what is
+        # wrong with them, before any training.
+        self.log.line(preflight.dry_run_batch(self.engine, self.loader))
+        self.watchdog.progress("the dry-run batch")
         self.validation.run(max_batches=2)
         exit_code = 0
         for batch, waited in self.batches():

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cat_lm.config import RunConfig
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.loader import TrainLoader
 from cat_lm.model import CatForCausalLM
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import StepResult
@@ -33,12 +33,12 @@ class Report:
         self.peak = peak_flops(config, ranks.device)
         self._mean_seconds: float | None = None
 
-    def plan(self, corpus: TokenCorpus, samples_per_epoch: int) -> str:
-        """What the run is about to do."""
+    def plan(self, loader: TrainLoader, step: int) -> str:
+        """What the run is about to do after `step` steps."""
         config, model, train = self.config, self.config.model, self.config.train
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step
-        epochs = steps * train.global_batch_size / samples_per_epoch
+        epochs = steps * train.global_batch_size / loader.samples_per_epoch
         convolution = model.conv_type
         if convolution != "none":
             convolution += f" over {model.conv_window} tokens on {model.conv_streams}"
@@ -48,8 +48,8 @@ class Report:
                 f"model: {self.parameters:,} parameters "
                 f"({self.computing:,} without what is only looked up), "
                 f"convolution: {convolution}, positions: {model.position_embedding}",
-                f"data: {corpus.num_tokens:,} tokens, {corpus.num_documents:,} documents in "
-                f"{corpus.folder}; the run sees {tokens:,} tokens, {epochs:.2f} epochs",
+                *loader.describe(step, steps),
+                f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "
                 f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "
                 f"{world_size} ranks, accumulated {config.accumulation_steps(world_size)} times; "
@@ -57,7 +57,7 @@ class Report:
                 f"compute: {self.flops * tokens:.3g} FLOPs; memory: about {memory / 2**30:.2f} GiB "
                 f"a rank (ZeRO-{train.zero_stage})",
                 "reference: a unigram model's validation loss is "
-                f"{corpus.manifest['unigram_loss']:.4f}",
+                f"{loader.corpus.manifest['unigram_loss']:.4f}",
             )
         )
 
