@@ -1,0 +1,213 @@
+"""Best-fit packing: every token once an epoch, documents whole where they fit, labels in them."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import packing as packing_module
+from cat_lm.data.loader import IGNORE
+from cat_lm.data.packing import PackedWindows, best_fit, pack
+from cat_lm.errors import UserError
+from tests.prepared_data import EOD, random_documents, write_prepared
+
+T = 16
+
+
+@pytest.fixture(params=[10**9, 60])
+def corpus(request, tmp_path):
+    """Documents from one token (an EOD) to six windows, in one shard and in many."""
+    documents = [[EOD], *random_documents(120, 3 * T), [*range(30_001, 30_001 + 6 * T), EOD], [EOD]]
+    documents += [[*range(40_001, 40_000 + T), EOD], [*range(50_001, 50_000 + 2 * T), EOD]]
+    write_prepared(tmp_path / "data", documents, shard_tokens=request.param)
+    return TokenCorpus.open(tmp_path / "data", "train")
+
+
+def documents_of(corpus):
+    return [corpus.tokens(*corpus.document(i)).tolist() for i in range(corpus.num_documents)]
+
+
+def epoch(corpus, mask_documents=False):
+    """All windows of an epoch, as the loader serves them in steps of seven."""
+    loader = TrainLoader(corpus, T, 1, 3, mask_documents, "best_fit")
+    return loader._windows.read(np.arange(loader.samples_per_epoch), mask_documents)
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_every_prediction_within_a_document_is_made_exactly_once(corpus, mask_documents):
+    batch = epoch(corpus, mask_documents)
+    pairs = Counter(zip(batch["input_ids"].ravel(), batch["labels"].ravel(), strict=True))
+    pairs = Counter({(a, b): n for (a, b), n in pairs.items() if b != IGNORE and a != EOD})
+    expected = Counter(pair for document in documents_of(corpus) for pair in pairwise(document))
+    assert pairs == expected
+
+
+def test_after_an_eod_only_the_first_token_of_a_whole_document_is_a_label(corpus):
+    batch = epoch(corpus)
+    after = batch["labels"][batch["input_ids"] == EOD]
+    firsts = Counter(document[0] for document in documents_of(corpus))
+    found = Counter(after[after != IGNORE].tolist())
+    assert sum(found.values()) > 40 and not found - firsts
+    masked = epoch(corpus, mask_documents=True)
+    assert (masked["labels"][masked["input_ids"] == EOD] == IGNORE).all()
+
+
+def test_windows_hold_whole_documents_and_nothing_else(corpus):
+    """Each window is taken apart by its document ids: documents, long ones' parts, padding."""
+    batch = epoch(corpus, mask_documents=True)
+    documents = documents_of(corpus)
+    parts = Counter()
+    for document in documents:
+        for start in range(0, len(document), T):
+            parts[tuple(document[start : start + T])] += 1
+    for ids, labels, numbers in zip(*batch.values(), strict=True):
+        assert numbers[0] == 0 and set(np.diff(numbers)) <= {0, 1}
+        for number in range(numbers[-1] + 1):
+            part = tuple(ids[numbers == number].tolist())
+            if parts[part]:
+                parts[part] -= part != (EOD,)  # which padding may look like
+                continue
+            # What is no document is padding: at the end, without a label.
+            assert set(part) == {EOD} and number == numbers[-1]
+            assert (labels[numbers == number] == IGNORE).all()
+    del parts[EOD,]
+    assert not +parts
+
+
+def test_packing_wastes_little_and_cuts_only_what_does_not_fit():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(4, 1, 20_000).astype(np.int64) + 1
+    starts = np.cumsum(lengths) - lengths
+    pieces, counts = pack(starts, lengths, 256)
+    assert counts.sum() == len(pieces) and counts.min() >= 1
+    assert lengths.sum() / (256 * len(counts)) > 0.998
+    assert len(pieces) == (-(-lengths // 256)).sum()
+
+
+def test_best_fit_is_best_fit():
+    def naive(lengths, capacity):
+        rooms, windows = [], np.zeros(len(lengths), np.int64)
+        for item in np.argsort(-np.array(lengths), kind="stable"):
+            fitting = [room for room in rooms if room >= lengths[item]]
+            if fitting:
+                # Of windows with equal room, the one that got it last.
+                room = min(fitting)
+                window = max((touched[w], w) for w in range(len(rooms)) if rooms[w] == room)[1]
+            else:
+                window = len(rooms)
+                rooms.append(capacity)
+                touched.append(0)
+            windows[item] = window
+            rooms[window] -= lengths[item]
+            touched[window] = 1 + max(touched)
+        return windows
+
+    rng = np.random.default_rng(1)
+    for capacity in (1, 2, 7, 64, 100):
+        touched = []
+        lengths = rng.integers(1, capacity + 1, 200)
+        assert (best_fit(lengths, capacity) == naive(lengths.tolist(), capacity)).all()
+    assert best_fit(np.array([], dtype=np.int64), 8).tolist() == []
+    assert best_fit(np.array([8, 1, 7]), 8).tolist() == [0, 1, 1]
+
+
+def test_epochs_are_reshuffled(corpus):
+    loader = TrainLoader(corpus, T, 5, 3, packing="best_fit")
+    size = loader.samples_per_epoch
+    ids = np.concatenate([loader.sample_ids(step) for step in range(2 * size)])[: 2 * size]
+    assert sorted(ids[:size]) == sorted(ids[size:]) == list(range(size))
+    assert (ids[:size] != ids[size:]).any()
+
+
+@pytest.mark.parametrize("corpus", [10**9], indirect=True)
+def test_small_groups_hold_every_document_too(corpus, monkeypatch):
+    monkeypatch.setattr(packing_module, "GROUP", 7)
+    batch = epoch(corpus)
+    tokens = Counter(batch["input_ids"].ravel().tolist())
+    expected = Counter(corpus.tokens(0, corpus.num_tokens).tolist())
+    del tokens[EOD], expected[EOD]
+    assert tokens == expected
+
+
+def test_the_plan_is_kept_and_read_again(corpus):
+    first = epoch(corpus)
+    (plan,) = [p for p in (corpus.folder / "packing").iterdir() if p.is_dir()]
+    before = {path.name: path.stat().st_mtime_ns for path in plan.iterdir()}
+    assert (epoch(corpus)["labels"] == first["labels"]).all()
+    assert {path.name: path.stat().st_mtime_ns for path in plan.iterdir()} == before
+    PackedWindows(corpus, T + 1)
+    assert len([p for p in (corpus.folder / "packing").iterdir() if p.is_dir()]) == 2
+
+
+def damage(plan, what):
+    if what == "cut short":
+        with open(plan / "pieces.bin", "rb+") as stream:
+            stream.truncate(24)
+    elif what == "no description":
+        (plan / "plan.json").unlink()
+    elif what == "of other data":
+        text = json.loads((plan / "plan.json").read_text()) | {"fingerprint": "another"}
+        (plan / "plan.json").write_text(json.dumps(text))
+    else:
+        file = plan / what
+        file.write_bytes(b"\x7f" * file.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "what", ["cut short", "no description", "of other data", "pieces.bin", "windows.bin"]
+)
+def test_a_damaged_plan_is_an_error_that_says_what_to_delete(corpus, what):
+    epoch(corpus)
+    (plan,) = [p for p in (corpus.folder / "packing").iterdir() if p.is_dir()]
+    damage(plan, what)
+    with pytest.raises(UserError, match=rf"{plan.name}: the packing plan is damaged; delete"):
+        epoch(corpus)
+
+
+def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp_path):
+    # A file where the folder would be: unlike permissions, it stops root too.
+    (corpus.folder / "packing").write_text("")
+    windows = PackedWindows(corpus, T, tmp_path / "cache")
+    assert list((tmp_path / "cache/packing").glob("train-16-*/pieces.bin"))
+    assert windows.num_windows == PackedWindows(corpus, T, tmp_path / "cache").num_windows
+
+
+def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing_module, "write_json", killed)
+        patch.setattr(packing_module.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            PackedWindows(corpus, T)
+    left = [p for p in (corpus.folder / "packing").iterdir() if p.name.endswith(".tmp")]
+    assert len(left) == 1
+    PackedWindows(corpus, T)
+    assert not left[0].exists()
+
+
+def test_processes_that_start_together_make_one_plan(corpus):
+    code = "import sys; from cat_lm.data import TokenCorpus, TrainLoader\n"
+    code += "c = TokenCorpus.open(sys.argv[1], 'train')\n"
+    code += "print(TrainLoader(c, 16, 4, 0, packing='best_fit').batch(9)['labels'].sum())"
+    command = [sys.executable, "-c", code, str(corpus.folder)]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate() for process in started]
+    assert all(process.returncode == 0 for process in started), outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert sum("packing:" in error for _, error in outputs) == 1
+
+
+def test_the_log_tells_the_padding_and_the_cuts(corpus):
+    (line,) = PackedWindows(corpus, T).describe()
+    cut = sum(len(document) > T for document in documents_of(corpus))
+    assert f"{cut:,} of {corpus.num_documents:,} documents are longer than a window" in line
