@@ -1,4 +1,8 @@
-"""Reading documents out of files: plain text, JSON lines (plain, gzip, zstd) and parquet."""
+"""Reading documents out of files: plain text, JSON lines (plain, gzip, zstd) and parquet.
+
+A line or row that is no document comes out as `Malformed` in its place, for the caller to count.
+What is wrong with a file as a whole (cut short, damaged, without the column) raises `UserError`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO
 
 from cat_lm.errors import UserError
 
 BLOCK = 1 << 20
+# A file without line ends, such as one large JSON array, must not be read into memory as a whole.
+MAX_LINE = 1 << 29
+MAX_ZSTD_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # How much text a byte of such a file holds, for the estimate of disk space only.
 TEXT_PER_FILE_BYTE = {
     ".txt": 1.0,
@@ -23,6 +30,7 @@ TEXT_PER_FILE_BYTE = {
     ".jsonl.zst": 3.5,
     ".parquet": 2.5,
 }
+PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -35,89 +43,116 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Malformed:
+    """A line or row that holds no document: where ("NAME:LINE" or "NAME: row N"), and why.
+
+    NAME is the file's name within the source, the same on every machine.
+    """
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Reading:
-    """How files become documents: the key of the text, and what separates documents in a text."""
+    """How files become documents.
+
+    The key of the text, what separates documents in plain text, and the key of a document's named
+    set, whose dots lead into objects: "meta.redpajama_set_name" in SlimPajama.
+    """
 
     text_key: str = "text"
     separator: str | None = None
+    set_key: str = "meta.redpajama_set_name"
 
 
-def suffix_of(path: Path) -> str | None:
+Record = tuple[str, dict]
+
+
+def suffix_of(path: PurePath | str) -> str | None:
     """The known suffix that the file's name ends with, or None."""
-    name = path.name.lower()
+    name = PurePath(path).name.lower()
     return next((suffix for suffix in TEXT_PER_FILE_BYTE if name.endswith(suffix)), None)
 
 
-def read_records(path: Path, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """The documents of a file in order: each one's text, and its record (empty for plain text).
-
-    Raises `UserError` naming the file, and the line or row, for whatever cannot be read.
-    """
-    suffix = suffix_of(path)
+def read_file(path: Path, name: str, reading: Reading) -> Iterator[Record | Malformed]:
+    """The documents of a file on disk in order, as `read_records` gives them."""
     try:
-        if suffix in (".txt", ".md"):
-            yield from _read_text(path, reading)
-        elif suffix == ".parquet":
-            yield from _read_parquet(path, reading)
-        else:
-            yield from _read_json_lines(path, suffix, reading)
+        with open(path, "rb") as stream:
+            yield from read_records(stream, str(path), name, reading)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def decode(data: bytes, where: str) -> str:
-    """UTF-8 bytes as text, a byte order mark taken off."""
+def read_records(
+    stream: IO[bytes], path: str, name: str, reading: Reading
+) -> Iterator[Record | Malformed]:
+    """The documents of an open file in order: each one's text, and its record ({} in plain text).
+
+    `path` tells the kind of the file by its suffix. Raises `UserError` that names `path` for a file
+    that is damaged or lacks the text's column; `name` says where a `Malformed` is.
+    """
+    suffix = suffix_of(path)
+    if suffix in (".txt", ".md"):
+        yield from _read_text(stream, path, reading)
+    elif suffix == ".parquet":
+        for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
+            yield _parse_row(row, f"{name}: row {number}", reading)
+    else:
+        for number, line in enumerate(_lines(_blocks(stream, path, suffix)), 1):
+            if line is None or line.strip():
+                yield _parse_line(line, f"{name}:{number}", reading)
+
+
+def record_of(record: object, where: str, reading: Reading) -> Record | Malformed:
+    """A JSON value or a row as a document: its text and itself."""
+    if not isinstance(record, dict):
+        return Malformed(where, f"a JSON object is needed, not {type(record).__name__}")
+    text = record.get(reading.text_key)
+    if not isinstance(text, str):
+        keys = ", ".join(map(str, list(record)[:20])) or "none"
+        reason = f"no text under the key {reading.text_key!r}; its keys are {keys}"
+        return Malformed(where, _one_line(f"{reason} (choose with --text-key)"))
     try:
-        return data.decode("utf-8-sig")
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Malformed(where, f"half a surrogate pair at {error.start}, not valid Unicode text")
+    return text, record
+
+
+def _parse_line(line: bytes | None, where: str, reading: Reading) -> Record | Malformed:
+    if line is None:
+        return Malformed(where, f"a line of more than {MAX_LINE >> 20} MiB")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: not UTF-8 (byte {data[error.start]:#04x} at {error.start}); convert it first"
-        ) from None
+        return Malformed(where, _not_utf8(error))
+    except (ValueError, RecursionError) as error:
+        return Malformed(where, _one_line(f"not a JSON line ({error})"))
+    return record_of(record, where, reading)
 
 
-def _read_text(path: Path, reading: Reading) -> Iterator[tuple[str, dict]]:
-    text = decode(path.read_bytes(), str(path))
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte {error.object[error.start]:#04x} at {error.start})"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _read_text(stream: IO[bytes], path: str, reading: Reading) -> Iterator[Record]:
+    try:
+        text = stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: {_not_utf8(error)}; convert it first") from None
     parts = [text] if reading.separator is None else text.split(reading.separator)
     for part in parts:
         yield part, {}
 
 
-def _read_json_lines(path: Path, suffix: str, reading: Reading) -> Iterator[tuple[str, dict]]:
-    with open(path, "rb") as stream:
-        for number, line in enumerate(_lines(_blocks(path, stream, suffix)), 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(decode(line, where))
-            except ValueError as error:
-                raise UserError(f"{where}: not a JSON line ({error})") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}")
-            yield text_of(record, reading, where), record
-
-
-def text_of(record: dict, reading: Reading, where: str) -> str:
-    """The text of a record. Raises `UserError` where there is none, or it is not valid Unicode."""
-    text = record.get(reading.text_key)
-    if not isinstance(text, str):
-        keys = ", ".join(record) or "none"
-        raise UserError(
-            f"{where}: no text under the key {reading.text_key!r}; "
-            f"its keys are {keys} (choose with --text-key)"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: half a surrogate pair at {error.start}, not valid Unicode text"
-        ) from None
-    return text
-
-
-def _blocks(path: Path, stream: IO[bytes], suffix: str) -> Iterator[bytes]:
+def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]:
     if suffix == ".jsonl.zst":
-        yield from _zstd_blocks(path, stream)
+        yield from _zstd_blocks(stream, path)
         return
     source = gzip.GzipFile(fileobj=stream) if suffix == ".jsonl.gz" else stream
     try:
@@ -127,7 +162,7 @@ def _blocks(path: Path, stream: IO[bytes], suffix: str) -> Iterator[bytes]:
         raise UserError(f"{path}: broken gzip file ({error})") from None
 
 
-def _zstd_blocks(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
+def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
     """All frames of a zstd file; unlike the library's own reader it notices a file cut short."""
     import zstandard
 
@@ -135,7 +170,8 @@ def _zstd_blocks(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     try:
         while data := data or stream.read(BLOCK // 8):
             if frame is None:
-                frame = zstandard.ZstdDecompressor().decompressobj()
+                decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+                frame = decompressor.decompressobj()
             if block := frame.decompress(data):
                 yield block
             data = b""
@@ -147,41 +183,62 @@ def _zstd_blocks(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
         raise UserError(f"{path}: broken zstd file (cut short)")
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
+    """The lines of a stream; None in the place of one that is longer than `MAX_LINE`."""
     rest: list[bytes] = []
+    size = 0
     for block in blocks:
         if b"\n" not in block:
-            rest.append(block)
+            size += len(block)
+            rest = [*rest, block] if size <= MAX_LINE else []
             continue
-        for line in io.BytesIO(b"".join([*rest, block])):
+        head, _, block = block.partition(b"\n")
+        yield None if size + len(head) > MAX_LINE else b"".join([*rest, head])
+        rest, size = [], 0
+        for line in io.BytesIO(block):
             if not line.endswith(b"\n"):
-                rest = [line]
+                rest, size = [line], len(line)
                 break
             yield line
-        else:
-            rest = []
-    if rest:
-        yield b"".join(rest)
+    if size:
+        yield None if size > MAX_LINE else b"".join(rest)
 
 
-def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[str, dict]]:
+def _parquet_rows(
+    stream: IO[bytes], path: str, reading: Reading
+) -> Iterator[dict | UnicodeDecodeError]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(stream) as file:
             names = file.schema_arrow.names
             if reading.text_key not in names:
                 raise UserError(
                     f"{path}: no column {reading.text_key!r}; "
                     f"its columns are {', '.join(names)} (choose with --text-key)"
                 )
-            columns = [name for name in (reading.text_key, "meta") if name in names]
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield text_of(record, reading, f"{path}: row {row}"), record
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: broken parquet file ({reason})") from None
+            wanted = (reading.text_key, reading.set_key.partition(".")[0])
+            columns = [column for column in names if column in wanted]
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                yield from _rows(batch)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None
+
+
+def _rows(batch) -> Iterator[dict | UnicodeDecodeError]:
+    """The rows of a batch; the error in the place of one with text that is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _parse_row(row: dict | UnicodeDecodeError, where: str, reading: Reading) -> Record | Malformed:
+    if isinstance(row, UnicodeDecodeError):
+        return Malformed(where, _not_utf8(row))
+    return record_of(row, where, reading)

@@ -1,14 +1,19 @@
 """Where documents come from: the standard library, files, SlimPajama.
 
-A source is a list of parts in a fixed order (a part is a file, or a split on the Hub) and a way to
-read each; so its documents have one order, on every machine and for any number of workers.
+A source is a list of parts in a fixed order (a part is a file, here or on the Hub) and a way to
+read each; so its documents have one order, on every machine and for any number of workers. Files
+are in natural order, in which runs of digits count as numbers (chunk2 before chunk10); training
+text comes before validation text.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
+import json
 import platform
+import re
 import sys
 import sysconfig
 import tokenize
@@ -21,14 +26,24 @@ from cat_lm.files import sha256
 from data_prep.documents import (
     TEXT_PER_FILE_BYTE,
     Document,
+    Malformed,
     Reading,
-    read_records,
+    read_file,
     suffix_of,
-    text_of,
 )
 
 HUB_PREFIX = "hub:"
 UNKNOWN_SET = "unknown"
+# The sets that SlimPajama's documents name in meta.redpajama_set_name.
+KNOWN_SETS = (
+    "RedPajamaArXiv",
+    "RedPajamaBook",
+    "RedPajamaC4",
+    "RedPajamaCommonCrawl",
+    "RedPajamaGithub",
+    "RedPajamaStackExchange",
+    "RedPajamaWikipedia",
+)
 HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
 # out; without them and the tests every build of one Python version has the same files.
@@ -50,21 +65,41 @@ NOT_EVERYWHERE = {
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read in one go: a file, with the split it is known to be of."""
+    """A piece of a source that is read in one go: a file, with the split it is known to be of.
 
-    path: Path
+    `name` is the same on every machine, and for a copy and the Hub. `size` is in bytes, None for a
+    split that `datasets` streams; `sha256` is there where the Hub lists it.
+    """
+
+    path: Path | str
     name: str
     split: str | None = None
+    size: int | None = None
+    sha256: str | None = None
+
+    @property
+    def text_bytes(self) -> int | None:
+        """About how many bytes of text there are; None where it cannot be known beforehand."""
+        if self.size is None:
+            return None
+        return int(TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0) * self.size)
 
 
 class Source:
-    """Documents in a fixed order. Subclasses set `kind` and `parts` and implement `read`."""
+    """Documents in a fixed order. Subclasses set `kind` and `parts` and implement `read`.
+
+    A source can be pickled: its parts may be read in any process, in any order, any number of times
+    with equal result.
+    """
 
     kind: str
     parts: list[Part]
 
-    def read(self, part: Part) -> Iterator[Document]:
-        """The documents of one part, in order."""
+    def read(self, part: Part) -> Iterator[Document | Malformed]:
+        """The documents of one part, in order, and in their places the lines that hold none.
+
+        Raises `UserError` for a part that cannot be read as a whole.
+        """
         raise NotImplementedError
 
     @property
@@ -74,29 +109,31 @@ class Source:
 
     def text_bytes(self) -> int | None:
         """About how many bytes of text there are; None where it cannot be known beforehand."""
-        sizes = [(part, part.path.stat().st_size) for part in self.parts]
-        return int(sum(TEXT_PER_FILE_BYTE.get(suffix_of(p.path), 1.0) * size for p, size in sizes))
+        sizes = [part.text_bytes for part in self.parts]
+        return None if None in sizes else sum(sizes)
 
     def describe(self) -> dict:
         """What the manifest says of the source; equal for equal input, on every machine.
 
-        Sources of up to `HASHED_BYTES` are described by the contents of their files. Larger ones
-        only by names and sizes, because reading terabytes to find that nothing is to be done takes
-        hours: there, an edit that keeps a file's size is not noticed.
+        Local sources of up to `HASHED_BYTES` are described by the contents of their files too.
+        Larger ones only by names and sizes, because reading terabytes to find that nothing is to
+        be done takes hours: there, an edit that keeps a file's size is not noticed.
 
         Raises UserError where a file cannot be read.
         """
-        sizes = [part.path.stat().st_size for part in self.parts]
         listing = "".join(
-            f"{part.name} {size}\n" for part, size in zip(self.parts, sizes, strict=True)
+            " ".join(filter(None, (part.name, str(part.size), part.sha256))) + "\n"
+            for part in self.parts
         )
+        size = None if any(p.size is None for p in self.parts) else sum(p.size for p in self.parts)
         description = {
             "kind": self.kind,
             "files": len(self.parts),
-            "file_bytes": sum(sizes),
+            "file_bytes": size,
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
-        if sum(sizes) <= HASHED_BYTES:
+        local = all(isinstance(part.path, Path) for part in self.parts)
+        if local and size <= HASHED_BYTES:
             description["contents_sha256"] = _contents_sha256(self.parts)
         return description
 
@@ -117,7 +154,10 @@ class PythonStdlib(Source):
         )
         if not chosen:
             raise UserError(f"{root}: no source files of the standard library; use --source files")
-        self.parts = [Part(root / name, name) for name in chosen]
+        sizes = ((root / name).stat().st_size for name in chosen)
+        self.parts = [
+            Part(root / name, name, size=size) for name, size in zip(chosen, sizes, strict=True)
+        ]
 
     def read(self, part: Part) -> Iterator[Document]:
         try:
@@ -133,29 +173,46 @@ class PythonStdlib(Source):
 
 
 class Files(Source):
-    """Text, markdown, JSON lines and parquet files: one file, a folder, or a glob pattern."""
+    """Text, markdown, JSON lines and parquet files: one file, a folder, or a glob pattern.
+
+    A document's set is what it names under the set key, or else the kind of its file ("jsonl").
+    """
 
     kind = "files"
 
     def __init__(self, path: str, reading: Reading, validation_path: str | None = None) -> None:
         self.path = path
         self.reading = reading
-        split = "train" if validation_path else None
-        self.parts = [Part(file, name, split) for file, name in _find_files(path, "--path")]
-        if validation_path:
-            held_out = _find_files(validation_path, "--validation-path")
-            self.parts += [Part(file, name, "validation") for file, name in held_out]
+        if validation_path is None:
+            self.parts = _find_files(path, "--path")
+            return
+        self.parts = [
+            Part(part.path, f"{split}/{part.name}", split, part.size)
+            for split, given, flag in (
+                ("train", path, "--path"),
+                ("validation", validation_path, "--validation-path"),
+            )
+            for part in _find_files(given, flag)
+        ]
 
-    def read(self, part: Part) -> Iterator[Document]:
-        for text, _ in read_records(part.path, self.reading):
-            yield Document(text, suffix_of(part.path).removeprefix("."), part.split)
+    def read(self, part: Part) -> Iterator[Document | Malformed]:
+        kind = suffix_of(part.path).removeprefix(".")
+        for item in read_file(part.path, part.name, self.reading):
+            if isinstance(item, Malformed):
+                yield item
+            else:
+                text, record = item
+                yield Document(text, set_name(record, self.reading, kind), part.split)
 
     def describe(self) -> dict:
         return {**super().describe(), "path": self.path}
 
 
 class SlimPajama(Source):
-    """A local mirror in SlimPajama's layout: `train/chunk*/….jsonl.zst`, `validation/`, `test/`."""
+    """A local mirror in SlimPajama's layout: `train/chunk*/….jsonl.zst`, `validation/`.
+
+    `test/` is left for evaluation; a folder of its own, it can be read as `files`.
+    """
 
     kind = "slimpajama"
 
@@ -166,68 +223,24 @@ class SlimPajama(Source):
         if not (root / "train").is_dir():
             raise UserError(
                 f"--path {path}: no folder with train/ in it; give a local mirror of SlimPajama, "
-                f"or {HUB_PREFIX}OWNER/NAME[@REVISION]"
+                f"or {HUB_PREFIX}OWNER/NAME[/FOLDER][@REVISION]"
             )
-        self.parts = []
-        for split in ("train", "validation"):
-            if (root / split).is_dir():
-                found = _find_files(str(root / split), "--path")
-                self.parts += [Part(file, f"{split}/{name}", split) for file, name in found]
-        if not self.has_validation:
-            self.parts = [Part(part.path, part.name) for part in self.parts]
+        splits = [split for split in ("train", "validation") if (root / split).is_dir()]
+        self.parts = [
+            Part(part.path, f"{split}/{part.name}", split if len(splits) > 1 else None, part.size)
+            for split in splits
+            for part in _find_files(str(root / split), "--path")
+        ]
 
-    def read(self, part: Part) -> Iterator[Document]:
-        for text, record in read_records(part.path, self.reading):
-            yield Document(text, set_name(record), part.split)
+    def read(self, part: Part) -> Iterator[Document | Malformed]:
+        for item in read_file(part.path, part.name, self.reading):
+            if isinstance(item, Malformed):
+                yield item
+            else:
+                yield Document(item[0], set_name(item[1], self.reading), part.split)
 
     def describe(self) -> dict:
         return {**super().describe(), "path": self.path}
-
-
-class Hub(Source):
-    """A data set on the Hugging Face Hub with SlimPajama's columns, streamed, at one revision."""
-
-    kind = "slimpajama"
-
-    def __init__(self, path: str, reading: Reading) -> None:
-        import datasets
-
-        self.path = path
-        self.reading = reading
-        self.name, _, revision = path.removeprefix(HUB_PREFIX).partition("@")
-        try:
-            self.revision = _resolve_revision(self.name, revision or None)
-            splits = datasets.get_dataset_split_names(self.name, revision=self.revision)
-        except Exception as error:  # the Hub's client raises many kinds, network errors among them
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"--path {path}: cannot be read from the Hub ({reason})") from None
-        if "train" not in splits:
-            raise UserError(f"--path {path}: no train split; it has {', '.join(splits)}")
-        self.parts = [Part(Path(name), name, name) for name in ("train", "validation")]
-        if "validation" not in splits:
-            self.parts = [Part(Path("train"), "train")]
-
-    def read(self, part: Part) -> Iterator[Document]:
-        import datasets
-
-        try:
-            rows = datasets.load_dataset(
-                self.name, split=part.name, streaming=True, revision=self.revision
-            )
-            for number, record in enumerate(rows, 1):
-                where = f"{self.path}: {part.name} row {number}"
-                yield Document(text_of(record, self.reading, where), set_name(record), part.split)
-        except UserError:
-            raise
-        except Exception as error:  # as above; datasets has already retried by itself
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"--path {self.path}: streaming stopped ({reason})") from None
-
-    def text_bytes(self) -> int | None:
-        return None
-
-    def describe(self) -> dict:
-        return {"kind": self.kind, "path": self.path, "revision": self.revision}
 
 
 def open_source(
@@ -244,14 +257,27 @@ def open_source(
         return Files(path, reading, validation_path)
     if validation_path:
         raise UserError("--validation-path goes with --source files")
-    return Hub(path, reading) if path.startswith(HUB_PREFIX) else SlimPajama(path, reading)
+    if path.startswith(HUB_PREFIX):
+        from data_prep.hub import Hub
+
+        return Hub(path, reading)
+    return SlimPajama(path, reading)
 
 
-def set_name(record: dict) -> str:
-    """The named set that a SlimPajama record belongs to."""
-    meta = record.get("meta")
-    name = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
-    return name if isinstance(name, str) and name else UNKNOWN_SET
+def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
+    """The named set that a record belongs to; `default` where it names none.
+
+    The objects on the way to it may be written out as JSON, as in some parquet mirrors.
+    """
+    value: object = record
+    for key in reading.set_key.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return default
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value else default
 
 
 def sample_texts(
@@ -274,7 +300,9 @@ def sample_texts(
         for document in source.read(part):
             if taken >= share or total >= max_bytes:
                 break
-            if not document.text or not is_training(document):
+            if isinstance(document, Malformed) or not document.text:
+                continue
+            if not is_training(document):
                 continue
             text = document.text[: max(share, max_bytes // 16)]
             taken += len(text)
@@ -295,33 +323,38 @@ def _contents_sha256(parts: Iterable[Part]) -> str:
     return total.hexdigest()
 
 
-def _find_files(path: str, flag: str) -> list[tuple[Path, str]]:
-    """Files that `path` (a file, folder or glob) stands for, with names relative to it, sorted."""
+def in_natural_order(parts: Iterable[Part]) -> list[Part]:
+    """Parts by name, runs of digits in it taken as numbers: chunk1, chunk2, …, chunk10."""
+
+    def key(part: Part) -> tuple[list[str | int], str]:
+        pieces = re.split(r"([0-9]+)", part.name)  # text and digits in turn
+        return [int(p) if i % 2 else p for i, p in enumerate(pieces)], part.name
+
+    return sorted(parts, key=key)
+
+
+def _find_files(path: str, flag: str) -> list[Part]:
+    """Files that `path` (a file, folder or glob) stands for, with names relative to it.
+
+    The names of a glob's matches are relative to the folders before its first wildcard.
+    """
     known = ", ".join(TEXT_PER_FILE_BYTE)
     root = Path(path)
     if root.is_file():
         if suffix_of(root) is None:
             raise UserError(f"{flag} {path}: unknown kind of file; known are {known}")
-        return [(root, root.name)]
+        return [Part(root, root.name, None, root.stat().st_size)]
     if root.is_dir():
         candidates: Iterable[Path] = root.rglob("*")
     else:
         candidates = [Path(name) for name in glob.glob(path, recursive=True)]
-        root = Path()
+        root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
     found = []
     for file in candidates:
-        name = file.relative_to(root).as_posix() if root != Path() else file.as_posix()
-        if suffix_of(file) and file.is_file() and not file.name.startswith("."):
-            found.append((file, name))
+        if suffix_of(file) and not file.name.startswith(".") and file.is_file():
+            found.append(Part(file, file.relative_to(root).as_posix(), None, file.stat().st_size))
     if not found:
         raise UserError(f"{flag} {path}: no file of a known kind in it ({known})")
-    return sorted(found, key=lambda pair: pair[1])
-
-
-def _resolve_revision(name: str, revision: str | None) -> str:
-    """The commit that a branch, tag or nothing stands for now."""
-    from huggingface_hub import HfApi
-
-    return HfApi().dataset_info(name, revision=revision).sha
+    return in_natural_order(found)

@@ -3,7 +3,10 @@
 import gzip
 import json
 import os
+import pickle
+import re
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -12,8 +15,9 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Reading
-from data_prep.sources import open_source, sample_texts
+from data_prep import documents as documents_module
+from data_prep.documents import Document, Malformed, Reading
+from data_prep.sources import Part, in_natural_order, open_source, sample_texts
 
 TEXTS = ["one", "zwei\nZeilen", "drei \U0001f600", ""]
 
@@ -61,6 +65,8 @@ def test_one_file_and_globs(tmp_path):
     assert texts("files", tmp_path / "e.txt") == ["plain"]
     assert texts("files", tmp_path / "**" / "*.zst") == TEXTS
     assert texts("files", f"{tmp_path}/[ef].*") == ["plain", "# marked\r\n"]
+    source = open_source("files", f"{tmp_path}/s*/*.zst", Reading())
+    assert [part.name for part in source.parts] == ["sub/c.jsonl.zst"]  # no machine's path
 
 
 def test_separators_keys_and_own_validation_text(tmp_path):
@@ -77,6 +83,7 @@ def test_separators_keys_and_own_validation_text(tmp_path):
         *("files", str(tmp_path / "a.txt"), Reading()), validation_path=str(tmp_path / "a.txt")
     )
     assert [document.split for document in documents(source)] == ["train", "validation"]
+    assert [part.name for part in source.parts] == ["train/a.txt", "validation/a.txt"]
 
 
 def test_zstd_frames_larger_than_a_block(tmp_path):
@@ -85,17 +92,69 @@ def test_zstd_frames_larger_than_a_block(tmp_path):
     assert texts("files", tmp_path) == [f"{number} " * 1000 for number in range(3000)]
 
 
-BAD = {
+BAD_LINES = {
+    "y.jsonl": (json_lines(["ok"]) + b"{broken\n", r"y\.jsonl:2", "not a JSON line"),
+    "u.jsonl": (b'{"text": "\xff"}\n', r"u\.jsonl:1", r"not UTF-8 \(byte 0xff at 10\)"),
+    "l.jsonl": (b"\n[1]\n", r"l\.jsonl:2", "a JSON object is needed, not list"),
+    "k.jsonl": (json_lines(["x"], key="body"), r"k\.jsonl:1", "no text under the key 'text'.*body"),
+    "n.jsonl": (b'{"text": null}', r"n\.jsonl:1", "no text under the key"),
+    "s.jsonl": (b'{"text": "a\\ud800"}\n', r"s\.jsonl:1", "half a surrogate pair at 1"),
+    "d.jsonl": (b"[" * 100_000 + b"\n", r"d\.jsonl:1", "not a JSON line"),
+    "i.jsonl": (b'{"text": ' + b"1" * 9999 + b"}\n", r"i\.jsonl:1", "not a JSON line"),
+    "m.jsonl": (b'{"a\\nb": 1}\n', r"m\.jsonl:1", "no text.* its keys are a b .choose"),
+    "0.jsonl": (b"\0\0\0\n", r"0\.jsonl:1", "not a JSON line"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_in_its_place_and_the_others_are_read(tmp_path, name):
+    content, where, reason = BAD_LINES[name]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / name).write_bytes(content.rstrip(b"\n") + b"\n" + json_lines(["after"]))
+    found = documents(open_source("files", str(tmp_path), Reading()))
+    bad = [item for item in found if isinstance(item, Malformed)]
+    assert len(bad) == 1
+    assert re.fullmatch(f"sub/{where}", bad[0].where)  # the name within the source: no machine's
+    assert re.match(reason, bad[0].reason)
+    assert "\n" not in bad[0].reason
+    assert found[-2:] == [bad[0], Document("after", "jsonl")]
+
+
+def test_lines_too_long_for_memory_are_skipped_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "MAX_LINE", 2 << 20)
+    monkeypatch.setattr(documents_module, "BLOCK", 1 << 18)
+    long, fits = b"x" * (32 << 20), json_lines(["y" * (1 << 20)])
+    (tmp_path / "a.jsonl").write_bytes(long + b"\n" + fits + long + b"\n" + fits + long)
+    tracemalloc.start()
+    found = documents(open_source("files", str(tmp_path), Reading()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert [getattr(item, "where", None) for item in found] == [
+        *("a.jsonl:1", None, "a.jsonl:3", None, "a.jsonl:5")
+    ]
+    assert found[1] == found[3] == Document("y" * (1 << 20), "jsonl")
+    assert found[0].reason == "a line of more than 2 MiB"
+
+
+def text_column(values):
+    """A string column of raw bytes, which may not be UTF-8; None for null."""
+    return pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
+
+
+def test_bad_parquet_rows_are_named_and_the_others_are_read(tmp_path):
+    table = pyarrow.table({"text": text_column([b"ok", None, b"\xff\xfe", "é".encode(), b""])})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = documents(open_source("files", str(tmp_path), Reading()))
+    assert [item.text for item in found if isinstance(item, Document)] == ["ok", "é", ""]
+    bad = [item for item in found if isinstance(item, Malformed)]
+    assert [item.where for item in bad] == ["a.parquet: row 2", "a.parquet: row 3"]
+    assert bad[0].reason.startswith("no text under the key 'text'")
+    assert bad[1].reason == "not UTF-8 (byte 0xff at 0)"
+
+
+BAD_FILES = {
     "x.txt": (b"ab\xffcd", r"x\.txt: not UTF-8 \(byte 0xff at 2\)"),
-    "y.jsonl": (json_lines(["ok"]) + b"{broken\n", r"y\.jsonl:2: not a JSON line"),
-    "u.jsonl": (b'{"text": "\xff"}\n', r"u\.jsonl:1: not UTF-8"),
-    "l.jsonl": (b"[1]\n", r"l\.jsonl:1: a JSON object is needed, not list"),
-    "k.jsonl": (
-        json_lines(["x"], key="body"),
-        r"k\.jsonl:1: no text under the key 'text'; .* body",
-    ),
-    "n.jsonl": (b'{"text": null}\n', r"n\.jsonl:1: no text under the key"),
-    "s.jsonl": (b'{"text": "a\\ud800"}\n', r"s\.jsonl:1: half a surrogate pair at 1"),
     "g.jsonl.gz": (gzip.compress(json_lines())[:-9], "g.jsonl.gz: broken gzip file"),
     "h.jsonl.gz": (b"not gzip", "h.jsonl.gz: broken gzip file"),
     "z.jsonl.zst": (zstandard.compress(json_lines())[:-3], "broken zstd file .cut short"),
@@ -104,12 +163,31 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_files_that_cannot_be_read_are_named_with_the_place(tmp_path, name):
-    content, message = BAD[name]
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_cannot_be_read_are_named_with_their_path(tmp_path, name):
+    content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         texts("files", tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/")
+
+
+def test_a_parquet_file_damaged_in_a_page_is_named(tmp_path):
+    table = pyarrow.table({"text": [f"{number} text" * 20 for number in range(5000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", compression="zstd")
+    data = bytearray((tmp_path / "x.parquet").read_bytes())
+    data[100:5000] = bytes(4900)
+    (tmp_path / "x.parquet").write_bytes(bytes(data))
+    with pytest.raises(UserError, match=r"x\.parquet: (broken parquet file|cannot be read)"):
+        texts("files", tmp_path)
+
+
+def test_zstd_windows_beyond_the_librarys_default_are_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    data = compressor.compress(json_lines()) + compressor.flush()
+    (tmp_path / "x.jsonl.zst").write_bytes(data)
+    assert texts("files", tmp_path) == TEXTS
 
 
 def test_a_zstd_file_damaged_in_the_middle_is_named(tmp_path):
@@ -151,7 +229,7 @@ def slimpajama(folder, validation=True):
     for split in ("train", "validation", "test"):
         if split == "validation" and not validation:
             continue
-        for chunk in (1, 2):
+        for chunk in (1, 2, 10):
             path = folder / split / f"chunk{chunk}"
             path.mkdir(parents=True)
             lines = json_lines([f"{split} {chunk}"], meta={"redpajama_set_name": "RedPajamaC4"})
@@ -166,55 +244,77 @@ def test_slimpajama_mirror(tmp_path):
     assert documents(source) == [
         Document(f"{split} {chunk}{suffix}", name, split)
         for split in ("train", "validation")
-        for chunk in (1, 2)
+        for chunk in (1, 2, 10)  # as numbers, not as text
         for suffix, name in (("", "RedPajamaC4"), (" unnamed", "unknown"))
     ]
+    sizes = [part.path.stat().st_size for part in source.parts]
+    assert [part.size for part in source.parts] == sizes
+    assert source.text_bytes() == sum(int(3.5 * size) for size in sizes)
+    assert source.parts[2].name == "train/chunk10/example_0.jsonl.zst"
+
+
+def test_a_source_can_be_sent_to_a_worker_and_read_again(tmp_path):
+    source = open_source("slimpajama", str(slimpajama(tmp_path)), Reading())
+    there = pickle.loads(pickle.dumps(source))
+    assert there.parts == source.parts
+    assert documents(there) == documents(source) == documents(source)
+
+
+def test_natural_order_is_total_and_takes_digits_as_numbers():
+    ordered = ["a", "a/b1", "a1.txt", "a01.txt", "a2", "a10", "a10b2", "a10b10", "b", "¹", "²"]
+    for shuffled in (ordered[::-1], sorted(ordered), ordered):
+        parts = in_natural_order(Part(name, name) for name in shuffled)
+        names = [part.name for part in parts]
+        assert names.index("a2") < names.index("a10") < names.index("a10b2")
+        assert names.index("a10b2") < names.index("a10b10")
+        assert names == [part.name for part in in_natural_order(Part(n, n) for n in ordered)]
+    assert in_natural_order([]) == []
+
+
+SET_NAMES = [
+    ({"redpajama_set_name": "RedPajamaBook"}, "RedPajamaBook"),
+    ('{"redpajama_set_name": "RedPajamaBook"}', "RedPajamaBook"),
+    ("not JSON", "unknown"),
+    ('["RedPajamaBook"]', "unknown"),
+    ({"redpajama_set_name": 7}, "unknown"),
+    ({"redpajama_set_name": ""}, "unknown"),
+    ({"redpajama_set_name": "Another"}, "Another"),
+    ({}, "unknown"),
+    (None, "unknown"),
+]
+
+
+def test_set_names_of_json_lines_and_parquet(tmp_path):
+    (tmp_path / "train").mkdir()
+    lines = b"".join(json_lines(["x"], meta=meta) for meta, _ in SET_NAMES)
+    (tmp_path / "train" / "a.jsonl").write_bytes(lines)
+    as_json = [meta if isinstance(meta, str) else json.dumps(meta) for meta, _ in SET_NAMES]
+    table = pyarrow.table({"text": ["x"] * len(as_json), "meta": as_json})
+    pyarrow.parquet.write_table(table, tmp_path / "train" / "b.parquet")
+    names = [{"redpajama_set_name": "RedPajamaC4"}, {"redpajama_set_name": None}, None]
+    table = pyarrow.table({"text": ["x"] * 3, "meta": names})
+    pyarrow.parquet.write_table(table, tmp_path / "train" / "c.parquet")
+    found = documents(open_source("slimpajama", str(tmp_path), Reading()))
+    expected = [name for _, name in SET_NAMES]
+    assert [d.set for d in found] == [*expected * 2, "RedPajamaC4", "unknown", "unknown"]
+
+
+def test_files_name_their_set_or_else_their_kind(tmp_path):
+    lines = json_lines(["x"], meta={"pile_set_name": "ArXiv"}) + json_lines(["x"], kind="web")
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    for key, sets in (
+        ("meta.pile_set_name", ["ArXiv", "jsonl"]),
+        ("kind", ["jsonl", "web"]),
+        ("meta.redpajama_set_name", ["jsonl", "jsonl"]),
+    ):
+        source = open_source("files", str(tmp_path), Reading(set_key=key))
+        assert [document.set for document in documents(source)] == sets
 
 
 def test_slimpajama_without_validation_leaves_the_split_open(tmp_path):
     source = open_source("slimpajama", str(slimpajama(tmp_path, validation=False)), Reading())
     assert not source.has_validation
     assert {document.split for document in documents(source)} == {None}
-
-
-def test_the_hub_is_streamed_at_one_revision(tmp_path, monkeypatch):
-    import datasets
-
-    slimpajama(tmp_path)
-    asked = []
-    real = datasets.load_dataset
-
-    def load_dataset(name, split, streaming, revision):
-        asked.append((name, split, streaming, revision))
-        files = sorted(str(file) for file in (tmp_path / split).rglob("*.zst"))
-        return real("json", data_files=files, split="train", streaming=streaming)
-
-    monkeypatch.setattr(
-        "data_prep.sources._resolve_revision", lambda name, revision: f"{revision}!"
-    )
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(
-        datasets, "get_dataset_split_names", lambda name, revision: ["train", "validation", "test"]
-    )
-    source = open_source("slimpajama", "hub:owner/name@v2", Reading())
-    local = open_source("slimpajama", str(tmp_path), Reading())
-    assert documents(source) == documents(local)
-    assert asked == [("owner/name", split, True, "v2!") for split in ("train", "validation")]
-    assert source.describe() == {
-        "kind": "slimpajama",
-        "path": "hub:owner/name@v2",
-        "revision": "v2!",
-    }
-    assert source.text_bytes() is None
-
-
-def test_a_hub_that_cannot_be_reached_is_one_error(monkeypatch):
-    def unreachable(name, revision):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("data_prep.sources._resolve_revision", unreachable)
-    with pytest.raises(UserError, match=r"cannot be read from the Hub \(no route to host\)"):
-        open_source("slimpajama", "hub:owner/name", Reading())
 
 
 def test_equal_input_has_an_equal_description_wherever_it_lies(tmp_path, monkeypatch):

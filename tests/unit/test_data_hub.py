@@ -1,0 +1,411 @@
+"""The Hub as a source: a local server in its place answers the Hub's own client, well and badly."""
+
+import hashlib
+import json
+import pickle
+import re
+import threading
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlparse
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from cat_lm.errors import UserError
+from data_prep import hub, remote
+from data_prep.documents import Document, Malformed, Reading
+from data_prep.sources import Part, open_source
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = "owner/name"
+
+
+def lines(texts, name="RedPajamaC4"):
+    records = ({"text": text, "meta": {"redpajama_set_name": name}} for text in texts)
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def compressed(texts):
+    return zstandard.compress(lines(texts), 1)
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Answers what huggingface_hub asks of a data set repository; `trouble` comes first.
+
+    `trouble` holds, by path, actions for the next requests of that path: a status with headers, or
+    "break", which ends the connection in the middle of the body.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, files):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.files = files
+        self.trouble = {}
+        self.asked = Counter()
+        self.ranges = []
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = unquote(urlparse(self.path).path)
+        self.server.asked[path] += 1
+        kind, _, rest = path.removeprefix("/api").removeprefix(f"/datasets/{NAME}/").partition("/")
+        key = rest.partition("/")[2] if kind == "resolve" else kind
+        trouble = self.server.trouble.get(key) or []
+        self.action = trouble.pop(0) if trouble else None
+        if isinstance(self.action, tuple):
+            self.answer(b"trouble", *self.action)
+        elif kind == "revision":
+            known = rest in ("v1", "main", COMMIT)
+            body = {"id": NAME, "sha": COMMIT, "siblings": []}
+            self.answer(json.dumps(body).encode(), 200) if known else self.missing("Revision")
+        elif kind == "tree":
+            self.tree(rest.partition("/")[2])
+        elif kind == "resolve" and key in self.server.files:
+            assert rest.startswith(COMMIT)
+            self.file(self.server.files[key])
+        else:
+            self.missing("Repo")
+
+    def tree(self, folder):
+        entries = []
+        for name, data in sorted(self.server.files.items(), reverse=True):
+            if not folder or name.startswith(f"{folder}/"):
+                digest = hashlib.sha256(data).hexdigest()
+                lfs = {"oid": digest, "size": len(data), "pointerSize": 130}
+                entry = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                entries.append(
+                    {**entry, "lfs": lfs} if name.endswith(("zst", "parquet")) else entry
+                )
+        self.answer(json.dumps(entries).encode(), 200) if entries else self.missing("Entry")
+
+    def file(self, data):
+        first, last = 0, len(data) - 1
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(match[1]), min(int(match[2] or last), last)
+        self.server.ranges.append((first, last))
+        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": '"x"'}
+        self.answer(data[first : last + 1], 206 if "Range" in self.headers else 200, headers)
+
+    def missing(self, what):
+        self.answer(b"{}", 404, {"X-Error-Code": f"{what}NotFound", "X-Error-Message": "no such"})
+
+    def answer(self, body, status, headers=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.action == "break":
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            self.connection.close()
+        elif self.command == "GET":
+            self.wfile.write(body)
+
+
+TEXTS = [hashlib.sha512(str(number).encode()).hexdigest() for number in range(400)]
+FILES = {
+    "README.md": b"# not a document",
+    ".gitattributes": b"",
+    "train/chunk1/a_2.jsonl.zst": compressed(TEXTS[:100]),
+    "train/chunk1/a_10.jsonl.zst": compressed(TEXTS[100:200]),
+    "train/chunk10/a_0.jsonl.zst": compressed(TEXTS[300:400]),
+    "train/chunk2/a_0.jsonl.zst": compressed(TEXTS[200:300]),
+    "validation/chunk1/a_0.jsonl.zst": compressed(["held out"]),
+    "test/chunk1/a_0.jsonl.zst": compressed(["tested"]),
+}
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """The waits that were asked for, in seconds; none of them happens."""
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr(remote.random, "uniform", lambda low, high: low)
+    return waits
+
+
+@pytest.fixture
+def server(monkeypatch, slept):
+    from huggingface_hub import constants
+
+    with FakeHub(dict(FILES)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        for name in ("HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
+        server.shutdown()
+
+
+def documents(source):
+    return [item for part in source.parts for item in source.read(part)]
+
+
+def open_hub(path=f"hub:{NAME}@v1", **reading):
+    return open_source("slimpajama", path, Reading(**reading))
+
+
+def test_the_hubs_files_are_the_parts_at_one_commit(server):
+    source = open_hub()
+    assert [part.name for part in source.parts] == [
+        "train/chunk1/a_2.jsonl.zst",
+        "train/chunk1/a_10.jsonl.zst",
+        "train/chunk2/a_0.jsonl.zst",
+        "train/chunk10/a_0.jsonl.zst",
+        "validation/chunk1/a_0.jsonl.zst",
+    ]
+    assert all(part.size == len(FILES[part.name]) for part in source.parts)
+    assert documents(source) == [
+        *(Document(text, "RedPajamaC4", "train") for text in TEXTS),
+        Document("held out", "RedPajamaC4", "validation"),
+    ]
+    description = source.describe()
+    assert description["revision"] == COMMIT
+    assert description["path"] == f"hub:{NAME}@v1"
+    assert description["file_bytes"] == sum(part.size for part in source.parts)
+    assert source.text_bytes() == sum(part.text_bytes for part in source.parts)
+    of_files = [path for path in server.asked if "/tree/" in path or "/resolve/" in path]
+    assert len(of_files) == 6
+    assert all(COMMIT in path for path in of_files)
+
+
+def test_a_mirror_gives_the_same_documents_and_names_as_the_hub(server, tmp_path):
+    for name, data in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    mirror, there = open_source("slimpajama", str(tmp_path), Reading()), open_hub()
+    assert documents(mirror) == documents(pickle.loads(pickle.dumps(there)))
+    key = [(part.name, part.split, part.size) for part in mirror.parts]
+    assert key == [(part.name, part.split, part.size) for part in there.parts]
+
+
+def test_one_request_a_file_and_a_part_is_read_on_its_own(server):
+    source = open_hub()
+    assert len(list(source.read(source.parts[2]))) == 100
+    resolved = [path for path in server.asked if "/resolve/" in path]
+    assert resolved == [f"/datasets/{NAME}/resolve/{COMMIT}/train/chunk2/a_0.jsonl.zst"]
+    assert server.asked[resolved[0]] == 1
+
+
+@pytest.mark.parametrize("read_ahead", [1 << 24, 300])
+def test_connections_that_break_in_the_middle_are_mended(server, slept, monkeypatch, read_ahead):
+    monkeypatch.setattr(remote, "READ_AHEAD", read_ahead)
+    monkeypatch.setattr("data_prep.documents.BLOCK", 1 << 10)
+    source = open_hub()
+    name = source.parts[0].name
+    server.trouble[name] = ["break", "break", None, *["break"] * 8]
+    found = list(source.read(source.parts[0]))
+    assert [document.text for document in found] == TEXTS[:100]
+    # A byte of progress begins the count anew; a file that came in one request asks no more.
+    assert slept == ([1, 2] if read_ahead > 300 else [1, 2, 1, 2, 4, 8, 16, 32, 60, 60])
+    assert all(first % 300 == 0 for first, _ in server.ranges) or read_ahead > 300
+
+
+def test_a_connection_that_never_comes_back_is_one_error(server, slept):
+    source = open_hub()
+    server.trouble[source.parts[0].name] = ["break"] * 1000
+    with pytest.raises(UserError) as error:
+        list(source.read(source.parts[0]))
+    message = str(error.value)
+    assert message.startswith(f"hf://datasets/{NAME}@{COMMIT}/{source.parts[0].name}: cannot be")
+    assert message.endswith(f"{remote.RETRIES + 1} times)")
+    assert "\n" not in message
+    assert slept == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert server.asked[f"/datasets/{NAME}/resolve/{COMMIT}/{source.parts[0].name}"] == 9
+
+
+@pytest.mark.parametrize(
+    ("headers", "least"),
+    [
+        ({"Retry-After": "77"}, 77),
+        ({"RateLimit": '"resolvers";r=0;t=55'}, 55),
+        (
+            {"Retry-After": format_datetime(datetime.now(UTC) + timedelta(seconds=3000))},
+            1000,
+        ),
+    ],
+)
+def test_a_rate_limit_waits_as_long_as_the_server_asks(server, slept, headers, least):
+    source = open_hub()
+    name = source.parts[0].name
+    server.trouble[name] = [(429, headers)] * 7
+    assert len(list(source.read(source.parts[0]))) == 100
+    assert len(slept) == 7
+    assert all(least <= wait <= 3600 for wait in slept)
+
+
+def test_troubled_listings_are_retried_and_lasting_errors_are_not(server, slept):
+    server.trouble["tree"] = [(503, {})] * 2 + ["break"]
+    server.trouble["revision"] = [(429, {"Retry-After": "3"})]
+    assert len(open_hub().parts) == 5
+    for path, message in (
+        (f"hub:{NAME}@v7", "v7"),
+        ("hub:owner/absent", "absent"),
+        (f"hub:{NAME}/nowhere@v1", "nowhere"),
+        ("hub:owner", "give hub:OWNER/NAME"),
+        ("hub:owner//x", "give hub:OWNER/NAME"),
+        ("hub:ow ner/na!me", "cannot be read from the Hub"),
+    ):
+        slept.clear()
+        with pytest.raises(UserError, match="--path hub:") as error:
+            open_hub(path)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+        assert not slept
+
+
+def test_files_that_differ_from_the_hubs_checksum_are_refused(server):
+    source = open_hub()
+    changed = bytearray(compressed(TEXTS[1:101]))
+    part = source.parts[0]
+    server.files[part.name] = bytes(changed)[: part.size].ljust(part.size, b"\0")
+    with pytest.raises(
+        UserError, match=r"a_2\.jsonl\.zst: (cannot be read .what came|broken zstd)"
+    ):
+        list(source.read(part))
+    server.files[part.name] = b"\x28\xb5\x2f\xfd"  # ends before the size that was listed
+    with pytest.raises(UserError, match=r"cannot be read"):
+        list(source.read(part))
+
+
+def test_parquet_and_bad_lines_on_the_hub(server, tmp_path):
+    texts = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary()).view(pyarrow.string())
+    meta = ['{"redpajama_set_name": "RedPajamaBook"}'] * 3
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "meta": meta}), tmp_path / "x")
+    server.files.clear()
+    server.files["data/train-00000-of-00002.parquet"] = (tmp_path / "x").read_bytes()
+    server.files["data/train-00001-of-00002.jsonl"] = lines(["ok"]) + b"{\n"
+    server.files["data/dev.jsonl"] = lines(["held"])
+    server.files["data/other.jsonl"] = lines(["neither"])
+    found = documents(open_hub())
+    assert [item for item in found if isinstance(item, Document)] == [
+        Document("one", "RedPajamaBook", "train"),
+        Document("three", "RedPajamaBook", "train"),
+        Document("ok", "RedPajamaC4", "train"),
+        Document("held", "RedPajamaC4", "validation"),
+    ]
+    assert [item.where for item in found if isinstance(item, Malformed)] == [
+        "data/train-00000-of-00002.parquet: row 2",
+        "data/train-00001-of-00002.jsonl:2",
+    ]
+
+
+def test_a_folder_of_a_repository(server):
+    source = open_hub(f"hub:{NAME}/train/chunk1@v1")
+    assert [part.name for part in source.parts] == ["a_2.jsonl.zst", "a_10.jsonl.zst"]
+    assert [d.text for d in documents(source)] == TEXTS[:200]
+    assert not source.has_validation
+
+
+def test_what_file_names_say_of_the_split():
+    for name, split in (
+        ("train/chunk1/example_holdout_0.jsonl.zst", "train"),
+        ("validation/train-0.jsonl", "validation"),
+        ("data/val-00000-of-00001.parquet", "validation"),
+        ("en/TEST.jsonl", "test"),
+        ("constrained/invalid/retest.jsonl", None),
+    ):
+        assert hub.split_of_name(name) == split
+    parts = [Part(name, name, size=1) for name in ("a.jsonl", "b.jsonl", "dev.jsonl", "test.jsonl")]
+    assert [(p.name, p.split) for p in hub._with_splits(parts)] == [
+        *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
+    ]
+    assert [p.name for p in hub._with_splits(parts[:2])] == ["a.jsonl", "b.jsonl"]
+
+
+def test_held_out_files_alone_are_refused(server):
+    server.files.clear()
+    server.files["test/a.jsonl"] = lines(["x"])
+    with pytest.raises(UserError, match="all held out, none is for training"):
+        open_hub()
+
+
+def test_a_repository_without_such_files_is_streamed_by_split(server, monkeypatch):
+    import datasets
+
+    server.files.clear()
+    server.files["data.csv"] = b"x"
+    rows = [{"text": "a", "meta": {"redpajama_set_name": "S"}}, {"text": None}, {"text": "b"}]
+    asked = []
+
+    def load_dataset(name, split, streaming, revision):
+        asked.append((name, split, streaming, revision))
+        return iter(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    splits = ["train", "validation", "test"]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, revision: splits)
+    source = open_hub()
+    assert documents(source)[:3] == [
+        Document("a", "S", "train"),
+        Malformed(
+            "train: row 2",
+            "no text under the key 'text'; its keys are text (choose with --text-key)",
+        ),
+        Document("b", "unknown", "train"),
+    ]
+    assert asked == [(NAME, split, True, COMMIT) for split in ("train", "validation")]
+    assert source.text_bytes() is None
+    assert source.describe()["file_bytes"] is None
+
+    def broken(*args, **kwargs):
+        raise ConnectionError("gone\nfor good")
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    with pytest.raises(UserError, match=r"streaming stopped \(gone\)"):
+        documents(source)
+    splits.remove("train")
+    with pytest.raises(UserError, match="no train split; it has validation, test"):
+        open_hub()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error(monkeypatch, slept):
+    def unreachable(name, revision):
+        raise ConnectionError("no route to host\nmore")
+
+    monkeypatch.setattr(hub, "resolve_revision", unreachable)
+    message = r"cannot be read from the Hub \(no route to host, 4 times\)"
+    with pytest.raises(UserError, match=message):
+        open_hub()
+    assert slept == [1, 2, 4]
+
+
+def test_other_errors_are_not_taken_for_the_networks(slept):
+    def broken():
+        raise TypeError("ours")
+
+    with pytest.raises(TypeError):
+        remote.retrying(broken, "x")
+    with pytest.raises(UserError, match=r"x \(no\)"):
+        remote.retrying(lambda: (_ for _ in ()).throw(PermissionError("no")), "x")
+    assert not slept
+
+
+def test_the_wait_doubles_up_to_a_minute_and_is_spread(monkeypatch):
+    error = ConnectionError()
+    waits = [remote.wait_before_retry(attempt, error) for attempt in range(9)]
+    for wait, least in zip(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
+        assert least <= wait <= 1.25 * least
