@@ -88,7 +88,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     budgets = sorted({run.tokens for run in runs})
     each = "" if len(runs) == 1 else ", each"
     amount = " to ".join(dict.fromkeys(short_count(x) for x in (budgets[0], budgets[-1])))
-    kinds = {run.manifest["source"]["kind"] for run in runs if run.manifest.get("source")}
+    kinds = {m["source"]["kind"] for run in runs for m in run.manifests.values()}
     source = f" of {escape(', '.join(sorted(kinds)))}" if kinds else ""
     lengths = ", ".join(f"{n:,}" for n in sorted({run.config.data.context_length for run in runs}))
     text = f"{what}{each} trained on {amount} tokens{source} at context length {lengths}."
@@ -200,13 +200,13 @@ def _provenance(runs: Sequence[Run], made: dict[str, Any]) -> str:
     commands += dict.fromkeys([*filter(None, evaluations), made["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     facts = {"made": made["date"], "machine": made["machine"], "versions": versions}
-    for run in runs:
-        if run.manifest:
-            train = run.manifest["splits"]["train"]
-            facts["data"] = (
-                f"{run.config.data.path}: {train['documents']:,} documents, {train['tokens']:,} "
-                f"training tokens, fingerprint {run.manifest['fingerprint'][:16]}"
-            )
+    manifests = {name: m for run in runs for name, m in run.manifests.items()}
+    for name, manifest in manifests.items():
+        train = manifest["splits"]["train"]
+        facts[f"data {name}"] = (
+            f"{train['documents']:,} documents, {train['tokens']:,} training tokens, "
+            f"fingerprint {manifest['fingerprint'][:16]}"
+        )
     rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
     return (
         "<section><h2>How this was made</h2>"
@@ -219,7 +219,7 @@ def _provenance(runs: Sequence[Run], made: dict[str, Any]) -> str:
 
 
 def _data_note(runs: Sequence[Run]) -> str:
-    if len({run.manifest.get("fingerprint") for run in runs}) == 1:
+    if len({run.data for run in runs}) == 1:
         return ""
     return note("The runs were trained on different data; compare them with care.")
 

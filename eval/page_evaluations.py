@@ -113,7 +113,7 @@ def _length_caption(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
 def _sweep_command(run: Run) -> str:
     trained = run.config.data.context_length
     lengths = ",".join(str(max(1, int(trained * factor))) for factor in (0.5, 1, 2, 4, 8))
-    data = shlex.quote(run.config.data.path)
+    data = shlex.quote(run.config.data.folders[0])
     return (
         f"python -m eval.length_sweep {_folder(run)} --data {data} --lengths {lengths} "
         f"--methods all --out {_folder(run)}/eval"

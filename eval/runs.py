@@ -33,7 +33,8 @@ class Run:
         tokens, steps: how far the run has come.
         skipped: steps whose loss or gradient was not finite.
         tokens_per_second: median over the steps.
-        manifest: of the prepared data, empty where the data are no longer there.
+        manifests: of the prepared data by their folders; those that are no longer there are left
+            out.
         export: the record of the exported model, empty without one.
         sweep, zero_shot, samples: what eval.length_sweep, eval.zero_shot and eval.samples measured
             of the weights that are exported now; empty without it.
@@ -52,7 +53,7 @@ class Run:
     steps: int
     skipped: int
     tokens_per_second: float | None
-    manifest: dict[str, Any]
+    manifests: dict[str, dict[str, Any]]
     export: dict[str, Any]
     sweep: dict[str, Any]
     zero_shot: dict[str, Any]
@@ -65,6 +66,11 @@ class Run:
     def parameters(self) -> int | None:
         """Of the exported model; None without an export."""
         return self.export.get("parameters")
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The fingerprints of the prepared data that are still there."""
+        return tuple(sorted(manifest["fingerprint"] for manifest in self.manifests.values()))
 
 
 def read_run(folder: Path | str) -> Run:
@@ -95,7 +101,11 @@ def read_run(folder: Path | str) -> Run:
         steps=steps[-1]["step"],
         skipped=sum(bool(r.get("skipped")) for r in steps),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        manifest=read_object(Path(config.data.path) / "manifest.json") or {},
+        manifests={
+            name: manifest
+            for name in config.data.folders
+            if (manifest := read_object(Path(name) / "manifest.json"))
+        },
         export=read_object(folder / "model" / "export.json") or {},
         sweep=measured.sweep,
         zero_shot=measured.zero_shot,
@@ -146,9 +156,10 @@ def sweep_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def unigram_loss(runs: Sequence[Run]) -> float | None:
-    """The unigram model's loss on the held-out text, where all runs have the same data."""
-    fingerprints = {run.manifest.get("fingerprint") for run in runs}
-    return runs[0].manifest.get("unigram_loss") if len(fingerprints) == 1 else None
+    """The unigram model's loss on the held-out text, where all runs have the same one folder."""
+    if len({run.data for run in runs}) > 1 or len(runs[0].manifests) != 1:
+        return None
+    return next(iter(runs[0].manifests.values()))["unigram_loss"]
 
 
 def _finite(value: float | None) -> bool:

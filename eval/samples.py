@@ -143,7 +143,7 @@ def main() -> None:
     result = write_samples(
         model,
         tokenizer,
-        arguments.data or load_config(run / "config.yaml").data.path,
+        arguments.data or load_config(run / "config.yaml").data.folders[0],
         run / "eval" / "samples.json",
         count=arguments.count,
         prompt_tokens=arguments.prompt_tokens,
