@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cat_lm.errors import command
-from launch.slurm.options import add_options
+from launch.slurm.options import ATTEMPTS, CORES, ENV, add_options, variable, whole_number
 
 OVERRIDE = "section.key=value"
 
@@ -15,13 +15,14 @@ OVERRIDE = "section.key=value"
 def main() -> None:
     arguments = parse_arguments()
     # Only now: --help needs nothing of this.
-    from launch.slurm import status, submit
+    from launch.slurm import local, status, submit
 
     actions = {
         "submit": submit.submit,
         "resume": submit.resume,
         "cancel": submit.cancel,
         "status": status.status,
+        "local": local.local,
     }
     actions[arguments.command](arguments)
 
@@ -61,11 +62,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     look.add_argument("--json", type=Path, metavar="FILE", help="where to write the same as JSON")
     end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
     end.add_argument("run", help="the run's folder")
-    # `submit CONFIG --nodes 2 a.b=c`: options between the positional ones.
+    add_local(commands)
     return _parse(parser, argv)
 
 
+def add_local(commands) -> None:
+    here = commands.add_parser(
+        "local",
+        help="the same on this machine, without SLURM",
+        description="Copies code and configuration as `submit` does and starts the ranks under "
+        "torchrun, again and again until the run is finished. TERM and Ctrl-C save a checkpoint "
+        "and end it; USR1 saves and restarts.",
+    )
+    here.add_argument("config", help="the run's YAML file")
+    here.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
+    kind = here.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--gpus-per-node", type=whole_number(1), metavar="G", help="a rank each")
+    kind.add_argument("--tasks", type=whole_number(1), metavar="N", help="ranks on the CPU")
+    here.add_argument("--cpus-per-task", type=whole_number(1), metavar="N", help=CORES)
+    here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
+    here.add_argument("--max-restarts", type=whole_number(1), metavar="N", help=ATTEMPTS)
+
+
 def _parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Also takes options between the overrides: `submit CONFIG a.b=c --nodes 2 d.e=f`."""
     arguments, rest = parser.parse_known_args(argv)
     wrong = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if wrong:

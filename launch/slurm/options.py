@@ -13,6 +13,10 @@ from launch.slurm.site import ENV_NAME, Site
 DEFAULT_LEAD_SECONDS = 300
 # SLURM stores the lead time of a signal in 16 bits.
 MOST_LEAD_SECONDS = 65535
+# Help texts that `local` shares.
+CORES = "cores of a rank; sets OMP_NUM_THREADS"
+ENV = "variable of the ranks"
+ATTEMPTS = "attempts in a row from the same checkpoint, after which the job gives up (default 3)"
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     add("--nodes", type=whole, metavar="N", required=not resumed)
     add("--gpus-per-node", type=whole_number(0), metavar="G", help="one task each; 0: CPUs only")
     add("--tasks-per-node", type=whole, metavar="N", help="ranks of a node without GPUs")
-    add("--cpus-per-task", type=whole, metavar="N", help="cores of a rank; sets OMP_NUM_THREADS")
+    add("--cpus-per-task", type=whole, metavar="N", help=CORES)
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", metavar="NAME")
     add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
@@ -127,7 +131,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     add("--exclusive", action="store_true", default=None, help="no other jobs on these nodes")
     add("--container", metavar="IMAGE", help="image that the ranks run in (srun with pyxis)")
     add("--container-mounts", metavar="SRC:DST,…", help="beside the run's folder and the data")
-    add("--env", action="append", type=_env, metavar="NAME=VALUE", help="variable of the ranks")
+    add("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
     add = parser.add_argument_group("stopping and going on").add_argument
     add(
         "--lead-seconds",
@@ -136,12 +140,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
         help="the ranks save and stop so long before the time limit (default 300, or half the "
         "limit where that is less)",
     )
-    add(
-        "--max-restarts",
-        type=whole,
-        metavar="N",
-        help="attempts in a row from the same checkpoint, after which the job gives up (default 3)",
-    )
+    add("--max-restarts", type=whole, metavar="N", help=ATTEMPTS)
 
 
 def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
@@ -169,7 +168,7 @@ def whole_number(least: int, most: int | None = None) -> Any:
     return parse
 
 
-def _env(text: str) -> tuple[str, str]:
+def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
         raise argparse.ArgumentTypeError(f"{text!r}: must have the form NAME=VALUE")

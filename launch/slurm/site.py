@@ -64,7 +64,10 @@ def load_site(path: Path | str | None) -> tuple[Site, Path | None]:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {name}={first['input']!r}: {first['msg'].lower()}") from None
+        # YAML takes 2:00:00 for the number 7200.
+        is_text = first["type"] == "string_type"
+        wrong = "must be text; put it in quotes" if is_text else first["msg"].lower()
+        raise UserError(f"{path}: {name}={first['input']!r}: {wrong}") from None
     _refuse_what_breaks_the_script(path, site)
     return site, path
 

@@ -27,7 +27,7 @@ PARTS = ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py")
 MOST_BYTES = 256 * 2**20
 
 
-def save_code(folder: RunFolder, project: Path = PROJECT) -> dict[str, Any]:
+def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     """Copies the checkout into RUN/slurm/code, with code.json and code.diff; returns code.json.
 
     Raises:

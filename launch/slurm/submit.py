@@ -34,13 +34,14 @@ class Plan:
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    plan = plan_of(arguments, arguments.config, options_from(arguments))
+    site = load_site(arguments.site)
+    plan = plan_of(arguments.config, arguments.overrides, options_from(arguments), *site)
     if arguments.print:
         print(plan.text(), end="")
         return
     refuse_second_job(plan.folder)
     refuse_other_run(plan)
-    snapshot.save_code(plan.folder)
+    snapshot.save_code(plan.folder, snapshot.PROJECT)
     start(plan, "submitted")
 
 
@@ -48,8 +49,8 @@ def resume(arguments: argparse.Namespace) -> None:
     folder = RunFolder.of(arguments.run)
     record = read_record(folder)
     options = options_from(arguments, record.options)
-    arguments.site = arguments.site or record.site
-    plan = plan_of(arguments, folder.config, options, record)
+    site = load_site(arguments.site or record.site)
+    plan = plan_of(folder.config, arguments.overrides, options, *site, earlier=record)
     if plan.folder != folder:
         raise UserError(
             f"train.output_dir={plan.folder.run}: `resume` continues {folder.run}; "
@@ -60,7 +61,7 @@ def resume(arguments: argparse.Namespace) -> None:
         return
     refuse_second_job(folder)
     if arguments.new_code or not folder.code.is_dir():
-        snapshot.save_code(folder)
+        snapshot.save_code(folder, snapshot.PROJECT)
     start(plan, "resumed")
 
 
@@ -75,19 +76,20 @@ def cancel(arguments: argparse.Namespace) -> None:
 
 
 def plan_of(
-    arguments: argparse.Namespace,
     config_path: Path | str,
+    overrides: list[str],
     options: Options,
+    site: Site | None = None,
+    site_file: Path | None = None,
     earlier: JobRecord | None = None,
 ) -> Plan:
     """Checks everything that can be checked before the queue.
 
     Raises:
-        UserError: the configuration, an option or the site's file is wrong, or the data is not
-            there.
+        UserError: the configuration or an option is wrong, or the data is not there.
     """
-    config = load_config(config_path, arguments.overrides)
-    site, site_file = load_site(arguments.site)
+    config = load_config(config_path, overrides)
+    site = site or Site()
     merged = options.with_site(site).check()
     config.accumulation_steps(merged.world_size)
     if config.train.resume not in ("auto", "never"):
@@ -104,7 +106,7 @@ def plan_of(
             raise UserError(f"{path}: no such folder (data or initial weights of the run)")
     record = JobRecord(
         config=str(Path(config_path).absolute()) if earlier is None else earlier.config,
-        overrides=[*(earlier.overrides if earlier else ()), *arguments.overrides],
+        overrides=[*(earlier.overrides if earlier else ()), *overrides],
         options=options,
         site=str(site_file) if site_file else None,
         jobs=earlier.jobs if earlier else [],
@@ -127,8 +129,8 @@ def refuse_other_run(plan: Plan) -> None:
     if found and plan.values["train"]["resume"] != "auto":
         raise UserError(
             f"train.output_dir={plan.folder.run}: already holds {found[-1].name}; "
-            f"`python -m launch.slurm resume {plan.folder.run}` or train.resume=auto continues it, "
-            "another train.output_dir starts anew"
+            "train.resume=auto continues it (or `python -m launch.slurm resume` the run), another "
+            "train.output_dir starts anew"
         )
 
 

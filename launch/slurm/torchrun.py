@@ -1,0 +1,27 @@
+"""torchrun that ends with the exit code of the rank that failed first; torchrun's own is always 1.
+
+`python -m launch.slurm.torchrun TORCHRUN-ARGUMENTS`
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        print(f"rank {rank} ended first, exit code {code}", file=sys.stderr)
+        # Minus the signal's number where a signal ended it; shells add it to 128.
+        return code if code > 0 else 128 - code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
