@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import re
 import resource
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from cat_lm.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+DEFAULT_CACHE = "~/.cache/cat_lm/data"
 # Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
@@ -35,18 +37,28 @@ def read_manifest(folder: Path | str) -> dict:
     if not path.is_file():
         what = "holds no finished data" if Path(folder).is_dir() else "no such folder"
         raise UserError(f"{folder}: {what} (no {MANIFEST}); run python -m data_prep.prepare")
+    return parse_manifest(path.read_bytes(), str(path))
+
+
+def parse_manifest(text: bytes, name: str) -> dict:
+    """A manifest from its text; `name` is what errors call it. Raises `UserError` as above."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(text.decode("utf-8"))
         version = manifest["format_version"]
         missing = [key for key in REQUIRED if key not in manifest]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{path}: not a manifest of prepared data ({reason})") from None
+        raise UserError(f"{name}: not a manifest of prepared data ({reason})") from None
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version {version}, this version reads {FORMAT_VERSION}")
+        raise UserError(f"{name}: format_version {version}, this version reads {FORMAT_VERSION}")
     if missing:
-        raise UserError(f"{path}: not a manifest of prepared data (no {', '.join(missing)})")
+        raise UserError(f"{name}: not a manifest of prepared data (no {', '.join(missing)})")
     return manifest
+
+
+def is_remote(folder: Path | str) -> bool:
+    """Whether it is an address, such as s3://bucket/data, and no path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
 
 
 def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
@@ -55,6 +67,11 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
     for shard in shards:
         digest.update(f"{shard['name']} {shard['bin_sha256']} {shard['idx_sha256']}\n".encode())
     return digest.hexdigest()
+
+
+def cache_folder(cache_dir: Path | str | None) -> Path:
+    """Where copies and plans go that cannot be beside the data (`data.cache_dir`)."""
+    return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
 class TokenCorpus:
@@ -86,16 +103,23 @@ class TokenCorpus:
         self._document_ends = _running_sum(shard.num_documents for shard in self.shards)
 
     @classmethod
-    def open(cls, folder: Path | str, split: str) -> TokenCorpus:
+    def open(
+        cls, folder: Path | str, split: str, cache_dir: Path | str | None = None
+    ) -> TokenCorpus:
         """Opens `split` of `folder`; reads the manifest and a header per shard, no tokens.
 
-        Raises `UserError` for an unfinished folder, an unknown split, or shards whose sizes
-        disagree with the manifest.
+        `folder` may be an address (s3://bucket/data): see `cat_lm.data.remote`, which keeps local
+        copies in `cache_dir`. Raises `UserError` for an unfinished folder, an unknown split, or
+        shards whose sizes disagree with the manifest.
         """
+        if is_remote(folder):
+            from cat_lm.data.remote import open_remote
+
+            return open_remote(str(folder), split, cache_dir)
         return cls(Path(folder), split, read_manifest(folder))
 
     def _open_shards(self, listed: list[dict]) -> list[Shard]:
-        _allow_open_files(len(listed))
+        allow_open_files(len(listed))
 
         def opened(entry: dict) -> Shard:
             return open_shard(self.folder, entry, self.manifest["dtype"])
@@ -180,7 +204,7 @@ def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
     return shard
 
 
-def _allow_open_files(shards: int) -> None:
+def allow_open_files(shards: int) -> None:
     """Raises this process's soft limit of open files: a memory map keeps its file open.
 
     Raises `UserError` where the hard limit is too low.

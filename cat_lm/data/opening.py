@@ -41,7 +41,7 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
 
 
 def _open(data: DataSection, split: str) -> TokenCorpus | Mixture:
-    corpora = [TokenCorpus.open(folder, split) for folder in data.folders]
+    corpora = [TokenCorpus.open(folder, split, data.cache_dir) for folder in data.folders]
     if data.mixture is None:
         return corpora[0]
     return Mixture(corpora, list(data.mixture.values()))

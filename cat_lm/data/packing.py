@@ -23,7 +23,7 @@ from typing import IO
 
 import numpy as np
 
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.corpus import TokenCorpus, cache_folder
 from cat_lm.data.shards import Shard
 from cat_lm.data.windows import IGNORE, Batch
 from cat_lm.errors import UserError
@@ -31,7 +31,6 @@ from cat_lm.files import sync_directory, write_json
 
 VERSION = 1
 GROUP = 100_000
-DEFAULT_CACHE = "~/.cache/cat_lm/data"
 # A piece: where it starts in the stream, and its length, above two bits that tell its ends.
 PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
 FIRST, CUT = 1, 2  # it is the first of its document; its document goes on in another window
@@ -51,7 +50,7 @@ class PackedWindows:
     ) -> None:
         self.corpus = corpus
         self.context_length = context_length
-        folder = _plan_folder(corpus, context_length, Path(cache_dir or DEFAULT_CACHE).expanduser())
+        folder = _plan_folder(corpus, context_length, cache_folder(cache_dir))
         self._folder = folder
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         self.num_windows: int = plan["windows"]

@@ -1,0 +1,116 @@
+"""Files at an address (`s3://`, `gs://`, `hf://`, `https://`, …), read through fsspec."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from cat_lm.errors import UserError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_log = logging.getLogger(__name__)
+
+# About a minute in all: longer outages are the job script's to requeue after.
+ATTEMPTS = 8
+FIRST_DELAY = 0.5  # seconds, doubled after each failure
+# fsspec's addresses whose packages are not among this project's requirements.
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "oss": "ossfs",
+}
+# Refusals that no second attempt changes, by the names that the libraries give them.
+_REFUSALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "TokenRetrievalError",
+    "GatedRepoError",
+    "DefaultCredentialsError",
+    "RefreshError",
+)
+
+
+class Storage:
+    """A folder at an address. Raises `UserError` where nothing can read such addresses here."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = _file_system(self.url)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """The bytes [start, stop) of a file, or all of them; temporary failures are retried.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            UserError: access is refused, or every attempt failed.
+        """
+        delay = FIRST_DELAY
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
+                if start is not None and len(data) != stop - start:
+                    raise OSError(f"{len(data)} bytes came for a range of {stop - start}")
+                return data
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # every library has its own
+                if _is_refusal(error):
+                    raise UserError(self._refused(name, error)) from error
+                if attempt == ATTEMPTS:
+                    raise UserError(
+                        f"{self.url}/{name}: could not be read in {ATTEMPTS} attempts "
+                        f"({_said(error)})"
+                    ) from error
+                _log.warning("%s/%s: %s; again in %g s", self.url, name, _said(error), delay)
+            time.sleep(delay)
+            delay *= 2
+        raise AssertionError
+
+    def _refused(self, name: str, error: Exception) -> str:
+        return (
+            f"{self.url}/{name}: access is refused ({_said(error)}); give this process credentials "
+            "the way the storage's own tools take them (environment variables or their login)"
+        )
+
+
+def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    protocol = url.partition("://")[0].lower()
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise UserError(f"{url}: addresses need fsspec; pip install fsspec") from None
+    try:
+        return url_to_fs(url)
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else _said(error)
+        raise UserError(f"{url}: reading {protocol}:// needs another package: {hint}") from None
+    except ValueError as error:
+        raise UserError(f"{url}: nothing here reads {protocol}:// ({_said(error)})") from None
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        raise UserError(f"{url}: access is refused ({_said(error)})") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    refused = isinstance(error, PermissionError) or bool(names & set(_REFUSALS))
+    return refused or str(status) in ("401", "403")
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

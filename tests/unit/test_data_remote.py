@@ -1,0 +1,319 @@
+"""Data at an address: served right while they are copied, copied whole or not at all, shared."""
+
+import contextlib
+import http.server
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.registry import known_implementations
+
+from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
+from cat_lm.data import remote as remote_module
+from cat_lm.data import storage as storage_module
+from cat_lm.data.corpus import is_remote
+from cat_lm.data.mixture import Mixture
+from cat_lm.data.storage import Storage
+from cat_lm.errors import UserError
+from tests.prepared_data import random_documents, write_prepared
+
+T = 16
+
+
+@pytest.fixture
+def local(tmp_path):
+    folder = tmp_path / "prepared"
+    return write_prepared(folder, random_documents(150, 40), [[7, 8, 9, 0]] * 9, shard_tokens=200)
+
+
+@pytest.fixture
+def memory(local):
+    """The same data at memory://data."""
+    fs = fsspec.filesystem("memory")
+    fs.put(str(local), "/data", recursive=True)
+    yield "memory://data"
+    fs.rm("/data", recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.001)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Files with ranges; every so often an error, half a body, or a lost connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        path = server.folder / self.path.lstrip("/").split("/", 1)[1]
+        with server.lock:
+            server.requests.append((path.name, self.headers.get("Range")))
+            trouble = server.random.random() < server.trouble
+            kind = server.random.choice(("error", "half", "lost"))
+        if server.status:
+            return self.send_error(server.status)
+        if trouble and kind != "half":
+            if kind == "error":
+                return self.send_error(503)
+            self.close_connection = True
+            return None
+        if not path.is_file():
+            return self.send_error(404)
+        data, status = path.read_bytes(), 200
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            data, status = data[int(wanted[1]) : int(wanted[2]) + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if trouble:
+            self.close_connection = True
+            data = data[: len(data) // 2]
+        self.wfile.write(data)
+        return None
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder, trouble=0.0, status=None):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.folder, server.trouble, server.status = folder, trouble, status
+        server.random, server.requests, server.lock = random.Random(0), [], threading.Lock()
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield server, f"http://127.0.0.1:{server.server_address[1]}/data"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def all_here(corpus, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not all(shard.is_here() for shard in corpus.shards) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(shard.is_here() for shard in corpus.shards)
+
+
+def batches(corpus, steps=6, **more):
+    loader = TrainLoader(corpus, T, 8, 0, **more)
+    return np.stack([loader.batch(step)["labels"] for step in range(steps)])
+
+
+def test_what_is_an_address():
+    assert all(map(is_remote, ("s3://b/x", "memory://x", "hf://datasets/a/b", "http://h:1/x")))
+    assert not any(map(is_remote, ("/data", "data", "../a:b", "c:/x", "a/s3://b")))
+
+
+def test_the_same_batches_while_copying_and_after(local, memory, tmp_path, monkeypatch):
+    expected = batches(TokenCorpus.open(local, "train"))
+    with monkeypatch.context() as patch:  # nothing is copied: all by range
+        patch.setattr(remote_module.Copying, "_run", lambda self: None)
+        corpus = TokenCorpus.open(memory, "train", tmp_path / "cache")
+        assert (batches(corpus) == expected).all()
+        assert not any(shard.is_here() for shard in corpus.shards)
+        assert f"0 of {len(corpus.shards)} shards are in" in corpus.describe()[-1]
+    corpus = TokenCorpus.open(memory, "train", tmp_path / "cache")
+    assert (batches(corpus) == expected).all()
+    assert all_here(corpus)
+    fsspec.filesystem("memory").rm("/data/train-00000.bin")  # from here on the copies serve
+    assert (batches(corpus) == expected).all()
+    fsspec.filesystem("memory").touch("/data/train-00000.bin")
+    # The cache has become a prepared folder of its own, but for the split that nobody read.
+    assert (batches(TokenCorpus(corpus.folder, "train", corpus.manifest)) == expected).all()
+    for shard in corpus.shards:
+        for suffix in (".bin", ".idx"):
+            name = shard.name + suffix
+            assert (corpus.folder / name).read_bytes() == (local / name).read_bytes()
+    assert not list(corpus.folder.glob("*.tmp")) and not list(corpus.folder.glob(".*.tmp"))
+
+
+def test_opening_reads_no_shard(local, tmp_path):
+    with served(local) as (server, url):
+        corpus = TokenCorpus.open(url, "train", tmp_path / "cache")
+        assert {name for name, _ in server.requests if "train" in name} == set()
+        names = ("num_tokens", "num_documents", "num_bytes", "fingerprint", "vocab_size", "eod_id")
+        own = TokenCorpus.open(local, "train")
+        assert [getattr(corpus, n) for n in names] == [getattr(own, n) for n in names]
+        assert (corpus.folder / "tokenizer/tokenizer.json").read_text() == "t"
+        assert corpus.name == url
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplog):
+    expected = batches(TokenCorpus.open(local, "train"), packing=packing)
+    with served(local, trouble=0.33) as (_, url):
+        corpus = TokenCorpus.open(url, "train", tmp_path / "cache")
+        assert (batches(corpus, packing=packing) == expected).all()
+        assert all_here(corpus)
+        held_out = TokenCorpus.open(url, "validation", tmp_path / "cache")
+        assert (validation_windows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
+    assert any("; again in" in record.message for record in caplog.records)
+
+
+def test_documents_of_remote_data(local, memory, tmp_path):
+    own, corpus = TokenCorpus.open(local, "train"), TokenCorpus.open(memory, "train", tmp_path)
+    for index in (0, 70, 149):
+        assert corpus.document(index) == own.document(index)
+
+
+def test_a_mixture_of_remote_and_local_data(local, memory, tmp_path):
+    other = write_prepared(tmp_path / "other", random_documents(70, 40, seed=5))
+
+    def mixed(first):
+        opened = (TokenCorpus.open(f, "train", tmp_path / "cache") for f in (first, other))
+        return Mixture(list(opened), [0.5, 0.5])
+
+    assert mixed(memory).fingerprint == mixed(local).fingerprint
+    assert (batches(mixed(memory)) == batches(mixed(local))).all()
+
+
+def damage(url, suffix):
+    fs = fsspec.filesystem("memory")
+    path = f"{url.removeprefix('memory:/')}/train-00002{suffix}"
+    data = bytearray(fs.cat_file(path))
+    data[-3] ^= 1
+    fs.pipe_file(path, bytes(data))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
+    damage(memory, suffix)
+    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    loader = TrainLoader(corpus, T, 8, 0)
+    message = rf"memory://data/train-00002\{suffix}: its SHA-256 is not the manifest's"
+    with pytest.raises(UserError, match=message):
+        for step in range(10_000):
+            loader.batch(step)
+            time.sleep(0.001)
+    assert not (corpus.folder / f"train-00002{suffix}").exists()
+    with pytest.raises(UserError, match=message):
+        corpus.shards[2].copy(wait=True)
+
+
+def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
+    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    expected = batches(corpus)
+    assert all_here(corpus)
+    path = corpus.folder / "train-00001.bin"
+    good = path.read_bytes()
+    for bad in (good[:-2], good[:-2] + b"\1\1", b""):
+        path.write_bytes(bad)
+        again = TokenCorpus.open(memory, "train", tmp_path)
+        assert not again.shards[1].is_here() and again.shards[0].is_here()
+        assert (batches(again) == expected).all()
+        assert all_here(again) and path.read_bytes() == good
+
+
+def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
+    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    (corpus.folder / ".train-00000.bin.host.1.tmp").write_bytes(b"half")
+    (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
+    assert not corpus.shards[0].is_here() and not corpus.shards[1].is_here()
+    batches(corpus)
+    assert all_here(corpus)
+    assert not list(corpus.folder.glob(".*.tmp"))
+
+
+def test_processes_share_the_copies(local, tmp_path):
+    code = "import sys, time; from cat_lm.data import TokenCorpus, TrainLoader\n"
+    code += "c = TokenCorpus.open(sys.argv[1], 'train', sys.argv[2])\n"
+    code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
+    code += "while not all(s.is_here() for s in c.shards): time.sleep(0.01)"
+    with served(local) as (server, url):
+        command = [sys.executable, "-c", code, url, str(tmp_path / "cache")]
+        started = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        outputs = [process.communicate(timeout=60) for process in started]
+        assert all(process.returncode == 0 for process in started), outputs
+        assert len({out for out, _ in outputs}) == 1
+        copied = [name for name, _ in server.requests if name.endswith(".idx")]
+        assert len(copied) == len(set(copied)) > 5  # once each, not once a process
+
+
+def test_wrong_addresses(local, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"memory://nowhere: holds no finished data \(no manifest"):
+        TokenCorpus.open("memory://nowhere", "train", tmp_path)
+    with pytest.raises(UserError, match="nothing here reads nonsense://"):
+        Storage("nonsense://x/y")
+    with pytest.raises(UserError, match=r"reading zz:// needs another package: pip install zzfs"):
+        monkeypatch.setitem(storage_module.PACKAGES, "zz", "zzfs")
+        known = {"class": "zz_is_not_there.FileSystem", "err": "Install it"}
+        monkeypatch.setitem(known_implementations, "zz", known)
+        Storage("zz://bucket/data")
+    with pytest.raises(UserError, match="no split 'test'"), served(local) as (_, url):
+        TokenCorpus.open(url, "test", tmp_path)
+
+
+def test_refused_access_is_not_retried(local, tmp_path):
+    for status in (401, 403):
+        with served(local, status=status) as (server, url):
+            with pytest.raises(UserError, match=r"manifest.json: access is refused .* credentials"):
+                TokenCorpus.open(url, "train", tmp_path)
+            assert len(server.requests) == 1
+
+
+def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
+    with served(local, status=500) as (server, url):
+        with pytest.raises(UserError, match=r"manifest.json: could not be read in 8 attempts"):
+            TokenCorpus.open(url, "train", tmp_path)
+        assert len(server.requests) == 8
+
+
+def test_a_server_without_ranges_is_told(local, tmp_path):
+    with served(local) as (_, url):
+        corpus = TokenCorpus.open(url, "train", tmp_path)
+        path = local / "train-00000.bin"
+        storage = corpus._storage
+        cat = storage._fs.cat_file
+        storage._fs.cat_file = lambda name, start=None, end=None: cat(name)
+        try:
+            with pytest.raises(
+                UserError, match=rf"{path.stat().st_size} bytes came for a range of 8"
+            ):
+                corpus.shards[0].read(0, 4)
+        finally:
+            del storage._fs.cat_file
+
+
+def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path):
+    manifest = json.loads((local / "manifest.json").read_text())
+    manifest["tokenizer"]["vocab_size"] = 300
+    fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
+    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    with pytest.raises(UserError, match="ids outside of the vocabulary of 300"):
+        batches(corpus, steps=50)
+
+
+def test_a_cache_that_is_too_small_is_told_before_anything_is_copied(memory, tmp_path, monkeypatch):
+    full = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(remote_module.shutil, "disk_usage", lambda _: full)
+    with pytest.raises(UserError, match=r"data.cache_dir: .* has 0.0 GiB free"):
+        TokenCorpus.open(memory, "train", tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data.cache_dir: .*file"):
+        TokenCorpus.open(memory, "train", tmp_path / "file")
+
+
+def test_a_tokenizer_that_is_not_the_manifests(memory, tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/data/tokenizer/tokenizer.json", b"another")
+    with pytest.raises(UserError, match=r"tokenizer.json: is not the manifest's"):
+        TokenCorpus.open(memory, "train", tmp_path)
+    fs.rm("/data/tokenizer/tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer.json: is missing"):
+        TokenCorpus.open(memory, "train", tmp_path)
