@@ -3,32 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
+
+EXIT_CODES = """exit codes:
+  0  intact
+  1  intact, but with the duplicates that --fail-on-duplicates names
+  2  damaged (one line on stderr, all findings in --json), no prepared data, or a wrong argument
+"""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.inspect",
-        description="Shows the manifest, the counts per source, the lengths of the documents and "
-        "some decoded samples of prepared data, and checks that they are intact. Exit code 0 "
-        "means intact, 2 anything else.",
+        description="Shows the manifest, the counts per source, the lengths of the documents, "
+        "exact duplicates and some decoded samples of prepared data, and checks that they are "
+        "intact: SHA-256 of every file, counts, ids, and one end-of-document token (EOD) a "
+        "document.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what data_prep.prepare made")
-    parser.add_argument(
-        "--samples", type=int, default=2, metavar="N", help="documents of each split to show"
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="what data_prep.prepare made")
+    add("--samples", type=int, default=2, metavar="N", help="documents and windows to show")
+    add(
+        "--context-length",
+        type=int,
+        default=2048,
+        metavar="T",
+        help="length of the windows whose edges are shown (default: 2048)",
     )
-    parser.add_argument(
-        "--no-checksums",
+    add("--no-checksums", action="store_true", help="check sizes, headers and counts only")
+    add(
+        "--no-duplicates",
         action="store_true",
-        help="check sizes and headers only, without reading the shards as a whole",
+        help="do not look for documents with the same tokens (that reads all shards once more and "
+        "takes 8 bytes of --scratch for each document)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings here")
+    add(
+        "--fail-on-duplicates",
+        choices=("across", "any"),
+        help="exit with 1 where a validation document is in train (across), or any document "
+        "occurs twice (any)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that read shards (default: all cores)",
+    )
+    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
+    add("--out", type=Path, metavar="DIR", help="write document_lengths.png there")
+    add("--json", type=Path, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
-    if arguments.samples < 0:
-        raise UserError(f"--samples {arguments.samples}: must be at least 0")
+    _check(arguments)
     return arguments
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, least in (("samples", 0), ("context_length", 1), ("workers", 1)):
+        if getattr(arguments, name) < least:
+            flag = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+            raise UserError(f"{flag}: must be at least {least}")
+    if arguments.no_duplicates and arguments.fail_on_duplicates:
+        raise UserError("--fail-on-duplicates: not with --no-duplicates")
+    for flag in ("scratch", "out"):
+        folder = getattr(arguments, flag)
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UserError(f"--{flag} {folder}: is a file, a folder is needed")
+    if arguments.scratch is not None and not arguments.scratch.is_dir():
+        raise UserError(f"--scratch {arguments.scratch}: no such folder")
 
 
 @command
@@ -36,7 +83,9 @@ def main() -> None:
     arguments = parse_arguments()
     from data_prep.inspection import inspect
 
-    inspect(arguments.folder, arguments.samples, not arguments.no_checksums, arguments.json)
+    duplicates = inspect(arguments)
+    if arguments.fail_on_duplicates and duplicates.fails(arguments.fail_on_duplicates):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -2,125 +2,83 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from cat_lm.data.corpus import SPLITS, TokenCorpus, fingerprint, read_manifest
-from cat_lm.data.shards import Shard
+from cat_lm.data.corpus import SPLITS, TokenCorpus, read_manifest
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, write_json
+from cat_lm.files import write_json
+from data_prep import excerpts
+from data_prep.duplicates import Duplicates, find_duplicates
+from data_prep.intact import manifest_problems, shard_problems
+from data_prep.lengths import PICTURE, Lengths, draw_lengths
 from data_prep.output import TOKENIZER
-from data_prep.progress import TextProgress
 
-BLOCK_TOKENS = 1 << 22
-SAMPLE_CHARACTERS = 400
 BAR_WIDTH = 40
 
 
-def inspect(folder: Path, samples: int, checksums: bool, json_file: Path | None) -> None:
-    """Prints what is in `folder` and writes it to `json_file`; `UserError` where it is damaged."""
-    manifest = read_manifest(folder)
-    corpora = {split: TokenCorpus.open(folder, split) for split in SPLITS}
-    _print_manifest(folder, manifest)
-    problem = next(problems(folder, corpora, checksums), None)
-    histograms = None
-    if not problem:
-        histograms = {split: length_histogram(corpus) for split, corpus in corpora.items()}
-        _print_documents(folder, corpora, histograms, samples)
-    if json_file:
-        write_json(
-            json_file,
-            {
-                "folder": str(folder),
-                "intact": problem is None,
-                "problem": problem,
-                "checksums_compared": checksums,
-                "manifest": manifest,
-                "document_lengths": histograms,
-            },
-        )
-    if problem:
-        raise UserError(problem)
-    print("intact: " + ("checksums, counts, EOD and ids" if checksums else "sizes and headers"))
+def inspect(options: argparse.Namespace) -> Duplicates | None:
+    """Prints what is in `options.folder` (the command's options), and writes it where asked.
 
-
-def _print_documents(
-    folder: Path, corpora: dict[str, TokenCorpus], histograms: dict[str, dict], samples: int
-) -> None:
-    for split, histogram in histograms.items():
-        _print_histogram(split, histogram)
-    tokenizer = next(iter(corpora.values())).manifest["tokenizer"]
-    encoder = DocumentEncoder(folder / TOKENIZER, tokenizer["eod_id"], tokenizer["vocab_size"])
-    for corpus in corpora.values():
-        _print_samples(corpus, encoder, samples)
-
-
-def problems(folder: Path, corpora: dict[str, TokenCorpus], checksums: bool) -> Iterator[str]:
-    """Everything that is wrong with the data, one line each; nothing where they are intact."""
-    manifest = next(iter(corpora.values())).manifest
-    tokenizer_file = folder / TOKENIZER / "tokenizer.json"
-    digest = manifest["tokenizer"]["sha256"]
-    if not tokenizer_file.is_file():
-        yield f"{tokenizer_file}: no such file"
-    elif sha256(tokenizer_file) != digest:
-        yield f"{tokenizer_file}: differs from the tokenizer that made the data"
-    listed = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    if fingerprint(listed, digest) != manifest["fingerprint"]:
-        yield f"{folder}: the manifest's fingerprint does not belong to its shards"
-    for split in SPLITS:
-        counts = manifest["splits"][split]
-        for key in ("documents", "tokens", "bytes"):
-            if sum(shard[key] for shard in counts["shards"]) != counts[key]:
-                yield f"{folder}: the shards of {split} do not add up to its number of {key}"
-    if not checksums:
-        return
-    total = sum(s.num_tokens * s.dtype.itemsize for c in corpora.values() for s in c.shards)
-    with TextProgress("checking", total, "of shards") as progress:
-        for split, corpus in corpora.items():
-            listing = manifest["splits"][split]["shards"]
-            for shard, expected in zip(corpus.shards, listing, strict=True):
-                yield from _shard_problems(shard, expected, corpus)
-                progress.update(shard.num_tokens * shard.dtype.itemsize)
-
-
-def _shard_problems(shard: Shard, expected: dict, corpus: TokenCorpus) -> Iterator[str]:
-    if sha256(shard.bin_path) != expected["bin_sha256"]:
-        yield f"{shard.bin_path}: its SHA-256 is not the manifest's; prepare the data again"
-    if sha256(shard.idx_path) != expected["idx_sha256"]:
-        yield f"{shard.idx_path}: its SHA-256 is not the manifest's; prepare the data again"
-    eods = 0
-    for start in range(0, shard.num_tokens, BLOCK_TOKENS):
-        tokens = shard.read(start, min(start + BLOCK_TOKENS, shard.num_tokens))
-        eods += int((tokens == corpus.eod_id).sum())
-        if int(tokens.max()) >= corpus.vocab_size or int(tokens.min()) < 0:
-            yield f"{shard.bin_path}: ids outside the vocabulary of {corpus.vocab_size}"
-            return
-    if eods != shard.num_documents:
-        yield f"{shard.bin_path}: {eods} EOD tokens for {shard.num_documents} documents"
-    ends = np.cumsum(shard.lengths, dtype=np.int64)
-    if ends[-1] != shard.num_tokens or (shard.tokens[ends - 1] != corpus.eod_id).any():
-        yield f"{shard.idx_path}: the documents' lengths do not end at EOD tokens"
-
-
-def length_histogram(corpus: TokenCorpus) -> dict:
-    """Documents by length in tokens (EOD included): counts in [2^k, 2^(k+1)), and quantiles."""
-    lengths = np.concatenate([np.asarray(shard.lengths) for shard in corpus.shards])
-    if lengths.min() < 1 or lengths.sum(dtype=np.int64) != corpus.num_tokens:
-        raise UserError(f"{corpus.folder}: the lengths of the {corpus.split} documents are damaged")
-    exponents = np.log2(lengths).astype(int)
-    counts = np.bincount(exponents)
-    quantiles = np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1], method="nearest")
-    return {
-        "quantiles": dict(
-            zip(("min", "25%", "50%", "75%", "max"), quantiles.tolist(), strict=True)
-        ),
-        "mean": float(lengths.mean()),
-        "buckets": {2**k: int(n) for k, n in enumerate(counts.tolist()) if n},
+    Returns the duplicates, None with `no_duplicates`. Raises `UserError` where data are damaged,
+    with the first finding; several are printed before, and all of them are in `options.json`.
+    """
+    manifest = read_manifest(options.folder)
+    _print_manifest(options.folder, manifest)
+    corpora, problems = _check(options, manifest)
+    findings = {
+        "folder": str(options.folder),
+        "intact": not problems,
+        "problem": problems[0] if problems else None,
+        "problems": problems,
+        "checksums_compared": not options.no_checksums,
+        "manifest": manifest,
+        "document_lengths": None,
+        "duplicates": None,
     }
+    duplicates = None
+    if not problems:
+        lengths = {split: Lengths(corpus) for split, corpus in corpora.items()}
+        findings["document_lengths"] = {key: value.to_json() for key, value in lengths.items()}
+        for split, histogram in findings["document_lengths"].items():
+            _print_histogram(split, histogram)
+        if options.out:
+            draw_lengths(lengths, options.context_length, options.out / PICTURE)
+            print(f"\npicture: {options.out / PICTURE}")
+        _print_samples(options, corpora)
+        if not options.no_duplicates:
+            duplicates = find_duplicates(corpora, options.workers, options.scratch)
+            findings["duplicates"] = duplicates.to_json()
+            _print_duplicates(duplicates, corpora)
+    if options.json:
+        write_json(options.json, findings)
+    if problems:
+        _complain(problems)
+    checked = "sizes and headers" if options.no_checksums else "checksums, counts, EOD and ids"
+    print(f"intact: {checked}")
+    return duplicates
+
+
+def _check(options: argparse.Namespace, manifest: dict) -> tuple[dict[str, TokenCorpus], list[str]]:
+    """The opened splits, and everything that is wrong with them."""
+    try:
+        corpora = {split: TokenCorpus.open(options.folder, split) for split in SPLITS}
+    except UserError as error:  # a shard is gone, or its size is not what the manifest says
+        return {}, [str(error)]
+    problems = list(manifest_problems(options.folder, manifest))
+    if not problems and not options.no_checksums:
+        problems = shard_problems(corpora, options.workers)
+    return corpora, problems
+
+
+def _complain(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    for problem in problems:
+        print(f"damaged: {problem}")
+    raise UserError(f"{problems[0]} (and {len(problems) - 1} more, listed above)")
 
 
 def _print_manifest(folder: Path, manifest: dict) -> None:
@@ -130,23 +88,32 @@ def _print_manifest(folder: Path, manifest: dict) -> None:
         f"tokenizer: {tokenizer['spec']}, {tokenizer['vocab_size']} ids, "
         f"EOD {tokenizer['eod_token']!r} = {tokenizer['eod_id']}, stored as {manifest['dtype']}"
     )
+    if "convention" in tokenizer:
+        print(f"convention: {tokenizer['convention']}")
     print(f"fingerprint: {manifest['fingerprint']}")
     print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token\n")
-    header = ("set", "split", "documents", "tokens", "bytes", "bytes/token")
+    header = ("set", "split", "documents", "tokens", "bytes", "of tokens", "bytes/token")
+    splits = manifest["splits"]
     rows = [
         (name, split, counts)
         for name, by_split in manifest["sources"].items()
         for split, counts in by_split.items()
     ]
-    rows += [("all", split, counts) for split, counts in manifest["splits"].items()]
+    rows += [("all", split, counts) for split, counts in splits.items()]
     width = max(len("set"), *(len(name) for name, _, _ in rows))
     print(f"{header[0]:{width}}  {header[1]:10}" + "".join(f"{title:>16}" for title in header[2:]))
     for name, split, counts in rows:
         numbers = "".join(f"{counts[key]:>16,}" for key in header[2:5])
-        print(f"{name:{width}}  {split:10}{numbers}{counts['bytes'] / counts['tokens']:>16.2f}")
+        tokens = counts["tokens"]
+        share = f"{tokens / splits[split]['tokens']:.2%}" if tokens else "-"
+        ratio = f"{counts['bytes'] / tokens:.2f}" if tokens else "-"
+        print(f"{name:{width}}  {split:10}{numbers}{share:>16}{ratio:>16}")
 
 
 def _print_histogram(split: str, histogram: dict) -> None:
+    if not histogram["buckets"]:
+        print(f"\n{split}: no documents")
+        return
     quantiles = ", ".join(f"{name} {value:,}" for name, value in histogram["quantiles"].items())
     print(f"\n{split}: tokens in a document: mean {histogram['mean']:,.0f}, {quantiles}")
     most = max(histogram["buckets"].values())
@@ -155,23 +122,31 @@ def _print_histogram(split: str, histogram: dict) -> None:
         print(f"  from {start:>10,} {count:>12,} {bar}")
 
 
-def _print_samples(corpus: TokenCorpus, encoder: DocumentEncoder, samples: int) -> None:
-    """Documents at even distances, the middle of long ones left out."""
-    count = min(samples, corpus.num_documents)
-    for index in (i * corpus.num_documents // count for i in range(count)):
-        start, stop = corpus.document(index)
-        ids = corpus.tokens(start, min(stop, start + 4 * SAMPLE_CHARACTERS))
-        text = encoder.decode(ids if stop - start > len(ids) else ids[:-1])
-        shown = text[:SAMPLE_CHARACTERS] + (" …" if len(text) > SAMPLE_CHARACTERS else "")
-        end = f"[EOD {int(corpus.tokens(stop - 1, stop)[0])}]"
-        print(f"\n----- {corpus.split} document {index}: tokens {start:,} to {stop:,}")
-        print(f"{_printable(shown)}{end}")
-    if count:
+def _print_samples(options: argparse.Namespace, corpora: dict[str, TokenCorpus]) -> None:
+    tokenizer = corpora["train"].manifest["tokenizer"]
+    encoder = DocumentEncoder(
+        options.folder / TOKENIZER, tokenizer["eod_id"], tokenizer["vocab_size"]
+    )
+    for corpus in corpora.values():
+        excerpts.print_documents(corpus, encoder, options.samples, options.context_length)
+    excerpts.print_windows(corpora["train"], encoder, options.samples, options.context_length)
+    if options.samples:
         print("-----")
 
 
-def _printable(text: str) -> str:
-    """Text without the control characters that would act on the terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+def _print_duplicates(found: Duplicates, corpora: dict[str, TokenCorpus]) -> None:
+    print("\nexact duplicates, by their tokens:")
+    for kind, what, split in (
+        ("train", "train documents that repeat an earlier one", "train"),
+        ("validation", "validation documents that repeat an earlier one", "validation"),
+        ("across", "validation documents that are in train", "validation"),
+    ):
+        count, corpus = getattr(found, kind), corpora[split]
+        share = f" ({count.tokens / corpus.num_tokens:.3%} of {split})" if count.documents else ""
+        print(f"  {what}: {count.documents:,}, {count.tokens:,} tokens{share}")
+        original = "train" if kind == "across" else split
+        for pair in found.examples[kind]:
+            print(
+                f"    {split} document {pair['document']:,} is {original} document "
+                f"{pair['same_as']:,} ({pair['tokens']:,} tokens)"
+            )

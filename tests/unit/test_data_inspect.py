@@ -3,16 +3,54 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from cat_lm.data.corpus import fingerprint
+from cat_lm.data.shards import ShardWriter
 from cat_lm.errors import UserError
-from data_prep.inspect import main
-from data_prep.inspection import inspect
+from data_prep import inspection, intact
+from data_prep.inspect import main, parse_arguments
+from tests.conftest import generated_text
 
 
 @pytest.fixture
 def copy(tiny_corpus, tmp_path):
     return shutil.copytree(tiny_corpus, tmp_path / "data")
+
+
+@pytest.fixture
+def write_data(tiny_corpus, tmp_path):
+    """Prepared data of exactly these texts, some documents a shard; `bytes` tokenizer."""
+
+    def write(train, validation, shard_tokens=1000):
+        folder = tmp_path / "written"
+        shutil.copytree(tiny_corpus / "tokenizer", folder / "tokenizer")
+        manifest = json.loads((tiny_corpus / "manifest.json").read_text())
+        for split, texts in (("train", train), ("validation", validation)):
+            documents = [[*text.encode(), 256] for text in texts]
+            lengths, sizes = list(map(len, documents)), [len(d) - 1 for d in documents]
+            with ShardWriter(folder, split, np.dtype("<u2"), shard_tokens) as writer:
+                writer.write(
+                    np.concatenate([np.empty(0, int), *documents]),
+                    np.array(lengths, np.int32),
+                    sizes,
+                )
+            counts = {"documents": len(texts), "tokens": sum(lengths), "bytes": sum(sizes)}
+            shards = [shard.to_json() for shard in writer.shards]
+            manifest["splits"][split] = {**counts, "shards": shards}
+        manifest["sources"] = {"txt": {"train": counts}}
+        listed = [s for split in manifest["splits"].values() for s in split["shards"]]
+        manifest["fingerprint"] = fingerprint(listed, manifest["tokenizer"]["sha256"])
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return folder
+
+    return write
+
+
+def inspect(folder, *flags):
+    """Inspects in this process."""
+    return inspection.inspect(parse_arguments([str(folder), "--workers", "1", *map(str, flags)]))
 
 
 def run(monkeypatch, *arguments):
@@ -34,17 +72,44 @@ def test_intact_data(tiny_corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_the_first_document_is_shown_as_it_was(tiny_corpus, capsys):
-    inspect(tiny_corpus, 1, True, None)
+    inspect(tiny_corpus, "--samples", 1)
     shown = capsys.readouterr().out
     text = (tiny_corpus.parent / "text.txt").read_text()
     sample = shown.split("train document 0")[1].split("\n", 1)[1].split("[EOD")[0]
-    assert sample.removesuffix(" …") in text
+    assert len(sample) > 100
+    assert sample.removeprefix("[window 0]").removesuffix(" …") in text
 
 
 def flip(file, offset):
     data = bytearray(file.read_bytes())
     data[offset] ^= 0x01
     file.write_bytes(bytes(data))
+
+
+def test_window_edges_and_ends_of_documents_are_marked(tiny_corpus, capsys):
+    from cat_lm.data import TokenCorpus
+
+    inspect(tiny_corpus, "--samples", 1, "--context-length", 64, "--no-duplicates")
+    shown = capsys.readouterr().out
+    corpus = TokenCorpus.open(tiny_corpus, "train")
+    _, stop = corpus.document(0)
+    stream = bytes(corpus.tokens(0, min(stop - 1, 400)).tolist()).decode()
+    cut = [stream[start : start + 64] for start in range(0, len(stream), 64)]
+    marked = "".join(f"[window {number}]{text}" for number, text in enumerate(cut))
+    assert marked in shown
+    window = shown.split("----- train window 0 of 64: tokens 0 to 64")[1]
+    assert f"[window 0]{stream[:64]}" in window
+    assert window.split("-----")[0].rstrip().endswith("[window 1]")
+
+
+def test_a_window_shows_the_documents_that_end_in_it(write_data, capsys):
+    folder = write_data(train=["first", "second", "a third that goes on"], validation=["other"])
+    inspect(folder, "--samples", 1, "--context-length", 20, "--no-duplicates")
+    window = capsys.readouterr().out.split("----- train window 0")[1].split("-----")[0]
+    assert window == (
+        " of 20: tokens 0 to 20, 2 documents end in it\n"
+        "[window 0]first[EOD 256]\nsecond[EOD 256]\na third[window 1]\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx", "validation-00000.bin"])
@@ -63,12 +128,12 @@ def test_one_flipped_bit_is_noticed(copy, tmp_path, monkeypatch, capsys, name, o
 
 def test_without_checksums_only_sizes_and_headers_count(copy, capsys):
     flip(copy / "train-00000.bin", 100)
-    inspect(copy, 0, False, None)
+    inspect(copy, "--no-checksums", "--no-duplicates")
     assert capsys.readouterr().out.endswith("intact: sizes and headers\n")
     with open(copy / "train-00000.bin", "ab") as stream:
         stream.write(b"\0\0")
     with pytest.raises(UserError, match="the manifest says"):
-        inspect(copy, 0, False, None)
+        inspect(copy, "--no-checksums", "--no-duplicates")
 
 
 def change(copy, edit):
@@ -79,9 +144,6 @@ def change(copy, edit):
 
 def forge(copy, values):
     """Shards whose checksums are right, but whose tokens are not what the manifest says."""
-    import numpy as np
-
-    from cat_lm.data.corpus import fingerprint
     from cat_lm.files import sha256
 
     file = copy / "train-00000.bin"
@@ -104,22 +166,158 @@ def forge(copy, values):
 def test_ids_and_eods_are_counted(copy, values, message):
     forge(copy, values)
     with pytest.raises(UserError, match=message):
-        inspect(copy, 0, True, None)
+        inspect(copy, "--no-duplicates")
 
 
 def test_other_tokenizers_counts_and_fingerprints_are_noticed(copy):
     change(copy, lambda manifest: manifest.update(fingerprint="other"))
     with pytest.raises(UserError, match="fingerprint does not belong"):
-        inspect(copy, 0, True, None)
+        inspect(copy, "--no-duplicates")
     change(copy, lambda manifest: manifest["splits"]["train"].update(bytes=1))
     (copy / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="differs from the tokenizer that made the data"):
-        inspect(copy, 0, True, None)
+        inspect(copy, "--no-duplicates")
     (copy / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="no such file"):
-        inspect(copy, 0, True, None)
+        inspect(copy, "--no-duplicates")
 
 
 def test_a_folder_that_is_not_prepared_data(tmp_path):
     with pytest.raises(UserError, match="no finished data"):
-        inspect(tmp_path, 0, True, None)
+        inspect(tmp_path)
+
+
+def test_a_shard_or_index_cut_short_is_damage_in_the_findings_too(copy, tmp_path, monkeypatch):
+    index = (copy / "train-00000.idx").read_bytes()
+    (copy / "train-00000.idx").write_bytes(index[:-8])
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, copy, "--json", tmp_path / "found.json")
+    assert ended.value.code == 2
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["intact"] is False
+    assert "its header asks for" in found["problem"]
+    (copy / "train-00000.idx").unlink()
+    with pytest.raises(UserError, match=r"train-00000.idx: no such file"):
+        inspect(copy)
+
+
+def test_all_damage_is_listed_and_workers_find_the_same(copy, monkeypatch, capsys):
+    monkeypatch.setattr(intact, "SMALL_BYTES", 0)
+    for name in ("train-00000.bin", "validation-00000.idx"):
+        flip(copy / name, 100)
+    shown = []
+    for workers in (1, 2):
+        with pytest.raises(UserError, match=r"train-00000.bin: its SHA-256.*\(and 1 more"):
+            inspect(copy, "--workers", workers)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].count("damaged: ") == 2
+    assert f"damaged: {copy / 'validation-00000.idx'}: its SHA-256" in shown[0]
+
+
+TWICE = ["a document that is there twice", "one that is not"]
+
+
+def test_planted_duplicates_are_found(write_data, tmp_path, monkeypatch, capsys):
+    train = [*generated_text(60), TWICE[0], *generated_text(60, seed=1), *TWICE]
+    validation = [*generated_text(20, seed=2), TWICE[1], TWICE[1]]
+    folder = write_data(train, validation)
+    assert len(list(folder.glob("train-*.bin"))) > 5
+    found = inspect(folder, "--samples", 0, "--json", tmp_path / "found.json")
+    assert (found.train.documents, found.train.tokens) == (1, len(TWICE[0]) + 1)
+    assert found.validation.documents == 1
+    assert (found.across.documents, found.across.tokens) == (2, 2 * len(TWICE[1]) + 2)
+    pair = {"document": 121, "same_as": 60, "tokens": len(TWICE[0]) + 1}
+    assert found.examples["train"] == [pair]
+    assert [(e["document"], e["same_as"]) for e in found.examples["across"]] == [
+        (20, 122),
+        (21, 122),
+    ]
+    assert json.loads((tmp_path / "found.json").read_text())["duplicates"] == found.to_json()
+    shown = capsys.readouterr().out
+    assert "train document 121 is train document 60 (31 tokens)" in shown
+    assert "validation document 20 is train document 122 (16 tokens)" in shown
+    with monkeypatch.context() as patch:
+        patch.setattr(intact, "SMALL_BYTES", 0)
+        assert inspect(folder, "--no-checksums", "--samples", 0, "--workers", 2) == found
+    for kind, code in (("across", 1), ("any", 1)):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, folder, "--samples", 0, "--fail-on-duplicates", kind)
+        assert ended.value.code == code
+    assert capsys.readouterr().out.endswith("intact: checksums, counts, EOD and ids\n")
+
+
+def test_duplicates_within_train_are_no_leak(write_data, monkeypatch):
+    folder = write_data(["twice", "twice"], ["held out"])
+    run(monkeypatch, folder, "--fail-on-duplicates", "across")
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, folder, "--fail-on-duplicates", "any")
+    assert ended.value.code == 1
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, folder, "--fail-on-duplicates", "any", "--no-duplicates")
+    assert ended.value.code == 2
+
+
+def test_equal_hashes_alone_are_no_duplicates(write_data, monkeypatch):
+    """With one hash for all documents only the tokens tell them apart, in several parts too."""
+    import hashlib
+
+    from data_prep import duplicates
+
+    folder = write_data(["aa", "ab", "aa", "abc"], ["ab", "b", "abc", "abc"])
+    expected = inspect(folder)
+    counts = [getattr(expected, kind).documents for kind in ("train", "validation", "across")]
+    assert counts == [1, 1, 3]
+    monkeypatch.setattr(duplicates, "PART_DOCUMENTS", 2)
+    monkeypatch.setattr(duplicates, "CHUNK_HASHES", 1)
+    assert inspect(folder) == expected
+    same = hashlib.blake2b(b"", digest_size=8)
+    monkeypatch.setattr(duplicates, "blake2b", lambda *_, **__: same)
+    assert inspect(folder) == expected
+
+
+def test_parts_of_the_hashes_find_what_all_at_once_do(write_data, monkeypatch):
+    from data_prep import duplicates
+
+    texts = [f"{number % 37}" for number in range(150)]
+    folder = write_data(texts, texts[:50], shard_tokens=40)
+    expected = inspect(folder, "--samples", 0)
+    assert (expected.train.documents, expected.across.documents) == (113, 50)
+    monkeypatch.setattr(duplicates, "PART_DOCUMENTS", 7)
+    monkeypatch.setattr(duplicates, "BLOCK_TOKENS", 5)
+    assert inspect(folder, "--samples", 0) == expected
+
+
+def test_an_empty_split_and_one_document(write_data, tmp_path, capsys):
+    found = inspect(write_data(["only this"], []), "--out", tmp_path / "pictures")
+    assert not found.fails("any")
+    shown = capsys.readouterr().out
+    assert "validation: no documents" in shown
+    assert "only this[EOD 256]" in shown
+    assert (tmp_path / "pictures" / "document_lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
+    folder = write_data(["x" * (length - 1) for length in (2, 3, 4, 9)], ["y"], shard_tokens=5)
+    inspect(folder, "--json", tmp_path / "found.json")
+    lengths = json.loads((tmp_path / "found.json").read_text())["document_lengths"]["train"]
+    assert lengths["quantiles"] == {"min": 2, "25%": 2, "50%": 3, "75%": 4, "max": 9}
+    assert lengths["buckets"] == {"2": 2, "4": 1, "8": 1}
+    assert lengths["mean"] == 4.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--samples", "-1"], "--samples -1: must be at least 0"),
+        (["--context-length", "0"], "--context-length 0: must be at least 1"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
+        (["--out", __file__], "is a file, a folder is needed"),
+    ],
+)
+def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tiny_corpus, *flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
