@@ -1,61 +1,54 @@
 """The output folder of a preparation: who may write to it, and what is in it after a kill.
 
 .prepare.lock     held while a preparation runs (by the kernel: a kill releases it)
-unfinished.json   written first, removed last: the files beside it may be deleted
+.setup.lock       held while one of several that run together begins or takes up the work
+unfinished.json   written first, removed last: the arguments, and where the parts are
 manifest.json     written when everything else is in place: the data are complete
+
+The parts and all that a restart needs to know lie in the work folder: `parts` in the output folder,
+or a folder of its own in --scratch.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cat_lm.data.corpus import MANIFEST, SPLITS, TokenCorpus, read_manifest
 from cat_lm.errors import UserError
 from cat_lm.files import write_json
+from data_prep.locks import Busy, file_lock
 
 LOCK = ".prepare.lock"
+SETUP_LOCK = ".setup.lock"
 MARKER = "unfinished.json"
 TOKENIZER = "tokenizer"
+MALFORMED = "malformed.log"
+# Arguments that choose among the encoded documents: a change leaves the parts useful.
+SELECTING = ("sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it; a second preparation into it is an error."""
+def locked(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Makes the folder and holds it, alone or together with others that encode parts (`shared`)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stream = open(folder / LOCK, "w")  # noqa: SIM115 - closed below
-    except OSError as error:
+        with file_lock(folder / LOCK, shared, wait=False):
+            try:
+                yield
+            finally:
+                if not shared:
+                    (folder / LOCK).unlink(missing_ok=True)
+    except Busy:
+        raise UserError(f"--out {folder}: another preparation is writing to it") from None
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        if error.filename not in (str(folder), str(folder / LOCK)):
+            raise
         raise UserError(f"--out {folder}: cannot be written ({error.strerror})") from None
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one that finished just now may have removed the file that was opened above.
-            ours = os.path.samestat(os.fstat(stream.fileno()), os.stat(folder / LOCK))
-        except FileNotFoundError:
-            ours = False
-        except OSError as error:
-            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-            if ours:
-                print(
-                    f"note: {folder}: no file locks here ({error.strerror}); "
-                    "make sure that nothing else prepares data in it",
-                    file=sys.stderr,
-                )
-        if not ours:
-            raise UserError(f"--out {folder}: another preparation is writing to it")
-        try:
-            yield
-        finally:
-            (folder / LOCK).unlink(missing_ok=True)
 
 
 def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
@@ -67,20 +60,15 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
         found = read_manifest(folder).get("arguments", {})  # an error for a manifest of others
         if overwrite:
             return False
-        differing = [key for key in identity if found.get(key) != identity[key]]
-        if not differing:
+        if not (differing := _differing(found, identity)):
             for split in SPLITS:
                 TokenCorpus.open(folder, split)  # an error where a shard is gone or cut short
             return True
-        changes = "; ".join(
-            f"{key} was {json.dumps(found.get(key))}, now {json.dumps(identity[key])}"
-            for key in differing
-        )
         raise UserError(
-            f"--out {folder}: holds data made otherwise ({changes}); "
+            f"--out {folder}: holds data made otherwise ({_changes(found, identity, differing)}); "
             "choose another folder or give --overwrite"
         )
-    foreign = [file.name for file in folder.iterdir() if file.name != LOCK]
+    foreign = [file.name for file in folder.iterdir() if file.name not in (LOCK, SETUP_LOCK)]
     if foreign and not (folder / MARKER).is_file():
         raise UserError(
             f"--out {folder}: is not empty ({sorted(foreign)[0]!r} is in it) and was not made by "
@@ -89,57 +77,120 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
     return False
 
 
-def begin(folder: Path, identity: dict) -> None:
-    """Marks the folder as unfinished and removes what an earlier preparation left in it.
+def _differing(found: dict, identity: dict) -> list[str]:
+    return [key for key in identity if found.get(key) != identity[key]]
+
+
+def _changes(found: dict, identity: dict, differing: list[str]) -> str:
+    return "; ".join(
+        f"{key} was {json.dumps(found.get(key))}, now {json.dumps(identity[key])}"
+        for key in differing
+    )
+
+
+def work_folder(folder: Path, scratch: Path | None) -> Path:
+    """Where the parts of a preparation into `folder` go; the same in every run."""
+    if scratch is None:
+        return folder.resolve() / "parts"
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return scratch.resolve() / f"cat-lm-prepare-{name}"
+
+
+def begin(folder: Path, work: Path, identity: dict, overwrite: bool) -> None:
+    """Takes up an unfinished preparation, or marks the folder and removes what is in it.
 
     The marker stands before the first file goes and until the last one has come, so that a kill at
-    any moment leaves either a complete folder or one that the next run may clean up.
+    any moment leaves either a complete folder or one that the next run continues. Where only the
+    choice of documents has changed, the parts stay and what was made of them goes.
+    Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`.
     """
-    write_json(folder / MARKER, identity)
+    marker = _read_marker(folder)
+    if marker and not (folder / MANIFEST).is_file():
+        found, there = marker["identity"], Path(marker["work"])
+        differing = _differing(found, identity)
+        if differing and not overwrite:
+            raise UserError(
+                f"--out {folder}: holds an unfinished preparation made otherwise "
+                f"({_changes(found, identity, differing)}); give its arguments to continue it, "
+                "or --overwrite for these"
+            )
+        reusable = set(differing) <= set(SELECTING) and not _limited(identity)
+        if there != work and not overwrite and not differing:
+            raise UserError(
+                f"--out {folder}: its unfinished preparation keeps its parts in {there}; give the "
+                "same --scratch to continue it, or --overwrite"
+            )
+        if there == work and work.is_dir() and reusable:
+            if differing:
+                write_json(folder / MARKER, {"identity": identity, "work": str(work)})
+                _remove_shards(folder)
+                shutil.rmtree(work / "shards", ignore_errors=True)
+                (work / "assembly.json").unlink(missing_ok=True)
+            return
+        shutil.rmtree(there, ignore_errors=True)
+    write_json(folder / MARKER, {"identity": identity, "work": str(work)})
     (folder / MANIFEST).unlink(missing_ok=True)
-    _remove_data(folder)
-
-
-def abandon(folder: Path) -> None:
-    """Removes what a preparation that failed has made so far: it may be what filled the disk."""
-    if (folder / MARKER).is_file() and not (folder / MANIFEST).is_file():
-        _remove_data(folder)
-        (folder / MARKER).unlink()
-
-
-def _remove_data(folder: Path) -> None:
-    for pattern in (
-        ".*.tmp",
-        *(f"{split}-*.{kind}" for split in SPLITS for kind in ("bin", "idx")),
-    ):
-        for file in folder.glob(pattern):
-            file.unlink()
-    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-
-
-@contextmanager
-def scratch_folder(folder: Path, scratch: Path | None) -> Iterator[Path]:
-    """Where shards grow: `folder` itself, or a folder of its own inside `scratch`.
-
-    Its name depends on `folder` alone, so that the next run finds what a kill has left in it.
-    """
-    if scratch is None:
-        yield folder
-        return
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    own = scratch / f"cat-lm-prepare-{name}"
-    shutil.rmtree(own, ignore_errors=True)
+    _remove_data(folder, work)
     try:
-        own.mkdir(parents=True)
+        work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--scratch {scratch}: cannot be written ({error.strerror})") from None
-    try:
-        yield own
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+        raise UserError(f"--scratch {work.parent}: cannot be written ({error.strerror})") from None
+
+
+def _limited(identity: dict) -> bool:
+    """Whether the parts end where --max-documents or --max-bytes, and so the sets, said."""
+    return bool(identity["max_documents"] or identity["max_bytes"])
+
+
+def _read_marker(folder: Path) -> dict | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return {"identity": dict(marker["identity"]), "work": str(marker["work"])}
+    return None
+
+
+def abandon(folder: Path, work: Path) -> None:
+    """Removes what a preparation that failed has made, unless there are finished parts in it.
+
+    So a mistake that shows at once leaves nothing in the way of the next attempt.
+    """
+    worth_keeping = (folder / MANIFEST).is_file() or any(work.glob("part-*.json"))
+    if (folder / MARKER).is_file() and not worth_keeping:
+        _remove_data(folder, work)
+        for name in (MARKER, SETUP_LOCK):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _remove_data(folder: Path, work: Path) -> None:
+    _remove_shards(folder)
+    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_shards(folder: Path) -> None:
+    remove_temporary(folder)
+    for split in SPLITS:
+        for kind in ("bin", "idx"):
+            for file in folder.glob(f"{split}-*.{kind}"):
+                file.unlink()
+    (folder / MALFORMED).unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes what a killed process has left between its making and its renaming."""
+    for file in folder.glob(".*.tmp"):
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
 
 def finish(folder: Path, manifest: dict) -> None:
-    """Writes the manifest, which makes the folder complete."""
+    """Writes the manifest, which makes the folder complete, and tidies up."""
     write_json(folder / MANIFEST, manifest)
-    (folder / MARKER).unlink()
+    tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Removes the parts and the marker of complete data, where a kill has left them."""
+    if marker := _read_marker(folder):
+        shutil.rmtree(marker["work"], ignore_errors=True)
+    for name in (SETUP_LOCK, MARKER):
+        (folder / name).unlink(missing_ok=True)

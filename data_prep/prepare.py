@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
+from data_prep import amounts
 
 KINDS = ("python-stdlib", "files", "slimpajama")
+STAGES = ("all", "encode", "assemble")
+LIMITS = ("max_documents", "max_bytes")
+# The first so many documents are no uniform subset: a budget among them would mean nothing.
+EXCLUSIVE = (
+    *((choice, limit) for choice in ("tokens", "mixture", "repeat") for limit in LIMITS),
+    ("repeat", "mixture"),
+    ("repeat", "tokens"),
+)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -16,24 +26,54 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.prepare",
         description="Turns text into Megatron .bin/.idx token shards with a held-out validation "
-        "split and a manifest. The result is the same for every number of workers. Running it "
-        "again on finished data does nothing; a run that was killed starts over.",
+        "split and a manifest. The result is the same for every number of workers and machines. "
+        "Running it again on finished data does nothing; a run that was killed or stopped is "
+        "continued by the same command.",
     )
-    add = parser.add_argument
+    _add_source(parser.add_argument_group("text"))
+    _add_tokens(parser.add_argument_group("tokens"))
+    _add_choice(parser.add_argument_group("choice of documents"))
+    _add_running(parser.add_argument_group("running"))
+    arguments = parser.parse_args(argv)
+    _convert(arguments)
+    _check(arguments)
+    return arguments
+
+
+def _add_source(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--source", required=True, choices=KINDS, help="where the text comes from")
     add(
         "--path",
         help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
-        "slimpajama: a local mirror, or hub:OWNER/NAME[@REVISION]",
+        "slimpajama: a local mirror, or hub:OWNER/NAME[/FOLDER][@REVISION]",
     )
     add("--validation-path", help="files: held-out text of your own, instead of a fraction")
     add("--text-key", default="text", help="key of the text in jsonl and parquet (default: text)")
+    add(
+        "--set-key",
+        default="meta.redpajama_set_name",
+        metavar="KEY",
+        help="key of a document's named set, dots lead into objects "
+        "(default: meta.redpajama_set_name)",
+    )
     add(
         "--document-separator",
         metavar="TEXT",
         help=r"what separates documents in txt and md files, such as '\n\n' "
         "(default: a file is a document)",
     )
+    add(
+        "--max-malformed",
+        default="0.01%",
+        metavar="N|SHARE",
+        help="bear so many records that are no documents; they are listed in DIR/malformed.log "
+        "(default: 0.01%%)",
+    )
+
+
+def _add_tokens(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--tokenizer",
         required=True,
@@ -42,37 +82,115 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "or bytes",
     )
     add("--eod-token", help="end-of-document token (default: the tokenizer's own)")
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    add("--shard-tokens", default="500M", metavar="N", help="size of a shard (default: 500M)")
+
+
+def _add_choice(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--validation-fraction",
         type=float,
         default=0.05,
         help="share of documents held out, unless the source has its own split (default: 0.05)",
     )
-    add("--seed", type=int, default=0, help="decides which documents are held out (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="decides which documents are held out, and which ones a part of a set consists of "
+        "(default: 0)",
+    )
+    add("--sets", metavar="NAME,NAME", help="only documents of these sets")
+    add("--exclude-sets", metavar="NAME,NAME", help="no documents of these sets")
+    add(
+        "--tokens",
+        metavar="N",
+        help="training tokens of the result, such as 15B: a uniform subset of the documents that "
+        "the seed decides, the same on every machine",
+    )
+    add(
+        "--mixture",
+        metavar="SET=WEIGHT,…",
+        help="shares of the training tokens, other sets left out; with --tokens sets with too "
+        "little text are repeated, without it the result is as large as it can be without that",
+    )
+    add(
+        "--max-repeats",
+        type=int,
+        default=4,
+        metavar="N",
+        help="how often --mixture may use a set (default: 4)",
+    )
+    add("--repeat", metavar="SET=TIMES,…", help="use sets more than once, such as 2 or 1.5 times")
     add("--max-documents", type=int, help="stop after this many documents")
     add("--max-bytes", type=int, help="stop after this many bytes of text")
-    add("--shard-tokens", type=int, default=500_000_000, help="size of a shard (default: 5e8)")
-    add("--scratch", type=Path, metavar="DIR", help="folder for files in the making (default: out)")
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
+    add("--scratch", type=Path, metavar="DIR", help="folder for the parts (default: in --out)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    add(
+        "--stage",
+        choices=STAGES,
+        default="all",
+        help="encode: files to parts; assemble: parts to shards, and whatever is still missing; "
+        "all: both (default)",
+    )
+    add(
+        "--task", metavar="I/N", help="with --stage encode: the share of array task I (from 0) of N"
+    )
+    add("--estimate", action="store_true", help="only tell what disk and time it would take")
     add("--overwrite", action="store_true", help="replace other data in the folder")
-    arguments = parser.parse_args(argv)
-    _check(arguments)
-    return arguments
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    """Values that argparse leaves as they were typed."""
+    for name, convert in (
+        ("shard_tokens", amounts.amount),
+        ("tokens", amounts.amount),
+        ("sets", amounts.names),
+        ("exclude_sets", amounts.names),
+        ("mixture", amounts.numbers_by_set),
+        ("repeat", amounts.numbers_by_set),
+        ("max_malformed", amounts.Limit.parse),
+        ("task", _task),
+    ):
+        value = getattr(arguments, name)
+        if value is not None:
+            setattr(arguments, name, convert(f"--{name.replace('_', '-')}", value))
+    if arguments.document_separator is not None:
+        arguments.document_separator = _unescaped(arguments.document_separator)
+
+
+def _task(flag: str, text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not slash or not (index.isdecimal() and count.isdecimal()) or int(index) >= int(count):
+        raise UserError(f"{flag} {text}: give I/N, with I from 0 to N - 1")
+    return int(index), int(count)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.validation_fraction < 1:
         value = arguments.validation_fraction
         raise UserError(f"--validation-fraction {value}: must lie between 0 and 1")
-    for name in ("workers", "max_documents", "max_bytes", "shard_tokens"):
+    for name in ("workers", "max_documents", "max_bytes", "max_repeats"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if arguments.document_separator is not None:
-        arguments.document_separator = _unescaped(arguments.document_separator)
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"--out {arguments.out}: is a file, a folder is needed")
+    if arguments.task is not None and arguments.stage != "encode":
+        raise UserError("--task goes with --stage encode")
+    for first, second in EXCLUSIVE:
+        if getattr(arguments, first) is not None and getattr(arguments, second) is not None:
+            flags = [f"--{name.replace('_', '-')}" for name in (first, second)]
+            raise UserError(f"{flags[0]} does not go with {flags[1]}; choose one")
+    for name in sorted({*(arguments.mixture or ()), *(arguments.repeat or ())}):
+        left_out = name in (arguments.exclude_sets or ())
+        if left_out or (arguments.sets is not None and name not in arguments.sets):
+            raise UserError(f"--mixture or --repeat {name}: the set is left out by the other flags")
 
 
 def _unescaped(separator: str) -> str:
@@ -89,6 +207,7 @@ def _unescaped(separator: str) -> str:
 @command
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends cleanly, as Ctrl-C does
     # Set before the library starts its threads; the preparation brings its own processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from data_prep.pipeline import prepare

@@ -193,8 +193,8 @@ class ShardWriter:
 
     A shard grows under a temporary name (in `scratch`, by default in `folder` itself), is closed
     once it holds `shard_tokens`, flushed, read back against its checksum, and only then renamed.
-    A document never straddles two shards. Use as a context manager: an error leaves no temporary
-    file behind, a kill leaves files whose names end in `.tmp`.
+    A document never straddles two shards; the shards count from `first`. Use as a context manager:
+    an error leaves no temporary file behind, a kill leaves files whose names end in `.tmp`.
     """
 
     def __init__(
@@ -204,9 +204,11 @@ class ShardWriter:
         dtype: np.dtype,
         shard_tokens: int = SHARD_TOKENS,
         scratch: Path | str | None = None,
+        first: int = 0,
     ) -> None:
         self.folder = Path(folder)
         self.prefix = prefix
+        self.first = first
         self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.scratch = Path(scratch) if scratch else self.folder
@@ -249,7 +251,13 @@ class ShardWriter:
             self._close()
 
     def _path(self, suffix: str) -> Path:
-        return self.scratch / f".{self.prefix}-{len(self.shards):05d}{suffix}.tmp"
+        # Two processes that write the same shard by mistake must not write the same file.
+        process = f"{os.uname().nodename}.{os.getpid()}"
+        return self.scratch / f".{self._name}{suffix}.{process}.tmp"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.prefix}-{self.first + len(self.shards):05d}"
 
     def _open(self) -> None:
         self._stream = open(self._path(".bin"), "wb")  # noqa: SIM115 - lives across calls
@@ -275,7 +283,7 @@ class ShardWriter:
             self._stream.close()
             idx_sha256 = write_index(idx_path, self.dtype, lengths)
         info = ShardInfo(
-            name=f"{self.prefix}-{len(self.shards):05d}",
+            name=self._name,
             documents=len(lengths),
             tokens=self._tokens,
             bytes=self._bytes,

@@ -1,0 +1,68 @@
+"""Amounts as they are typed: 15B tokens, a weight for each set, a number or share of lines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from cat_lm.errors import UserError
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+def amount(flag: str, text: str) -> int:
+    """A count such as 500000000, 5e8, 500M or 15B (10^9). Raises `UserError` for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d{1,2})?)([KMBGT]?)", text.strip().upper())
+    value = Fraction(match[1]) * _FACTORS[match[2]] if match else Fraction(0)
+    if value < 1 or value.denominator != 1:
+        raise UserError(f"{flag} {text}: give a whole number of at least 1, such as 500M or 15B")
+    return int(value)
+
+
+def names(flag: str, text: str) -> list[str]:
+    """NAME,NAME as a sorted list without repetitions."""
+    found = sorted({name.strip() for name in text.split(",")} - {""})
+    if not found:
+        raise UserError(f"{flag} {text!r}: give the names of sets, with commas between them")
+    return found
+
+
+def numbers_by_set(flag: str, text: str) -> dict[str, str]:
+    """SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
+    found: dict[str, str] = {}
+    for item in text.split(","):
+        name, equals, number = (piece.strip() for piece in item.partition("="))
+        good = re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and Fraction(number) > 0
+        if not name or not equals or not good or name in found:
+            raise UserError(
+                f"{flag} {text}: {item.strip()!r} is not SET=NUMBER with a positive number, "
+                "each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
+            )
+        found[name] = number
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many malformed records are borne: a number of them, or a share of all records."""
+
+    text: str
+    count: int | None = None
+    share: Fraction | None = None
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> Limit:
+        """From `100` or `0.01%`. Raises `UserError` for anything else."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
+        if match and Fraction(match[1]) <= 100:
+            return cls(text, share=Fraction(match[1]) / 100)
+        if re.fullmatch(r"\d+", text.strip()):
+            return cls(text, count=int(text))
+        raise UserError(f"{flag} {text}: give a number of lines or a share such as 0.01%")
+
+    def exceeded(self, malformed: int, records: int) -> bool:
+        """Whether so many malformed ones among `records` (they included) are too many."""
+        if self.count is not None:
+            return malformed > self.count
+        return malformed > self.share * records

@@ -1,0 +1,173 @@
+"""Disk and time of a preparation, told before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.data.corpus import SPLITS
+from cat_lm.errors import UserError
+from data_prep.encode import PLACES
+from data_prep.job import Job
+from data_prep.parts import DOCUMENT
+from data_prep.units import task_units
+
+DISK_MARGIN = 1.1
+INDEX_BYTES = 20  # of a document in an .idx
+READ_BYTES_PER_SECOND = 100e6  # of text: reading, parsing and hashing what is not encoded
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes in bytes, as far as the input's size is known; `None` otherwise."""
+
+    out: Path
+    work: Path
+    units: int
+    of_units: int
+    file_bytes: int
+    text_bytes: int | None
+    bytes_per_second: float
+    workers: int
+    result_tokens: float | None
+    result_bytes: int
+    parts_bytes: int
+    parts_to_come: int
+    out_to_come: int
+    seconds: float | None
+
+    @classmethod
+    def of(cls, job: Job, arguments: argparse.Namespace) -> Estimate:
+        """The estimate for what is still to be done by this process, disk for all of them."""
+        measured = job.plan.measured
+        units = task_units(job.units, arguments.task)
+        here = dict(
+            out=arguments.out,
+            work=job.work,
+            units=len(units),
+            of_units=len(job.units),
+            file_bytes=sum(unit.bytes for unit in units),
+            text_bytes=measured.text_bytes,
+            bytes_per_second=measured.bytes_per_second,
+            workers=arguments.workers,
+        )
+        if measured.text_bytes is None:
+            unknown = dict.fromkeys(("result_bytes", "parts_bytes"), 0)
+            unknown |= dict.fromkeys(("parts_to_come", "out_to_come"), 0)
+            return cls(**here, **unknown, result_tokens=None, seconds=None)
+        tokens = _result_tokens(job)
+        encoded = _encoded_share(job)
+        item, document = np.dtype(job.plan.dtype).itemsize, 1 / max(1.0, measured.document_bytes)
+        result = tokens * item
+        result += tokens / measured.tokens_per_byte * document * INDEX_BYTES
+        parts = encoded * measured.text_bytes
+        parts *= measured.tokens_per_byte * item + document * DOCUMENT.itemsize
+        done = [record for unit in job.units if (record := job.record(unit, 0))]
+        parts_there = sum(sum(record["bytes"].values()) for record in done)
+        out_there = sum(
+            file.stat().st_size for split in SPLITS for file in arguments.out.glob(f"{split}-*")
+        )
+        own = sum(r["text_bytes"] for unit in units if (r := job.record(unit, 0)))
+        share = sum(unit.bytes for unit in units) / max(1, sum(unit.bytes for unit in job.units))
+        text = max(0.0, measured.text_bytes * share - own)
+        speed = encoded / measured.bytes_per_second + 1 / READ_BYTES_PER_SECOND
+        return cls(
+            **here,
+            result_tokens=tokens,
+            result_bytes=int(result),
+            parts_bytes=int(parts),
+            parts_to_come=max(0, int(parts * DISK_MARGIN) - parts_there - out_there),
+            out_to_come=max(0, int(_peak(job, result, arguments) * DISK_MARGIN) - out_there),
+            seconds=text * speed / arguments.workers,
+        )
+
+    def lines(self) -> list[str]:
+        """What is printed before the start."""
+        of = "" if self.units == self.of_units else f" of {self.of_units:,}"
+        size = f"input: {self.units:,}{of} units, {_bytes(self.file_bytes)} in files"
+        if self.text_bytes is None:
+            return [f"{size}; how much text that is, and what it takes, is not known beforehand"]
+        return [
+            f"{size}, about {_bytes(self.text_bytes)} of text in all, "
+            f"{self.result_tokens / 1e6:,.1f} million tokens in the result",
+            f"disk: about {_bytes(self.result_bytes)} in {self.out}, "
+            f"{_bytes(self.parts_bytes)} for a time in {self.work}",
+            f"time: about {_duration(self.seconds)} still to encode with {self.workers} workers "
+            f"({self.bytes_per_second / 1e6:.1f} MB of text a second and core)",
+        ]
+
+    def check_disk(self) -> None:
+        """Raises `UserError` for what would not fit, as far as sizes are known."""
+        out, work = _existing(self.out), _existing(self.work)
+        if out.stat().st_dev == work.stat().st_dev:
+            places = [("--out", self.out, out, self.parts_to_come + self.out_to_come)]
+        else:
+            # Parts go as shards come only where they share the disk.
+            places = [
+                ("--out", self.out, out, max(self.out_to_come, self.result_bytes)),
+                ("--scratch", self.work, work, self.parts_to_come),
+            ]
+        for flag, folder, existing, size in places:
+            free = shutil.disk_usage(existing).free
+            if size > free:
+                raise UserError(
+                    f"{flag} {folder}: about {size / 1e9:.3f} GB are needed and {free / 1e9:.3f} "
+                    "GB are free; choose another folder, or less text with --tokens or --max-bytes"
+                )
+
+
+def _result_tokens(job: Job) -> float:
+    """About how many training tokens come out."""
+    wishes, measured = job.wishes, job.plan.measured
+    if wishes.tokens is not None:
+        return float(wishes.tokens)
+    of_set = {
+        name: measured.text_bytes * rate
+        for name, rate in measured.set_tokens.items()
+        if wishes.includes(name)
+    }
+    if wishes.mixture is not None:
+        shares = wishes.shares()
+        return min((tokens / float(shares[name]) for name, tokens in of_set.items()), default=0.0)
+    repeat = wishes.repeat or {}
+    return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in of_set.items())
+
+
+def _encoded_share(job: Job) -> float:
+    """About which share of the text the rounds encode."""
+    shares = job.plan.measured.set_tokens
+    encoded = sum(rate * job.plan.covered(name) / PLACES for name, rate in shares.items())
+    return encoded / max(1e-12, sum(shares.values()))
+
+
+def _peak(job: Job, result: float, arguments: argparse.Namespace) -> float:
+    """What the output folder grows by before the parts make room, in bytes."""
+    if job.wishes.mixture or job.wishes.repeat:  # the parts are read more than once
+        return result
+    shard = arguments.shard_tokens * np.dtype(job.plan.dtype).itemsize
+    held_out = job.plan.validation_fraction * result
+    return min(result, held_out + (arguments.workers + 1) * shard)
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.resolve()
+    return folder if folder.exists() else _existing(folder.parent)
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number / 1e3:,.1f} kB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

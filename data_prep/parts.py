@@ -1,0 +1,206 @@
+"""Part files: what one round of encoding made of one unit.
+
+    part-00012.0.bin        the tokens of its documents, one after the other
+    part-00012.0.docs       a `DOCUMENT` for each of them, in the same order
+    part-00012.0.malformed  a line for each record that was not a document
+    part-00012.0.json       the part's record: counts, sizes, checksums; it goes last
+
+A part without its record does not exist. The record carries its own checksum, and the `key` of the
+work it belongs to, so that nothing else is ever taken for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from cat_lm.files import sha256, sync_directory, write_json
+
+DOCUMENT = np.dtype(
+    [
+        ("place", "<u8"),  # the hash of the document's text, see encode.hash_place
+        ("position", "<u4"),  # its number among the unit's documents, those not encoded included
+        ("length", "<i4"),  # tokens, EOD included
+        ("bytes", "<u4"),  # of its UTF-8 text
+        ("set", "<u2"),  # index into the record's `sets`
+        ("validation", "u1"),
+        ("spare", "u1"),
+    ]
+)
+KINDS = ("bin", "docs", "malformed")
+
+
+def part_path(work: Path, unit: int, round_number: int, kind: str) -> Path:
+    """The file of a part; `kind` is one of `KINDS`, or json for its record."""
+    return work / f"part-{unit:05d}.{round_number}.{kind}"
+
+
+class PartWriter:
+    """Writes a part under temporary names; `finish` verifies it and puts it in its place.
+
+    Use as a context manager: without `finish`, nothing remains. The temporary names are unique, so
+    that two processes that encode the same unit do not meet; both make the same bytes.
+    """
+
+    def __init__(self, work: Path, unit: int, round_number: int) -> None:
+        self.work = work
+        self.unit = unit
+        self.round = round_number
+
+    def __enter__(self) -> PartWriter:
+        self._stack = ExitStack()
+        self._streams: dict[str, IO[bytes]] = {}
+        self._digests = {kind: hashlib.sha256() for kind in KINDS}
+        self._sizes = dict.fromkeys(KINDS, 0)
+        with disk_errors(self.work):
+            for kind in KINDS:
+                name = part_path(self.work, self.unit, self.round, kind).name
+                self._streams[kind] = self._stack.enter_context(_temporary(self.work, name))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def write(self, kind: str, data: bytes | memoryview) -> None:
+        """Appends to one of the three files."""
+        with disk_errors(self.work):
+            self._streams[kind].write(data)
+        self._digests[kind].update(data)
+        self._sizes[kind] += len(data)
+
+    def finish(self, record: dict) -> dict:
+        """Flushes, reads back, renames; the record, completed and written, says it is done."""
+        digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
+        with disk_errors(self.work):
+            for kind, stream in self._streams.items():
+                stream.flush()
+                os.fsync(stream.fileno())
+                if sha256(stream.name) != digests[kind]:
+                    raise UserError(f"{stream.name}: reads back different; check the disk")
+            for kind, stream in self._streams.items():
+                os.replace(stream.name, part_path(self.work, self.unit, self.round, kind))
+            sync_directory(self.work)
+            record = {**record, "bytes": self._sizes, "sha256": digests}
+            path = part_path(self.work, self.unit, self.round, "json")
+            write_record(path, record)
+        return record
+
+
+@contextmanager
+def _temporary(folder: Path, name: str) -> Iterator[IO[bytes]]:
+    handle, path = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
+    os.close(handle)
+    stream = open(path, "wb")  # noqa: SIM115 - closed below; unlike the handle, it has a name
+    try:
+        yield stream
+    finally:
+        with suppress(OSError):  # on a full disk what is still buffered cannot be written
+            stream.close()
+        Path(path).unlink(missing_ok=True)
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Writes JSON that carries its own checksum."""
+    write_json(path, {**record, "record_sha256": _record_sha256(record)})
+
+
+def read_record(path: Path) -> dict | None:
+    """A record as it was written; None where there is none, or a damaged one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        digest = record.pop("record_sha256")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return record if digest == _record_sha256(record) else None
+
+
+def _record_sha256(record: dict) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def finished_part(work: Path, unit: int, round_number: int, key: str) -> dict | None:
+    """The record of a part that is done for this key and has files of the right sizes, or None."""
+    record = read_record(part_path(work, unit, round_number, "json"))
+    if record is None or record["key"] != key:
+        return None
+    for kind in KINDS:
+        path = part_path(work, unit, round_number, kind)
+        if not path.is_file() or path.stat().st_size != record["bytes"][kind]:
+            return None
+    return record
+
+
+def remove_part(work: Path, unit: int, round_number: int, kinds: tuple[str, ...] = KINDS) -> None:
+    """Removes files of a part; the record goes first where the whole part does."""
+    if kinds == KINDS:
+        part_path(work, unit, round_number, "json").unlink(missing_ok=True)
+    for kind in kinds:
+        part_path(work, unit, round_number, kind).unlink(missing_ok=True)
+
+
+def remove_temporary(work: Path, unit: int | None = None) -> None:
+    """Removes what killed processes left of a unit, or of all."""
+    for file in work.glob(".part-*.tmp" if unit is None else f".part-{unit:05d}.*.tmp"):
+        file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class UnitDocuments:
+    """The documents of a unit from all rounds, in the order of the input.
+
+    `documents` (`DOCUMENT`; `set` indexes the names given to `read`), and where the tokens of each
+    are: the round, and the position of its first token in that round's .bin.
+    """
+
+    documents: np.ndarray
+    round: np.ndarray
+    start: np.ndarray
+
+    @classmethod
+    def read(cls, work: Path, unit: int, records: list[dict], names: list[str]) -> UnitDocuments:
+        """Reads the .docs of every round; a few bytes for each document of this unit."""
+        indices = {name: index for index, name in enumerate(names)}
+        found, rounds, starts = [], [], []
+        for number, record in enumerate(records):
+            documents = np.fromfile(part_path(work, unit, number, "docs"), DOCUMENT)
+            to_global = np.array([indices[name] for name in record["sets"]], dtype="<u2")
+            documents["set"] = to_global[documents["set"]] if len(documents) else 0
+            ends = np.cumsum(documents["length"], dtype=np.int64)
+            found.append(documents)
+            rounds.append(np.full(len(documents), number, dtype=np.int32))
+            starts.append(ends - documents["length"])
+        if len(found) == 1:
+            return cls(found[0], rounds[0], starts[0])
+        documents = np.concatenate(found)
+        order = np.argsort(documents["position"], kind="stable")
+        return cls(documents[order], np.concatenate(rounds)[order], np.concatenate(starts)[order])
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns a full disk into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        reason = "the disk is full"
+        if error.errno == errno.EFBIG:
+            reason = "files may not grow further here (ulimit -f)"
+        with suppress(OSError):
+            reason += f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free)"
+        raise UserError(
+            f"{folder}: {reason}; make room and run the same command again: it continues"
+        ) from None
