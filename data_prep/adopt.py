@@ -1,0 +1,80 @@
+"""Token shards made elsewhere as prepared data: python -m data_prep.adopt PREFIX … --out DIR."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from cat_lm.errors import UserError, command
+
+DOCUMENTS = ("marks", "sequences", "eod")
+LINKS = ("hard", "symbolic", "copy")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked as far as it can be without reading anything."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.adopt",
+        description="Makes a prepared folder of .bin/.idx files that GPT-NeoX's or Megatron-LM's "
+        "preprocessing wrote. Every token is read: ids must lie in the vocabulary, and each "
+        "document must end with the end-of-document token and hold no other. The .bin files are "
+        "linked or copied, the indices are written anew, one sequence for each document.",
+    )
+    add = parser.add_argument
+    add(
+        "prefixes",
+        nargs="+",
+        metavar="[NAME=]PREFIX",
+        help="training data: a path without .bin and .idx; NAME is what the set is called "
+        "(default: the file's name)",
+    )
+    add(
+        "--validation",
+        nargs="+",
+        required=True,
+        metavar="[NAME=]PREFIX",
+        help="held-out data of the same kind",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="SPEC",
+        help="the tokenizer that made them: tokenizer.json or a folder, a sentencepiece *.model, "
+        "or bytes",
+    )
+    add("--eod-token", help="end-of-document token (default: the tokenizer's own)")
+    add(
+        "--documents",
+        choices=DOCUMENTS,
+        default="marks",
+        help="what a document is: what the index marks (default), each sequence (what GPT-NeoX "
+        "takes for one; its merged files have no marks), or what ends with EOD",
+    )
+    add(
+        "--link",
+        choices=LINKS,
+        default="hard",
+        help="how the .bin files come into DIR (default: hard links, on the same file system)",
+    )
+    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
+    arguments = parser.parse_args(argv)
+    if arguments.tokenizer.startswith("train:"):
+        raise UserError(
+            f"--tokenizer {arguments.tokenizer}: the tokens are there already; give the tokenizer "
+            "that made them"
+        )
+    return arguments
+
+
+@command
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from data_prep.adoption import adopt
+
+    adopt(arguments)
+
+
+if __name__ == "__main__":
+    main()
