@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from cat_lm.errors import command
-from launch.slurm.options import ATTEMPTS, CORES, ENV, add_options, variable, whole_number
+from launch.slurm.options import (
+    ATTEMPTS,
+    CORES,
+    ENV,
+    add_options,
+    add_resources,
+    variable,
+    whole_number,
+)
 
 OVERRIDE = "section.key=value"
 
@@ -15,7 +24,7 @@ OVERRIDE = "section.key=value"
 def main() -> None:
     arguments = parse_arguments()
     # Only now: --help needs nothing of this.
-    from launch.slurm import local, status, submit
+    from launch.slurm import local, prepare, status, submit
 
     actions = {
         "submit": submit.submit,
@@ -23,6 +32,7 @@ def main() -> None:
         "cancel": submit.cancel,
         "status": status.status,
         "local": local.local,
+        "prepare": prepare.prepare,
     }
     actions[arguments.command](arguments)
 
@@ -54,8 +64,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for one in (new, again):
         one.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
         add_options(one, resumed=one is again)
-        one.add_argument("--site", metavar="FILE", help="site settings (default: $CAT_LM_SITE)")
-        one.add_argument("--print", action="store_true", help="only show the job's script")
 
     look = commands.add_parser("status", help="where a run stands")
     look.add_argument("run", help="the run's folder")
@@ -63,6 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
     end.add_argument("run", help="the run's folder")
     add_local(commands)
+    add_prepare(commands)
     return _parse(parser, argv)
 
 
@@ -84,9 +93,28 @@ def add_local(commands) -> None:
     here.add_argument("--max-restarts", type=whole_number(1), metavar="N", help=ATTEMPTS)
 
 
+def add_prepare(commands) -> None:
+    data = commands.add_parser(
+        "prepare",
+        help="data preparation on many nodes",
+        usage="python -m launch.slurm prepare --tasks N [options] -- FLAGS",
+        description="An array of N jobs that encode a share of the files each, and a job after "
+        "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
+        "again continues where tasks have failed.",
+    )
+    data.add_argument("--tasks", type=whole_number(1), required=True, metavar="N")
+    add_resources(data)
+
+
 def _parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Also takes options between the overrides: `submit CONFIG a.b=c --nodes 2 d.e=f`."""
-    arguments, rest = parser.parse_known_args(argv)
+    # After `--`, prepare's flags are another program's.
+    argv = sys.argv[1:] if argv is None else argv
+    split = argv.index("--") if "--" in argv else len(argv)
+    arguments, rest = parser.parse_known_args(argv[:split])
+    arguments.flags = argv[split + 1 :]
+    if arguments.flags and arguments.command != "prepare":
+        parser.error(f"unrecognized arguments: {' '.join(argv[split:])}")
     wrong = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")

@@ -115,23 +115,13 @@ def seconds_of(time: str) -> int | None:
 
 
 def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
-    """Adds the options; without a default for `resume`, whose defaults are the run's own."""
-    add = parser.add_argument_group(
-        "resources", "where none is given: the site file's, otherwise SLURM's default"
-    ).add_argument
+    """Adds a run's options; without a default for `resume`, whose defaults are the run's own."""
+    add = parser.add_argument_group("ranks").add_argument
     whole = whole_number(1)
     add("--nodes", type=whole, metavar="N", required=not resumed)
     add("--gpus-per-node", type=whole_number(0), metavar="G", help="one task each; 0: CPUs only")
     add("--tasks-per-node", type=whole, metavar="N", help="ranks of a node without GPUs")
-    add("--cpus-per-task", type=whole, metavar="N", help=CORES)
-    for name in ("partition", "account", "qos", "constraint", "reservation"):
-        add(f"--{name}", metavar="NAME")
-    add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
-    add("--mem", metavar="SIZE", help="memory of a node, such as 200G; 0: all")
-    add("--exclusive", action="store_true", default=None, help="no other jobs on these nodes")
-    add("--container", metavar="IMAGE", help="image that the ranks run in (srun with pyxis)")
-    add("--container-mounts", metavar="SRC:DST,…", help="beside the run's folder and the data")
-    add("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
+    add_resources(parser)
     add = parser.add_argument_group("stopping and going on").add_argument
     add(
         "--lead-seconds",
@@ -141,6 +131,24 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
         "limit where that is less)",
     )
     add("--max-restarts", type=whole, metavar="N", help=ATTEMPTS)
+
+
+def add_resources(parser: argparse.ArgumentParser) -> None:
+    """Adds what every job may ask for."""
+    add = parser.add_argument_group(
+        "resources", "where none is given: the site file's, otherwise SLURM's default"
+    ).add_argument
+    add("--cpus-per-task", type=whole_number(1), metavar="N", help=CORES)
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        add(f"--{name}", metavar="NAME")
+    add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
+    add("--mem", metavar="SIZE", help="memory of a node, such as 200G; 0: all")
+    add("--exclusive", action="store_true", default=None, help="no other jobs on these nodes")
+    add("--container", metavar="IMAGE", help="image that the ranks run in (srun with pyxis)")
+    add("--container-mounts", metavar="SRC:DST,…", help="beside the job's folder and the data")
+    add("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
+    add("--site", metavar="FILE", help="site settings (default: $CAT_LM_SITE)")
+    add("--print", action="store_true", help="only show the batch script; write nothing")
 
 
 def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:

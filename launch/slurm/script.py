@@ -127,18 +127,18 @@ def srun_arguments(
     if options.container:
         arguments += [
             f"--container-image={options.container}",
-            f"--container-mounts={','.join(mounts(folder, options, inputs))}",
+            f"--container-mounts={','.join(mounts(options, [str(folder.run), *inputs]))}",
             f"--container-workdir={folder.code}",
         ]
     return arguments
 
 
-def mounts(folder: RunFolder, options: Options, inputs: Sequence[str]) -> list[str]:
-    """The mounts asked for, and the run's folder and the data where none of these holds them."""
+def mounts(options: Options, needed: Sequence[str]) -> list[str]:
+    """The mounts asked for, and the folders needed that none of these holds."""
     asked = options.container_mounts.split(",") if options.container_mounts else []
     inside = [Path(mount.split(":")[1] if ":" in mount else mount) for mount in asked]
     result = list(asked)
-    for path in dict.fromkeys([str(folder.run), *inputs]):
+    for path in dict.fromkeys(needed):
         if not any(Path(path).is_relative_to(place) for place in inside):
             result.append(f"{path}:{path}")
             inside.append(Path(path))

@@ -34,7 +34,8 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
         UserError: what git does not ignore is too large to be code.
     """
     commit, files = _git_files(project) or (None, _all_files(project))
-    files = [name for name in files if not (project / name).is_relative_to(folder.run)]
+    own = (folder.run, folder.slurm)
+    files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
     with replaced_folder(folder.code) as copy:
         for name in files:

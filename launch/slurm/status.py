@@ -41,13 +41,16 @@ def look(folder: RunFolder) -> dict[str, Any]:
         "last_attempt": tried[-1] if tried else None,
         "checkpoint": attempts.newest_checkpoint(folder),
         **_progress(folder.metrics),
-        "log": str(folder.log),
+        # `local` writes to the terminal.
+        "log": str(folder.log if record.jobs else folder.run / "train.log"),
     }
 
 
 def describe(found: dict[str, Any]) -> str:
     state = found["state"].lower()
-    if found["state"] == "unknown":
+    if found["job"] is None:
+        state = "started by `local`, or never submitted"
+    elif found["state"] == "unknown":
         state = "unknown (SLURM has forgotten the job; the log's end tells)"
     elif found["reason"] not in ("", "None"):
         state += f" ({found['reason']})"

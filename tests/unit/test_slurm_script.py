@@ -74,8 +74,8 @@ def test_no_other_launcher_and_no_host_list():
 
 def test_a_container_gets_only_the_mounts_that_are_missing():
     asked = Options(container="i", container_mounts="/scratch:/scratch,/store:/data:ro")
-    inputs = ["/data/slimpajama", "/models/a", "/models/a"]
-    assert mounts(FOLDER, asked, inputs) == [
+    needed = ["/scratch/runs/cat-370m", "/data/slimpajama", "/models/a", "/models/a/b"]
+    assert mounts(asked, needed) == [
         "/scratch:/scratch",
         "/store:/data:ro",
         "/models/a:/models/a",

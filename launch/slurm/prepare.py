@@ -1,0 +1,158 @@
+"""`prepare`: data_prep.prepare on many nodes, an array that encodes and a job that assembles."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cat_lm.errors import UserError
+from cat_lm.files import write_text
+from launch.slurm import cluster, script, snapshot
+from launch.slurm.folder import RunFolder
+from launch.slurm.options import Options, options_from
+from launch.slurm.site import Site, load_site
+
+# What this command decides itself.
+_OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers")
+_PATH_FLAGS = ("path", "validation_path", "tokenizer", "scratch")
+
+
+class PrepareFolder(RunFolder):
+    """The jobs' files lie beside the data, DIR.slurm: a data folder holds nothing else."""
+
+    @property
+    def slurm(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.slurm")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two batch scripts: its name, its array if it has one, and its own flags."""
+
+    name: str
+    log: str
+    flags: tuple[str, ...]
+    tasks: int | None = None
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    flags = arguments.flags
+    parsed = check_flags(flags)
+    site, _ = load_site(arguments.site)
+    options = options_from(arguments, Options(nodes=1)).with_site(site).check()
+    folder = PrepareFolder.of(parsed.out)
+    inputs = [os.path.abspath(v) for v in _values(parsed) if os.path.exists(v)]
+    stages = (
+        Stage("encode", "encode-%a.log", ("--stage", "encode", "--task"), arguments.tasks),
+        Stage("assemble", "assemble.log", ("--stage", "assemble")),
+    )
+    texts = {
+        folder.slurm / f"{stage.name}.sbatch": render(folder, options, site, stage, flags, inputs)
+        for stage in stages
+    }
+    if arguments.print:
+        print("\n".join(texts.values()), end="")
+        return
+    active = cluster.active_jobs(list(texts))
+    if active:
+        raise UserError(
+            f"--out {parsed.out}: job {active[0].id} prepares it and is {active[0].state.lower()}; "
+            f"`scancel {active[0].id}` ends it"
+        )
+    snapshot.save_code(folder, snapshot.PROJECT)
+    encode, assemble = texts
+    for path, text in texts.items():
+        write_text(path, text)
+    first = cluster.submit(encode)
+    # Without the second option it would wait for ever where the first job has failed.
+    then = cluster.submit(assemble, f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes")
+    print(f"submitted job {first}: {arguments.tasks} tasks that encode, then job {then}: assembles")
+    print(f"logs {folder.slurm}/*.log; where a task fails, the same command continues")
+
+
+def check_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """The flags of data_prep.prepare, checked by its own rules."""
+    for flag in flags:
+        if flag.partition("=")[0] in _OWN_FLAGS:
+            raise UserError(f"{flag}: is decided by `launch.slurm prepare`; leave it out")
+    if not flags:
+        raise UserError("prepare: give the flags of data_prep.prepare after --")
+    from data_prep.prepare import parse_arguments
+
+    return parse_arguments(list(flags))
+
+
+def _values(parsed: argparse.Namespace) -> list[str]:
+    return [str(getattr(parsed, name)) for name in _PATH_FLAGS if getattr(parsed, name)]
+
+
+def render(
+    folder: PrepareFolder,
+    options: Options,
+    site: Site,
+    stage: Stage,
+    flags: Sequence[str],
+    inputs: Sequence[str],
+) -> str:
+    """The text of one stage's batch script."""
+    log = str(folder.slurm / stage.log)
+    # SLURM replaces % in names of logs; %a at the end is the number of the array's task.
+    place, name = log.rsplit("/", 1)
+    lines = [
+        f"--job-name={script.job_name(folder)}-{stage.name}",
+        *([f"--array=0-{stage.tasks - 1}"] if stage.tasks else []),
+        "--nodes=1",
+        "--ntasks=1",
+        *script.common_lines(options),
+        "--requeue",
+        "--open-mode=append",
+        f'--output="{place.replace("%", "%%")}/{name}"',
+        *site.sbatch,
+    ]
+    # Where files are looked for: relative names mean what they meant when this was submitted.
+    here = os.getcwd()
+    own = [*stage.flags, f'"$SLURM_ARRAY_TASK_ID/{stage.tasks}"'] if stage.tasks else stage.flags
+    command = [script.python_of(options, site), "-u", "-m", "data_prep.prepare"]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            "#",
+            f"# {stage.name} of data_prep.prepare, rendered by `python -m launch.slurm prepare`.",
+            "# What is finished stays finished: it may be submitted again.",
+            "",
+            *script.setup_lines(site),
+            "set -euo pipefail",
+            f"cd {shlex.quote(here)}",
+            "# The code as it was when this was submitted, also where this folder is a checkout.",
+            f"export PYTHONPATH={shlex.quote(str(folder.code))} PYTHONSAFEPATH=1",
+            "workers=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}",
+            "export SRUN_CPUS_PER_TASK=$workers",
+            script.array("environment", [f"{n}={v}" for n, v in options.env.items()]),
+            'if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi',
+            script.array("srun_options", srun_arguments(folder, options, site, [here, *inputs])),
+            script.array("flags", flags),
+            'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL \\',
+            f"    {shlex.join(command)} \\",
+            f'    "${{flags[@]}}" --workers "$workers" {" ".join(own)}',
+            "",
+        ]
+    )
+
+
+def srun_arguments(
+    folder: PrepareFolder, options: Options, site: Site, inputs: Sequence[str]
+) -> list[str]:
+    arguments = list(site.srun)
+    if options.container:
+        places = [str(folder.slurm), str(folder.run.parent), *inputs]
+        arguments += [
+            f"--container-image={options.container}",
+            f"--container-mounts={','.join(script.mounts(options, places))}",
+            f"--container-workdir={inputs[0]}",
+        ]
+    return arguments
