@@ -13,29 +13,19 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.model import CatConfig
 from cat_lm.model.convolution import identity_filters
+from cat_lm.model.loss import CHUNK_ELEMENTS
+from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
     from cat_lm.model import CatForCausalLM
 
-# What a rank really takes was within this factor of the estimate wherever it was measured.
+# What a rank really took was within this factor of the estimate wherever it was measured: in 39
+# runs on CPUs, of all stages, both precisions and every kind of model (tests/distributed has some).
 MEMORY_ACCURACY = 1.25
-
-# Dense bf16 TFLOP/s of one device from the makers' data sheets, the most specific name first.
-_PEAK_BF16_TFLOPS = (
-    ("B200", 2250.0),
-    ("GH200", 989.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("L4", 121.0),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-)
+# DeepSpeed's defaults, in elements: the bucket that gradients are reduced in (reduce_bucket_size),
+# and how many gathered weights ZeRO-3 keeps at a time (stage3_max_live_parameters).
+_BUCKET_ELEMENTS = 5 * 10**8
+_LIVE_PARAMETERS = 10**9
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -85,8 +75,8 @@ def device_peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of a GPU by its name; None for one that is not listed, and for a CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in _PEAK_BF16_TFLOPS if part in name), None)
+    found = known_device(torch.cuda.get_device_name(device))
+    return found.tflops * 1e12 if found else None
 
 
 def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
@@ -116,16 +106,17 @@ class Memory:
 
     Attributes:
         weights, gradients, optimizer: as DeepSpeed keeps them from step to step.
-        buffers: what it copies gradients and gathered weights into.
-        activations: what the backward pass of a micro-batch keeps, and the loss's own.
+        activations: what the backward pass of a micro-batch keeps, with the loss's own chunk.
+        buffers: gathered or cast weights, and the buckets that gradients are reduced in, as far as
+            they stand beside the activations or exceed them after those are gone.
         advice: which keys lower it.
     """
 
     weights: float
     gradients: float
     optimizer: float
-    buffers: float
     activations: float
+    buffers: float
     advice: str
 
     @property
@@ -134,41 +125,99 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.states + self.buffers + self.activations
+        return self.states + self.activations + self.buffers
 
     def __str__(self) -> str:
-        names = ("weights", "gradients", "optimizer", "buffers", "activations")
+        names = ("weights", "gradients", "optimizer", "activations", "buffers")
         return ", ".join(f"{name} {getattr(self, name) / 2**30:.2f}" for name in names)
 
 
-def memory_per_rank(config: RunConfig, parameters: int, world_size: int, vocab_size: int) -> Memory:
+def memory_per_rank(
+    config: RunConfig, parameters: int, world_size: int, vocab_size: int, on_gpu: bool = True
+) -> Memory:
     """What a rank needs, to within `MEMORY_ACCURACY`; precision must be decided.
 
-    States as DeepSpeed keeps them; activations after Korthikanti et al., 2022 (34·B·T·C bytes a
-    layer in 16 bits, without the attention matrix, which no fused attention stores).
+    On a CPU only memory that is written to counts; a GPU's buckets are reserved whole.
     """
-    stage, bf16 = config.train.zero_stage, config.train.precision == "bf16"
+    train = config.train
+    stage, bf16 = train.zero_stage, train.precision == "bf16"
+    held = train.global_batch_size > train.micro_batch_size * world_size  # from earlier passes
+    compute = 2.0 if bf16 else 4.0
+    whole = 1 / world_size
     if stage == 0:
         weights, gradients, optimizer = 4.0, 4.0, 8.0
+        beside = compute * parameters if bf16 else 0.0  # autocast's copies of the weights
     else:
-        weights, gradients, optimizer = (2.0, 4.0, 12.0) if bf16 else (4.0, 4.0, 12.0)
-        weights /= world_size if stage == 3 else 1
-        gradients /= world_size if stage >= 2 else 1
-        optimizer /= world_size
-    model = config.model
-    tokens = config.train.micro_batch_size * config.data.context_length
-    layer = 34.0 * tokens * model.hidden_size * (1 if bf16 else 2)
-    kept = layer * model.num_hidden_layers
-    if config.train.activation_checkpointing:
-        kept = layer + 2 * tokens * model.hidden_size * (1 if bf16 else 2) * model.num_hidden_layers
+        weights = compute * (whole if stage == 3 else 1)
+        gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), 12.0 * whole
+        # ZeRO-1 in bf16 (DeepSpeed's BF16_Optimizer) keeps the rounded gradients beside the sums.
+        gradients += 2.0 if bf16 and stage == 1 else 0.0
+        beside = compute * min(parameters, _LIVE_PARAMETERS) if stage == 3 else 0.0
+    # The bucket's copy of the gradients, and the one in fp32 that is sent.
+    buckets = stage >= 2 or (stage == 1 and not bf16)
+    bucket_size = compute if buckets else 0.0
+    reserved = bucket_size * _BUCKET_ELEMENTS if on_gpu else 0.0
+    in_bucket = min(parameters, _BUCKET_ELEMENTS)
+    sent = in_bucket * (4.0 + (0.0 if on_gpu else bucket_size))
+    if stage <= 1 and world_size == 1 and not buckets:
+        sent = 0.0
+    activations = _activations(config) + _loss_memory(config, vocab_size)
+    # Gradients of earlier passes lie beside the activations; else they come as those go.
+    absent = 0.0 if held else gradients * parameters
+    peak = reserved + max(activations + beside - absent, sent)
+    shown = min(activations, peak)
     return Memory(
         weights * parameters,
         gradients * parameters,
         optimizer * parameters,
-        4.0 * vocab_size * model.hidden_size,
-        kept,
+        shown,
+        peak - shown,
         _memory_advice(config, world_size),
     )
+
+
+def _activations(config: RunConfig) -> float:
+    """Bytes that the backward pass finds kept by the layers, for one micro-batch.
+
+    Counted in tensors of [B, T, C] that autograd saves in a layer: the layer's input, two norms'
+    outputs, the projection (3), queries, keys and values (3), attention's output, and the MLP's
+    two of width I. No fused attention keeps its maps; `eager` keeps them in fp32 and rounded.
+    """
+    model, train = config.model, config.train
+    bf16 = train.precision == "bf16"
+    compute = 2.0 if bf16 else 4.0
+    # Under autocast (stage 0) the residual stream and the norms stay fp32.
+    size = 2.13 if bf16 and train.zero_stage == 0 else compute
+    inner = model.intermediate_size or 4 * model.hidden_size
+    tensors = 10.0 + 2.0 * inner / model.hidden_size
+    if model.position_embedding == "none" and model.conv_type == "none":
+        tensors -= 3  # attention reads the projection where it lies
+    if model.conv_type == "head":
+        tensors += 2 if model.position_embedding == "rope" else 1
+    if model.conv_activation == "silu":
+        tensors += len(model.conv_streams)
+    if model.conv_mixing == "maps":
+        tensors += 2 * model.num_attention_heads  # values mixed for every head, and what they give
+    tensors += 0 if model.use_parallel_residual else 1
+    tensors += 2 if model.hidden_dropout > 0 else 0
+    tokens = train.micro_batch_size * config.data.context_length
+    layer = size * tokens * model.hidden_size * tensors
+    if model.attn_implementation == "eager":
+        maps = tokens * config.data.context_length * model.num_attention_heads
+        layer += (4 + compute) * maps
+    if train.activation_checkpointing:
+        return layer + size * tokens * model.hidden_size * model.num_hidden_layers
+    return layer * model.num_hidden_layers
+
+
+def _loss_memory(config: RunConfig, vocab_size: int) -> float:
+    """Bytes of `linear_cross_entropy`: a chunk of fp32 logits and their exponentials, and the
+    gradients that it computes on the way, of the head in fp32 and of its input."""
+    width = config.model.hidden_size
+    compute = 2 if config.train.precision == "bf16" else 4
+    tokens = config.train.micro_batch_size * config.data.context_length
+    chunk = min(CHUNK_ELEMENTS, tokens * vocab_size)
+    return 8 * chunk + 4 * vocab_size * width + compute * tokens * width
 
 
 def _memory_advice(config: RunConfig, world_size: int) -> str:

@@ -42,7 +42,8 @@ class Report:
         convolution = model.conv_type
         if convolution != "none":
             convolution += f" over {model.conv_window} tokens on {model.conv_streams}"
-        memory = memory_per_rank(config, self.parameters, world_size, self.vocab_size).total
+        on_gpu = self.ranks.device.type == "cuda"
+        memory = memory_per_rank(config, self.parameters, world_size, self.vocab_size, on_gpu).total
         return "\n".join(
             (
                 f"model: {self.parameters:,} parameters "

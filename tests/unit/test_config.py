@@ -10,7 +10,8 @@ from cat_lm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-ROWS = sorted(p for p in (ROOT / "configs/pretrain").glob("*.yaml") if "base" not in p.name)
+PRETRAIN = sorted((ROOT / "configs/pretrain").glob("*.yaml"))
+ROWS = [path for path in PRETRAIN if "base: base_370m.yaml" in path.read_text(encoding="utf-8")]
 
 
 def error_of(path, *overrides) -> str:
@@ -84,6 +85,17 @@ def test_all_errors_at_once():
         ("optimizer.decay_steps=5", "only 'wsd'"),
         ("optimizer.warmup_steps=100000", "has only"),
         ("optimizer=3", "section.key=value"),
+        ("data.path=null", "data: one of path and mixture is needed"),
+        ("data.mixture={a: 1}", "path and mixture exclude each other"),
+        ("data.mixture={}", "data.mixture={}"),
+        ("data.mixture=a", "data.mixture='a'"),
+        ("data.mixture={a: 0}", "data.mixture.a=0: should be greater than 0"),
+        ("data.mixture={a: -1, b: 1}", "data.mixture.a=-1"),
+        ("data.mixture={a: .nan}", "data.mixture.a=nan"),
+        ("data.mixture={a: .inf}", "data.mixture.a=inf"),
+        ("data.mixture={a: much}", "data.mixture.a='much'"),
+        ("data.mixture={a: 1, a: 2}", "not valid YAML"),
+        ("data.packing=worst_fit", "data.packing='worst_fit'"),
     ],
 )
 def test_wrong_values(override, part):
@@ -96,6 +108,21 @@ def test_paths_are_taken_as_they_are():
     config = load_config(QUICKSTART, overrides)
     assert config.data.path == "/a #1: b/data" and config.train.output_dir == "2024"
     assert config.train.resume == "/x/y: z"
+    optional = load_config(QUICKSTART, ["train.init_from=a #1: b", "data.cache_dir=null"])
+    assert optional.train.init_from == "a #1: b" and optional.data.cache_dir is None
+
+
+def test_a_mixture_in_place_of_a_path(tmp_path):
+    given = ["data.path=null", "data.mixture={s3://b/web: 0.5, /data/books: 1}"]
+    config = load_config(QUICKSTART, given)
+    assert config.data.mixture == {"s3://b/web": 0.5, "/data/books": 1.0}
+    assert config.data.folders == ["s3://b/web", "/data/books"]
+    config.save(tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml").data == config.data
+    assert load_config(QUICKSTART, ["data.path=x"]).data.folders == ["x"]
+    assert (
+        len(error_of(QUICKSTART, "data.path=null", "data.mixture={a: 0, b: -1}").split("\n")) == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     batch = {k: v[:rows] for k, v in loader.batch(0, ranks.rank, ranks.world_size).items()}
     parameters = count_parameters(engine.model)
     vocab_size = engine.model.config.vocab_size
-    estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size)
+    on_gpu = ranks.device.type == "cuda"
+    estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     start = time.perf_counter()
     try:
         with _restored(engine):

@@ -217,7 +217,9 @@ def _needs(verdict: Verdict, config: RunConfig) -> None:
         return
     parameters = count_parameters(model)
     _disk(verdict, config, parameters)
-    _memory(verdict, memory_per_rank(config, parameters, len(verdict.facts), vocab_size))
+    on_gpu = verdict.facts[0].on_gpu
+    ranks = len(verdict.facts)
+    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
 
 
 def _disk(verdict: Verdict, config: RunConfig, parameters: int) -> None:

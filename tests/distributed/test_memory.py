@@ -1,0 +1,87 @@
+"""The memory estimate against what ranks of small runs really take."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cat_lm.config import RunConfig
+from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.estimate import (
+    MEMORY_ACCURACY,
+    Memory,
+    count_parameters,
+    memory_per_rank,
+)
+from tests.distributed.ranks import run_on_ranks
+from tests.runs import run_values
+
+
+def case(world_size: int, model: dict, length: int, rows: int, vocab: int, **train) -> dict:
+    values = run_values("unused", "unused", micro_batch_size=rows, max_steps=2, **train)
+    values["train"]["global_batch_size"] = 2 * rows * world_size
+    values["model"] = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4} | model
+    values["model"]["vocab_size"] = vocab
+    values["data"]["context_length"] = length
+    return values
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS, what it has now, or VmHWM, the most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def forget_peak() -> None:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def run_steps(engine: Engine, ranks) -> None:
+    config = engine.config
+    rows = config.train.global_batch_size // ranks.world_size
+    shape = (rows, config.data.context_length)
+    for seed in range(config.total_steps):
+        random = np.random.default_rng(seed)
+        batch = {
+            name: random.integers(0, config.model.vocab_size, shape)
+            for name in ("input_ids", "labels")
+        }
+        assert not engine.train_step(batch, 1e-4).skipped
+
+
+def measured(ranks, values: dict) -> tuple[int, Memory]:
+    """(bytes that two steps take at their peak, weights and all; the estimate) of this rank."""
+    warm_up = case(ranks.world_size, {"hidden_size": 32, "num_hidden_layers": 1}, 32, 1, 64)
+    for each in (warm_up, values):
+        config = RunConfig.model_validate(each)
+        gc.collect()
+        before = resident("VmRSS")
+        model = build_model(config, 0)
+        parameters, vocab_size = count_parameters(model), model.config.vocab_size
+        engine = Engine(model, config, ranks)
+        forget_peak()
+        run_steps(engine, ranks)
+        taken = resident("VmHWM") - before
+        del engine, model
+    return taken, memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "shape", "train"),
+    [
+        (1, {}, (1024, 2, 8000), {"zero_stage": 1}),
+        (1, {"conv_type": "multihead"}, (256, 4, 16_000), {"zero_stage": 0, "precision": "bf16"}),
+        (2, {"conv_type": "none"}, (256, 4, 8000), {"zero_stage": 3, "precision": "bf16"}),
+    ],
+)
+def test_the_estimate_is_what_runs_take(world_size, model, shape, train, monkeypatch):
+    # Every larger block is the system's own and goes back when it is freed, as on a GPU.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    values = case(world_size, {"conv_type": "head", "conv_window": 4} | model, *shape, **train)
+    for taken, estimate in run_on_ranks(measured, world_size, values):
+        ratio = estimate.total / taken
+        assert 1 / MEMORY_ACCURACY < ratio < MEMORY_ACCURACY, f"{taken / 2**30:.2f}: {estimate}"
