@@ -389,8 +389,10 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _describe(error: dict[str, Any]) -> str:
-    # Unions add their member's name to the location; the first two parts name the key.
-    name = ".".join(str(part) for part in error["loc"][:2])
+    # Unions add their member's name to the location; the first two parts name the key, and of a
+    # mixture the third the folder.
+    parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
+    name = ".".join(str(part) for part in error["loc"][:parts])
     if error["type"] == "missing":
         return f"{name}: is missing"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")

@@ -23,6 +23,7 @@ def write_prepared(
     shard_tokens: int = 10**9,
     tokenizer: str = "t",
     unigram_loss: float = 1.0,
+    vocab_size: int = 60_000,
 ) -> Path:
     """A folder as `data_prep.prepare` leaves it; documents are token lists that end with EOD."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,7 @@ def write_prepared(
     (folder / "tokenizer/tokenizer.json").write_text(tokenizer)
     sha256 = hashlib.sha256(tokenizer.encode()).hexdigest()
     shards = [shard for counts in splits.values() for shard in counts["shards"]]
-    info = {"spec": tokenizer, "sha256": sha256, "vocab_size": 60_000, "eod_id": EOD}
+    info = {"spec": tokenizer, "sha256": sha256, "vocab_size": vocab_size, "eod_id": EOD}
     manifest = {
         "format_version": 1,
         "dtype": dtype,
