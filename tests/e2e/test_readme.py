@@ -9,23 +9,17 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from cat_lm.config import load_config
+from tests.conftest import REPOSITORY as ROOT
+from tests.readme import README, blocks, user_checkout
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = ["train.max_steps=3", "optimizer.warmup_steps=1", "validation.max_tokens=1K"]
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 
 
 def run(command: list[str], folder: Path, timeout: int = 600) -> str:
@@ -45,19 +39,7 @@ def run(command: list[str], folder: Path, timeout: int = 600) -> str:
 
 @pytest.fixture(scope="module")
 def user_folder(tmp_path_factory) -> Path:
-    """A checkout as a user has it, with `my_text` beside it."""
-    folder = tmp_path_factory.mktemp("user")
-    for name in ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / "my_text").mkdir()
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for module in ("argparse", "ast", "datetime", "decimal", "inspect", "tarfile", "typing"):
-        source = library / f"{module}.py"
-        if module in ("datetime", "decimal"):
-            source = library / f"_py{module}.py"
-            source = source if source.exists() else library / f"{module}.py"
-        shutil.copy(source, folder / "my_text" / f"{module}.txt")
-    return folder
+    return user_checkout(tmp_path_factory.mktemp("user"))
 
 
 def test_the_first_two_commands_are_scripts():
@@ -112,9 +94,12 @@ def test_configurations_that_the_readme_names_are_valid():
     assert len(names) >= 2
     for name in names:
         load_config(ROOT / name)
-    nodes, tasks = re.findall(r"--nodes=(\d+) --ntasks-per-node=(\d+)", README)[0]
+    nodes, tasks = re.findall(r"--nodes (\d+) --gpus-per-node (\d+)", README)[0]
     gpus = re.findall(r"--nproc-per-node (\d+)", README)[0]
-    for row in (ROOT / "configs/pretrain").glob("*.yaml"):
+    assert re.findall(r"slurm local \S+ --gpus-per-node (\d+)", README) == [gpus]
+    for row in map(ROOT.joinpath, sorted(names)):
+        if row.parent.name != "pretrain":
+            continue
         for world_size in (int(nodes) * int(tasks), int(gpus), 1):
             assert load_config(row).accumulation_steps(world_size) >= 1
     for name in re.findall(r"(?:torchrun|deepspeed|srun)[^\n]*?(configs/\S+\.yaml)(.*)", README):
