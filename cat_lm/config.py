@@ -327,10 +327,11 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Sections are merged key by key. A key's value is replaced whole: a mixture is one value."""
     result = dict(base)
-    for key, value in values.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
+    for section, content in values.items():
+        both = isinstance(content, dict) and isinstance(result.get(section), dict)
+        result[section] = {**result[section], **content} if both else content
     return result
 
 

@@ -161,6 +161,14 @@ def test_base_is_merged_by_key(tmp_path):
     assert config.model.hidden_size == base["model"]["hidden_size"]
 
 
+def test_a_mixture_takes_the_place_of_the_bases(tmp_path):
+    base = yaml.safe_load(QUICKSTART.read_text())
+    base["data"] |= {"path": None, "mixture": {"a": 1, "b": 2}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "run.yaml").write_text("base: base.yaml\ndata: {mixture: {b: 3}}\n")
+    assert load_config(tmp_path / "run.yaml").data.mixture == {"b": 3}
+
+
 def test_resolved_config_reads_back(tmp_path):
     config = load_config(QUICKSTART)
     config.save(tmp_path / "resolved.yaml")
