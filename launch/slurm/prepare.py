@@ -16,8 +16,8 @@ from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.site import Site, load_site
 
-# What this command decides itself.
-_OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers")
+# What this command decides itself, or what tasks at the same time would do to each other.
+_OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers", "--overwrite")
 _PATH_FLAGS = ("path", "validation_path", "tokenizer", "scratch")
 
 
@@ -59,9 +59,9 @@ def prepare(arguments: argparse.Namespace) -> None:
         return
     active = cluster.active_jobs(list(texts))
     if active:
+        jobs = " ".join(sorted({job.id.partition("_")[0] for job in active}))
         raise UserError(
-            f"--out {parsed.out}: job {active[0].id} prepares it and is {active[0].state.lower()}; "
-            f"`scancel {active[0].id}` ends it"
+            f"--out {parsed.out}: is being prepared by SLURM jobs; `scancel {jobs}` ends them"
         )
     snapshot.save_code(folder, snapshot.PROJECT)
     encode, assemble = texts
@@ -77,8 +77,10 @@ def prepare(arguments: argparse.Namespace) -> None:
 def check_flags(flags: Sequence[str]) -> argparse.Namespace:
     """The flags of data_prep.prepare, checked by its own rules."""
     for flag in flags:
-        if flag.partition("=")[0] in _OWN_FLAGS:
-            raise UserError(f"{flag}: is decided by `launch.slurm prepare`; leave it out")
+        name = flag.partition("=")[0]
+        # argparse takes beginnings of names too.
+        if len(name) > 3 and any(own.startswith(name) for own in _OWN_FLAGS):
+            raise UserError(f"{flag}: does not go with `launch.slurm prepare`; leave it out")
     if not flags:
         raise UserError("prepare: give the flags of data_prep.prepare after --")
     from data_prep.prepare import parse_arguments

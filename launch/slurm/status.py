@@ -51,7 +51,8 @@ def describe(found: dict[str, Any]) -> str:
     if found["job"] is None:
         state = "started by `local`, or never submitted"
     elif found["state"] == "unknown":
-        state = "unknown (SLURM has forgotten the job; the log's end tells)"
+        why = found["reason"] or "SLURM has forgotten the job; the log's end tells"
+        state = f"unknown ({why})"
     elif found["reason"] not in ("", "None"):
         state += f" ({found['reason']})"
     rows = [

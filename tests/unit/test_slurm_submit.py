@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -266,7 +268,81 @@ def test_status(place, monkeypatch):
     monkeypatch.setenv("SACCT", "CANCELLED by 0|n1")
     assert "41: cancelled by 0" in place("status", folder.run)[1]
     monkeypatch.setenv("PATH", "/nowhere")  # the files still tell
+    assert "this machine has no SLURM" in place("status", folder.run)[1]
     assert "4, loss 2.5000" in place("status", folder.run)[1]
+
+
+# Data preparation.
+
+FLAGS = ("--source", "files", "--path", "a b.txt", "--tokenizer", "bytes", "--out", "corpus")
+
+
+def test_prepare_submits_an_array_and_a_job_after_it(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    code, _, err = place("prepare", "--tasks", 3, "--cpus-per-task", 4, "--", *FLAGS)
+    assert (code, err) == (0, "")
+    folder = place.folder / "corpus.slurm"
+    assert place.calls.read_text().splitlines() == [
+        f"sbatch --parsable {folder}/encode.sbatch",
+        f"sbatch --parsable --dependency=afterok:41 --kill-on-invalid-dep=yes "
+        f"{folder}/assemble.sbatch",
+    ]
+    assert not (place.folder / "corpus").exists()  # data_prep.prepare makes it
+    assert (folder / "code" / "train.py").is_file()
+    place.calls.unlink()
+    place.queue.write_text(f"41_2|RUNNING|None|n0|{folder}/encode.sbatch\n")
+    assert "`scancel 41` ends them" in place.fails("prepare", "--tasks", 3, "--", *FLAGS)
+
+
+def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
+    """With srun replaced by the ranks' own command line."""
+    monkeypatch.chdir(place.folder)
+    place("prepare", "--tasks", 3, "--env", "A=1 2", "--", *FLAGS)
+    srun = place.folder / "bin" / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s|" "$A" "$PYTHONPATH" "$PYTHONSAFEPATH" "$@"')
+    srun.chmod(0o755)
+    for stage, own in (("encode", "encode|--task|2/3|"), ("assemble", "assemble|")):
+        script = place.folder / "corpus.slurm" / f"{stage}.sbatch"
+        assert "--requeue" in script.read_text()
+        done = subprocess.run(
+            ["bash", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd="/",
+            env={
+                "PATH": os.environ["PATH"],
+                "SLURM_ARRAY_TASK_ID": "2",
+                "SLURM_CPUS_PER_TASK": "5",
+            },
+        )
+        assert done.stdout.startswith(f"1 2|{place.folder}/corpus.slurm/code|1|--ntasks=1|")
+        flags = "|".join(FLAGS)
+        assert done.stdout.endswith(f"data_prep.prepare|{flags}|--workers|5|--stage|{own}")
+        if shutil.which("shellcheck"):
+            subprocess.run(["shellcheck", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tasks", 0, "--", *FLAGS], "must be at least 1"),
+        (["--tasks", 2], "after --"),
+        (["--tasks", 2, "--", "--out", "x"], "--source"),
+        (["--tasks", 2, "--", *FLAGS, "--stage=all"], "--stage=all: does not go with"),
+        (["--tasks", 2, "--", *FLAGS, "--work", 2], "--work: does not go with"),
+        (["--tasks", 2, "--", *FLAGS, "--overwrite"], "--overwrite: does not go with"),
+        (["--tasks", 2, "--", *FLAGS, "--validation-fraction", 2], "between 0 and 1"),
+    ],
+)
+def test_bad_input_of_prepare(place, monkeypatch, arguments, says):
+    monkeypatch.chdir(place.folder)
+    assert says in place.fails("prepare", *arguments)
+
+
+def test_only_prepare_takes_flags_of_another_program(place):
+    err = place.fails("submit", place.config, "--nodes", 1, "--", "train.seed=1")
+    assert "unrecognized arguments: -- train.seed=1" in err
 
 
 # Time limits and lead signals.
