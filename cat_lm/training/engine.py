@@ -14,6 +14,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.convolution import describe_backend
+from cat_lm.training import state
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 Batch = dict[str, np.ndarray]
@@ -129,14 +130,6 @@ class Engine:
             # In place: the names in the state dict stay the same.
             model.compile()
 
-    def apply_optimizer_settings(self) -> None:
-        """Gives the optimizer the configuration's settings again; a checkpoint brings its own."""
-        optimizer = self.config.optimizer
-        decays = (optimizer.weight_decay, 0.0)  # in the order of `parameter_groups`
-        for group, weight_decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group["betas"], group["eps"] = optimizer.betas, optimizer.eps
-            group["weight_decay"] = weight_decay
-
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """One optimizer step on this rank's rows of the global batch."""
         for group in self.optimizer.param_groups:
@@ -208,15 +201,5 @@ class Engine:
         return norm
 
     def full_precision_weights(self) -> dict[str, torch.Tensor]:
-        """The fp32 master weights by their names in the model (a collective).
-
-        Whole on the CPU of the first rank; other ranks get an empty dictionary.
-        """
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        weights = {}
-        for name, parameter in self.model.named_parameters():
-            full = parameter.data if self._plain else safe_get_full_fp32_param(parameter)
-            if self.ranks.is_first:
-                weights[name] = full.detach().float().cpu().clone()
-        return weights
+        """As `state.full_precision_weights`."""
+        return state.full_precision_weights(self)

@@ -16,15 +16,21 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.trainers import opened
 from tests.runs import losses, run_values
 
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
     "cat_lm.training.checkpoint.Checkpoints._prepare",
-    "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint",
+    "cat_lm.training.engine.Engine.full_precision_weights",
+    "cat_lm.training.state.write_state",
+    "cat_lm.training.state.save_file",
+    "cat_lm.training.generators.save_random_states",
     "safetensors.torch.save_file",
     "shutil.copytree",
+    "cat_lm.training.state.verify_tensors",
     "cat_lm.training.checkpoint.Checkpoints._flush",
+    "cat_lm.training.state.read_index",
     "cat_lm.training.checkpoint.sync_directory",
     "os.rename",
     "cat_lm.training.checkpoint.write_json",
@@ -63,11 +69,8 @@ def train(ranks, values: dict, saving=None, at_step: int = 0) -> None:
             with saving():
                 return super().save()
 
-    trainer = Watched(RunConfig.model_validate(values), ranks)
-    try:
+    with opened(Watched, ranks, values) as trainer:
         trainer.run()
-    finally:
-        trainer.checkpoints.close()  # the end of a process does it
 
 
 def killed_everywhere(ranks, data: str, folder: str) -> list[str]:
@@ -101,10 +104,17 @@ def test_a_save_killed_at_any_action_costs_nothing(tiny_corpus, tmp_path):
         assert [row for row in losses(tmp_path / run) if len(row) == 3] == steps, run
 
 
+FAILING_ON_ONE_RANK = (
+    "torch.save",
+    "cat_lm.training.checkpoint.os.fsync",
+    "cat_lm.training.state.save_file",
+)
+
+
 def failed_on_last_rank(ranks, data: str, folder: str) -> list[str]:
     """The messages of runs in which one action of a save fails on the last rank alone."""
     messages = []
-    for number, action in enumerate(("torch.save", "cat_lm.training.checkpoint.os.fsync")):
+    for number, action in enumerate(FAILING_ON_ONE_RANK):
         values = run_values(data, Path(folder) / str(number), max_steps=4)
         values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
         full = OSError(28, "No space left on device")
@@ -115,8 +125,7 @@ def failed_on_last_rank(ranks, data: str, folder: str) -> list[str]:
             original = pkgutil.resolve_name(action)
 
             def fail(*arguments, **options):
-                ours = action != "torch.save" or "random-" in str(arguments[1])
-                if is_last and ours:
+                if is_last:
                     raise full
                 return original(*arguments, **options)
 

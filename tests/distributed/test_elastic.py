@@ -1,0 +1,362 @@
+"""Resumed with other numbers of ranks and other ZeRO stages (R16): the same state and losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import zlib
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.checkpoint import is_complete
+from cat_lm.training.generators import seed_of
+from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.trainers import opened
+from tests.runs import losses, run_values
+
+SAVED_AT, STEPS = 4, 24  # the next 20 losses are compared
+STAGES = (0, 1, 2, 3)
+CHANGES = ((1, 1), (1, 2), (2, 1), (2, 2))  # of the number of ranks
+# Which change goes with stages s -> t: every change with every s, every t, and once with s = t.
+SQUARE = ((0, 2, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 0, 1, 3))
+# (variant, ranks and stage that saved, ranks and stage that went on)
+LOADS = [
+    ("fp32", CHANGES[SQUARE[s][t]][0], s, CHANGES[SQUARE[s][t]][1], t)
+    for s in STAGES
+    for t in STAGES
+]
+LOADS += [("bf16", *load) for load in ((1, 0, 2, 1), (2, 1, 1, 3), (2, 3, 1, 2), (1, 2, 2, 0))]
+LOADS += [("one", *load) for load in ((1, 0, 2, 3), (2, 3, 1, 2))]
+SOURCES = sorted({load[:3] for load in LOADS})
+# What rounding may do in 20 steps: the figures of the checkpoint's docstring. Seen: 5e-7 and 1e-3.
+TOLERANCE = {"fp32": 1e-4, "one": 1e-4, "bf16": 1e-2}
+
+
+def values_of(data: str, run: Path, variant: str, stage: int, **train) -> dict:
+    """A model of odd sizes without dropout; `one`: with convolution filters of one element."""
+    precision = "bf16" if variant == "bf16" else "fp32"
+    train = {"max_steps": STEPS, "zero_stage": stage, "precision": precision, **train}
+    values = run_values(data, run, **train)
+    values["model"] |= {"hidden_size": 12, "intermediate_size": 13, "num_attention_heads": 1}
+    values["model"] |= {"conv_window": 1 if variant == "one" else 3, "rotary_pct": 0.5}
+    values["model"]["hidden_dropout"] = 0.0
+    values["validation"]["every_steps"] = STEPS
+    values["checkpoint"] = {"every_steps": 1, "keep_last": 9}  # `train` says at which of them
+    return values
+
+
+def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_load=None):
+    """Runs train.py's Trainer; returns (exit code, what identifies the samples of each step).
+
+    `after_load` is called with the trainer before its first step.
+    """
+    from train import Trainer
+
+    samples = []
+
+    class Watched(Trainer):
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            rows = (zlib.crc32(row.tobytes()) for row in batch["input_ids"])
+            samples.append(ranks.sum(sum(rows))[0])
+            if self.step == signal_at and ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def save(self):
+            if self.step in save_at or self.stop.agreed(ranks):
+                super().save()
+
+    # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
+    original = RunConfig.deepspeed
+
+    def deepspeed(config, world_size):
+        settings = original(config, world_size)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 20
+        return settings
+
+    with (
+        mock.patch.object(RunConfig, "deepspeed", deepspeed),
+        opened(Watched, ranks, values) as trainer,
+    ):
+        if after_load:
+            after_load(trainer)
+        return trainer.run(), samples
+
+
+def straight_runs(ranks, data: str, folder: str):
+    """The uninterrupted runs, which save once on their way."""
+    found = {}
+    for variant, world_size, stage in SOURCES:
+        if world_size == ranks.world_size:
+            run = Path(folder) / f"{variant}-{world_size}-{stage}"
+            values = values_of(data, run, variant, stage)
+            found[run.name] = train(ranks, values, save_at=(SAVED_AT,))[1]
+    if ranks.world_size == 1:
+        found["elastic"] = part_of_changing_run(ranks, data, folder)
+    return found
+
+
+def resumed_runs(ranks, data: str, folder: str):
+    """The runs that go on from a save of others; they save what they loaded before any step."""
+    found = {}
+    for variant, *source, world_size, stage in LOADS:
+        if world_size == ranks.world_size:
+            start = Path(folder) / f"{variant}-{source[0]}-{source[1]}/checkpoints"
+            start /= f"step-{SAVED_AT:08d}"
+            run = Path(folder) / f"{variant}-{source[0]}-{source[1]}-to-{world_size}-{stage}"
+            values = values_of(data, run, variant, stage, resume=str(start))
+            found[run.name] = train(ranks, values, (SAVED_AT,), after_load=save_again)[1]
+    found["elastic"] = part_of_changing_run(ranks, data, folder)
+    if ranks.world_size == 1:
+        forgetful_runs(ranks, data, folder)
+    else:
+        found["damaged"] = damaged_starts(ranks, data, folder)
+        found["undivided"] = undivided_start(ranks, data, folder)
+        found["seeds"] = seeds_after_load(ranks, data, folder)
+    return found
+
+
+def save_again(trainer) -> None:
+    trainer.checkpoints._current = None  # it was just loaded, so that it need not be saved
+    trainer.save()
+
+
+def part_of_changing_run(ranks, data: str, folder: str) -> int:
+    """One run folder, continued by whatever ranks there are: 1 (stage 0), 2 (3), 1 (1)."""
+    run = Path(folder) / "elastic"
+    done = [step for step in (8, 16) if (run / f"checkpoints/step-{step:08d}").exists()]
+    signal_at, stage = ((8, 0), (16, 3), (0, 1))[len(done)]
+    values = values_of(data, run, "fp32", stage, resume="auto")
+    return train(ranks, values, (STEPS,), signal_at)[0]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_corpus, tmp_path_factory):
+    """The folder of all runs, and what each rank of them returned.
+
+    All in four groups of processes: on a busy machine a group takes a minute to start.
+    """
+    folder = tmp_path_factory.mktemp("elastic")
+    work = ((straight_runs, 2), (straight_runs, 1), (resumed_runs, 2), (resumed_runs, 1))
+    return folder, [run_on_ranks(f, n, str(tiny_corpus), str(folder)) for f, n in work]
+
+
+def step_losses(run: Path) -> dict[int, float]:
+    return {row[0]: row[1] for row in losses(run) if len(row) == 3}
+
+
+def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The whole moments and weights of a checkpoint, put together from its files."""
+    pieces = {}
+    for path in sorted((checkpoint / "state").iterdir()):
+        for key, tensor in load_file(path).items():
+            name, _, numbers = key.rpartition("[")
+            pieces.setdefault(name, []).append((int(numbers.split(":")[0]), tensor))
+    whole = {n: torch.cat([t for _, t in sorted(p, key=lambda x: x[0])]) for n, p in pieces.items()}
+    return whole | load_file(checkpoint / "model/model.safetensors")
+
+
+def optimizer_steps(checkpoint: Path) -> set[str]:
+    paths = (checkpoint / "state").iterdir()
+    return {safe_open(path, framework="pt").metadata()["step"] for path in paths}
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: "-".join(map(str, load)))
+def test_every_change_of_ranks_and_stage_goes_on(runs, load):
+    """The same moments, weights and step bit for bit; the same samples; the same 20 losses."""
+    folder, found = runs
+    variant, *source, world_size, stage = load
+    straight = folder / f"{variant}-{source[0]}-{source[1]}"
+    resumed = folder / f"{straight.name}-to-{world_size}-{stage}"
+    step = f"checkpoints/step-{SAVED_AT:08d}"
+    expected, loaded = assembled(straight / step), assembled(resumed / step)
+    assert expected.keys() == loaded.keys() and len(expected) > 60
+    for name, tensor in expected.items():
+        assert tensor.view(torch.int32).equal(loaded[name].view(torch.int32)), name
+        assert tensor.abs().max() > 0, name
+    assert optimizer_steps(straight / step) == optimizer_steps(resumed / step) == {str(SAVED_AT)}
+
+    samples = {name: of_run for part in found for name, of_run in part[0].items()}
+    assert samples[resumed.name] == samples[straight.name][SAVED_AT:]
+    want, got = step_losses(straight), step_losses(resumed)
+    assert list(got) == list(range(SAVED_AT + 1, STEPS + 1))
+    if tuple(source) == (world_size, stage):
+        assert got == {number: want[number] for number in got}
+    else:
+        assert got == pytest.approx({n: want[n] for n in got}, abs=TOLERANCE[variant])
+    log = (resumed / "train.log").read_text()
+    assert (f"train.zero_stage: was {source[1]}, is {stage}" in log) == (source[1] != stage)
+    assert (f"ranks: was {source[0]}, is {world_size}; random" in log) == (source[0] != world_size)
+
+
+def test_a_run_interrupted_twice_with_changes(runs):
+    """1 rank, then 2, then 1, of stages 0, 3 and 1, each continued by `train.resume=auto`."""
+    folder, found = runs
+    codes = [part[0]["elastic"] for part in found if "elastic" in part[0]]
+    assert codes == [REQUEUE_EXIT_CODE, REQUEUE_EXIT_CODE, 0]
+    want, got = step_losses(folder / "fp32-1-0"), step_losses(folder / "elastic")
+    assert list(got) == list(range(1, STEPS + 1))
+    assert got == pytest.approx(want, abs=TOLERANCE["fp32"])
+    lines = (folder / "elastic/train.log").read_text().splitlines()
+    changes = [line.split("; ")[0] for line in lines if ": was " in line]
+    for change in ("ranks: was 1, is 2", "ranks: was 2, is 1"):
+        assert sum(line.endswith(change) for line in changes) == 1, changes
+
+
+def forgetful_runs(ranks, data: str, folder: str) -> None:
+    """Losses of runs that load all but one part of the optimizer's state."""
+    from cat_lm.training import state
+
+    original = state.read_state
+
+    def without(part, engine, *arguments):
+        original(engine, *arguments)
+        for moments in engine.optimizer.state.values():
+            moments[part].zero_()
+
+    start = Path(folder) / f"fp32-2-1/checkpoints/step-{SAVED_AT:08d}"
+    for part in ("exp_avg", "exp_avg_sq", "step"):
+        run = Path(folder) / f"without-{part}"
+        with mock.patch.object(state, "read_state", partial(without, part)):
+            train(ranks, values_of(data, run, "fp32", 2, resume=str(start), max_steps=8))
+
+
+def test_a_part_of_the_optimizer_that_were_lost_would_show(runs):
+    """The comparison of losses is not blind: each moment and the step counter change them."""
+    folder, _ = runs
+    want = step_losses(folder / "fp32-2-1")
+    for part in ("exp_avg", "exp_avg_sq", "step"):
+        got = step_losses(folder / f"without-{part}")
+        worst = max(abs(got[n] - want[n]) for n in got)
+        assert worst > 10 * TOLERANCE["fp32"], (part, worst)
+
+
+def remark(checkpoint: Path) -> None:
+    """Makes the marker list the files as they are now."""
+    files = {
+        str(path.relative_to(checkpoint)): path.stat().st_size
+        for path in checkpoint.rglob("*")
+        if path.is_file() and path.name != "complete.json"
+    }
+    (checkpoint / "complete.json").write_text(json.dumps({"files": files}))
+
+
+def rewrite(path: Path, change) -> None:
+    """Stores what `change(tensors, metadata)` leaves of a safetensors file."""
+    with safe_open(path, framework="pt") as stored:
+        metadata = stored.metadata()
+    tensors = load_file(path)
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+def cut(tensors, metadata) -> None:
+    tensors.pop(next(iter(tensors)))
+
+
+def renamed(tensors, metadata) -> None:
+    tensors["exp_avg/other[0:3]"] = torch.zeros(3)
+
+
+def other_step(tensors, metadata) -> None:
+    metadata["step"] = "9"
+
+
+def doubled(path: Path) -> None:
+    """The second rank's file holds the first one's fragments under its own name."""
+    tensors = load_file(path.with_name("rank-00000.safetensors"))
+    rewrite(path, lambda own, _: own.update(tensors))
+
+
+# What is done to the second rank's state file, and what the error then says.
+DAMAGES = {
+    "missing": (Path.unlink, "rank-00001.safetensors is missing"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-4]), "is damaged"),
+    "header": (lambda p: p.write_bytes(b"\xff" * 64 + p.read_bytes()[64:]), "is damaged"),
+    "copied": (lambda p: shutil.copy(p.with_name("rank-00000.safetensors"), p), "by rank 0 of 2"),
+    "extra": (lambda p: shutil.copy(p, p.with_name("rank-00002.safetensors")), "not of this save"),
+    "doubled": (doubled, "are stored twice"),
+    "gap": (lambda p: rewrite(p, cut), "are in no file"),
+    "other name": (lambda p: rewrite(p, renamed), "the model has no parameter other"),
+    "other step": (lambda p: rewrite(p, other_step), "files are of different steps: [4, 9]"),
+    "weights": (
+        lambda p: rewrite(p.parents[1] / "model/model.safetensors", cut),
+        "the file has none, the model [",
+    ),
+    "old layout": (lambda p: p.parent.rename(p.parents[1] / "engine"), "has no state/"),
+}
+
+
+def answer(ranks, values: dict) -> str:
+    """What a run that must not start says."""
+    try:
+        train(ranks, values)
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
+    found = {}
+    for name, (damage, _) in DAMAGES.items():
+        checkpoint = Path(folder) / "damaged" / name / f"step-{SAVED_AT:08d}"
+        source = Path(folder) / "fp32-2-3/checkpoints" / checkpoint.name
+
+        def prepare(source=source, checkpoint=checkpoint, damage=damage, name=name):
+            shutil.copytree(source, checkpoint)
+            damage(checkpoint / "state/rank-00001.safetensors")
+            if name in ("missing", "truncated", "old layout"):
+                # In a run's folder it would be passed over for an older one.
+                assert not is_complete(checkpoint)
+            remark(checkpoint)
+
+        ranks.on_first(prepare)
+        run = Path(folder) / f"from-damaged-{name}"
+        found[name] = answer(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
+    return found
+
+
+def test_damaged_states_are_errors_on_every_rank(runs):
+    for found in runs[1][2]:
+        assert found["damaged"].keys() == DAMAGES.keys()
+        for name, message in found["damaged"].items():
+            assert DAMAGES[name][1] in message and len(message.splitlines()) == 1, (name, message)
+
+
+def undivided_start(ranks, data: str, folder: str) -> str:
+    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
+    run = Path(folder) / "undivided"
+    return answer(ranks, values_of(data, run, "fp32", 1, resume=str(start), micro_batch_size=8))
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused_before_anything(runs):
+    for found in runs[1][2]:
+        assert "train.global_batch_size=8" in found["undivided"], found["undivided"]
+    assert not (runs[0] / "undivided/checkpoints").exists()
+
+
+def seeds_after_load(ranks, data: str, folder: str) -> int:
+    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
+    values = values_of(data, Path(folder) / "seeds", "fp32", 0, resume=str(start))
+    values["train"]["max_steps"] = SAVED_AT  # nothing to do
+    found = []
+    train(ranks, values, after_load=lambda trainer: found.append(torch.initial_seed()))
+    return found[0]
+
+
+def test_other_ranks_are_seeded_by_a_function_of_their_numbers(runs):
+    assert [found["seeds"] for found in runs[1][2]] == [seed_of(0, SAVED_AT, r, 2) for r in (0, 1)]
+    numbers = [(0, 4, 0, 2), (0, 4, 1, 2), (0, 5, 0, 2), (0, 4, 0, 3), (1, 4, 0, 2)]
+    assert len({seed_of(*of_rank) for of_rank in numbers}) == len(numbers)
+    assert seed_of(0, 4, 0, 2) == 6814219399319092787  # the formula must stay
