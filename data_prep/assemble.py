@@ -39,6 +39,10 @@ from data_prep.workers import run_tasks
 ASSEMBLY = "assembly.json"
 
 
+class UselessInput(UserError):
+    """Nothing can come of this input with these arguments; what is encoded need not be kept."""
+
+
 def assemble(job: Job, identity: dict, arguments: argparse.Namespace) -> None:
     """Makes what is left of the parts, then the shards, then the manifest; prints the summary."""
     start = time.monotonic()
@@ -157,7 +161,7 @@ def _check_input(
             "is encoded is kept, a higher limit continues"
         )
     if not documents:
-        raise UserError(f"{_where(arguments)}: empty input, no document with any text")
+        raise UselessInput(f"{_where(arguments)}: empty input, no document with any text")
     for flag, name in job.wishes.named:
         if name not in seen:
             raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(seen))}")
@@ -171,7 +175,7 @@ def _where(arguments: argparse.Namespace) -> str:
 def _check_splits(made: set[str], arguments: argparse.Namespace) -> None:
     for split in SPLITS:
         if split not in made:
-            raise UserError(
+            raise UselessInput(
                 f"{_where(arguments)}: the {split} split comes out empty; change "
                 f"--validation-fraction (now {arguments.validation_fraction}) or --seed, cut texts "
                 "into documents with --document-separator, choose other --sets, or give "

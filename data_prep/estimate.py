@@ -64,7 +64,7 @@ class Estimate:
         encoded = _encoded_share(job)
         item, document = np.dtype(job.plan.dtype).itemsize, 1 / max(1.0, measured.document_bytes)
         result = tokens * item
-        result += tokens / measured.tokens_per_byte * document * INDEX_BYTES
+        result += tokens / max(1e-9, measured.tokens_per_byte) * document * INDEX_BYTES
         parts = encoded * measured.text_bytes
         parts *= measured.tokens_per_byte * item + document * DOCUMENT.itemsize
         done = [record for unit in job.units if (record := job.record(unit, 0))]
@@ -75,7 +75,7 @@ class Estimate:
         own = sum(r["text_bytes"] for unit in units if (r := job.record(unit, 0)))
         share = sum(unit.bytes for unit in units) / max(1, sum(unit.bytes for unit in job.units))
         text = max(0.0, measured.text_bytes * share - own)
-        speed = encoded / measured.bytes_per_second + 1 / READ_BYTES_PER_SECOND
+        speed = encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND
         return cls(
             **here,
             result_tokens=tokens,

@@ -68,7 +68,9 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
             f"--out {folder}: holds data made otherwise ({_changes(found, identity, differing)}); "
             "choose another folder or give --overwrite"
         )
-    foreign = [file.name for file in folder.iterdir() if file.name not in (LOCK, SETUP_LOCK)]
+    # What a kill leaves before there is a marker: a lock, or the marker on its way.
+    ours = (LOCK, SETUP_LOCK, f".{MARKER}.")
+    foreign = [file.name for file in folder.iterdir() if not file.name.startswith(ours)]
     if foreign and not (folder / MARKER).is_file():
         raise UserError(
             f"--out {folder}: is not empty ({sorted(foreign)[0]!r} is in it) and was not made by "
@@ -154,10 +156,16 @@ def abandon(folder: Path, work: Path) -> None:
 
     So a mistake that shows at once leaves nothing in the way of the next attempt.
     """
-    worth_keeping = (folder / MANIFEST).is_file() or any(work.glob("part-*.json"))
-    if (folder / MARKER).is_file() and not worth_keeping:
+    worth_keeping = any(work.glob("part-*.json"))
+    if not worth_keeping:
+        discard(folder, work)
+
+
+def discard(folder: Path, work: Path) -> None:
+    """Removes an unfinished preparation."""
+    if (folder / MARKER).is_file() and not (folder / MANIFEST).is_file():
         _remove_data(folder, work)
-        for name in (MARKER, SETUP_LOCK):
+        for name in (SETUP_LOCK, MARKER):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -184,6 +192,7 @@ def remove_temporary(folder: Path) -> None:
 
 def finish(folder: Path, manifest: dict) -> None:
     """Writes the manifest, which makes the folder complete, and tidies up."""
+    remove_temporary(folder)
     write_json(folder / MANIFEST, manifest)
     tidy(folder)
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -64,10 +63,12 @@ class PartWriter:
         self._streams: dict[str, IO[bytes]] = {}
         self._digests = {kind: hashlib.sha256() for kind in KINDS}
         self._sizes = dict.fromkeys(KINDS, 0)
-        with disk_errors(self.work):
+        with ExitStack() as undo, disk_errors(self.work):
+            undo.push(self._stack)
             for kind in KINDS:
                 name = part_path(self.work, self.unit, self.round, kind).name
                 self._streams[kind] = self._stack.enter_context(_temporary(self.work, name))
+            undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -76,7 +77,7 @@ class PartWriter:
     def write(self, kind: str, data: bytes | memoryview) -> None:
         """Appends to one of the three files."""
         with disk_errors(self.work):
-            self._streams[kind].write(data)
+            _write(self._streams[kind], data)
         self._digests[kind].update(data)
         self._sizes[kind] += len(data)
 
@@ -98,17 +99,19 @@ class PartWriter:
         return record
 
 
+def _write(stream: IO[bytes], data: bytes | memoryview) -> None:
+    stream.write(data)
+
+
 @contextmanager
 def _temporary(folder: Path, name: str) -> Iterator[IO[bytes]]:
-    handle, path = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
-    os.close(handle)
-    stream = open(path, "wb")  # noqa: SIM115 - closed below; unlike the handle, it has a name
+    """A file of a name that no other process uses, removed in the end unless it was renamed."""
+    path = folder / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp"
     try:
-        yield stream
+        with open(path, "wb") as stream:
+            yield stream
     finally:
-        with suppress(OSError):  # on a full disk what is still buffered cannot be written
-            stream.close()
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: dict) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
 from data_prep import output
-from data_prep.assemble import assemble
+from data_prep.assemble import UselessInput, assemble
 from data_prep.documents import Reading
 from data_prep.encode import PLACES, Encoding
 from data_prep.estimate import Estimate
@@ -47,6 +47,9 @@ def prepare(arguments: argparse.Namespace) -> None:
             job = _set_up(arguments, source, identity, work)
             try:
                 _run(arguments, job, identity)
+            except UselessInput:
+                output.discard(arguments.out, work)
+                raise
             except UserError:
                 if arguments.stage != "encode":  # others may be at work beside this one
                     output.abandon(arguments.out, work)

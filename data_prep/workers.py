@@ -135,6 +135,8 @@ def _serve(connection: Connection, work: Work, threads: int) -> None:
     with suppress(EOFError, OSError):  # the parent has no more work, or has gone
         while True:
             task = connection.recv()
+            if not multiprocessing.parent_process().is_alive():
+                return  # a task may outlive its parent in the pipe, while others begin anew
             try:
                 answer = ("result", work(task, report))
             except UserError as error:

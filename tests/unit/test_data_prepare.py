@@ -1,6 +1,5 @@
 """The preparation as a whole: same result for any number of workers, kills, errors, arguments."""
 
-import argparse
 import collections
 import contextlib
 import hashlib
@@ -21,10 +20,9 @@ from cat_lm.data import TokenCorpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from data_prep import output, pipeline
-from data_prep.documents import Document, Reading
+from data_prep.documents import Document
 from data_prep.encode import chunks, split_of
 from data_prep.prepare import parse_arguments
-from data_prep.sources import open_source
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
 
 
@@ -112,7 +110,7 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
             TokenCorpus.open(out, "train")
         raise UserError("stop")
 
-    monkeypatch.setattr(pipeline, "_write", killed)
+    monkeypatch.setattr(pipeline, "assemble", killed)
     with pytest.raises(UserError, match="stop"):
         prepare(out, *flags(many_documents, "--seed", 1, "--overwrite"))
 
@@ -275,29 +273,23 @@ def test_limits(tmp_path, prepare, many_documents):
     assert 10_000 <= size < 10_500
 
 
-@pytest.mark.parametrize("limit", [{"max_documents": 3}, {"max_bytes": 5}])
-def test_files_behind_a_limit_are_not_opened(tmp_path, limit):
+@pytest.mark.parametrize("limit", [("--max-documents", 3), ("--max-bytes", 5)])
+def test_files_behind_a_limit_are_not_encoded(tmp_path, prepare, limit):
     for split in ("train", "validation"):
         for number in range(6):
-            file = tmp_path / split / f"chunk{number}" / "x.jsonl"
+            file = tmp_path / "in" / split / f"chunk{number}" / "x.jsonl"
             file.parent.mkdir(parents=True)
             write_jsonl(file, [f"{number}a", f"{number}b"])
-    source = open_source("slimpajama", str(tmp_path), Reading())
-    opened = []
-
-    def reading(part, read=source.read):
-        opened.append(part.name)
-        return read(part)
-
-    source.read = reading
-    arguments = argparse.Namespace(
-        **{"max_documents": None, "max_bytes": None, "validation_fraction": 0.3} | limit
-    )
-    found = [(document.split, document.text) for document in pipeline._limited(source, arguments)]
-    assert found == [*(("train", text) for text in ("0a", "0b", "1a")), ("validation", "0a")]
-    assert opened == [
-        f"{name}/x.jsonl" for name in ("train/chunk0", "train/chunk1", "validation/chunk0")
+    common = ("--source", "slimpajama", "--path", tmp_path / "in", "--tokenizer", "bytes")
+    common += ("--validation-fraction", 0.3, "--workers", 1, *limit)
+    out = prepare(tmp_path / "out", *common, "--stage", "encode")
+    # Units 0 to 5 are the files of train, 6 to 11 those of validation.
+    assert [file.name for file in sorted((out / "parts").glob("part-*.json"))] == [
+        f"part-{number:05d}.0.json" for number in (0, 1, 6)
     ]
+    prepare(out, *common)
+    assert list(texts_of(out, "train")) == ["0a", "0b", "1a"]
+    assert list(texts_of(out, "validation")) == ["0a"]
 
 
 def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_documents):

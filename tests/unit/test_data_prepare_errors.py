@@ -2,17 +2,17 @@
 
 import collections
 import errno
+import subprocess
+import sys
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data import TokenCorpus, shards
 from cat_lm.errors import UserError
-from data_prep import output, pipeline
-from data_prep.documents import Document
-from data_prep.encode import chunks
+from data_prep import encode, estimate, output, parts
 from data_prep.prepare import main
-from tests.conftest import write_jsonl
-from tests.unit.test_data_prepare import flags, texts_of
+from tests.conftest import REPOSITORY, write_jsonl
+from tests.unit.test_data_prepare import digests, flags, texts_of
 
 
 def test_folders_of_others_are_left_alone(tmp_path, prepare, many_documents):
@@ -65,46 +65,73 @@ def test_a_disk_that_would_not_do_is_refused_beforehand(
     tmp_path, prepare, many_documents, monkeypatch
 ):
     usage = collections.namedtuple("usage", "free")
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(100_000))
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: usage(100_000))
     with pytest.raises(UserError, match=r"about 0\.00\d GB are needed and 0\.000 GB are free"):
         prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
     assert not list((tmp_path / "out").glob("*.bin"))
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage(10**9))
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: usage(10**9))
     prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+
+
+@pytest.mark.parametrize("calls", [1, 2, 7])
+def test_a_disk_that_fills_up_stops_cleanly_and_the_same_command_continues(
+    tmp_path, prepare, many_documents, monkeypatch, calls
+):
+    """Full while a part (its first write, a later one) and while a shard is written."""
+    arguments = flags(many_documents, "--workers", 1, "--shard-tokens", 100_000)
+    expected = digests(prepare(tmp_path / "whole", *arguments))
+    written = []
+
+    def full(real):
+        def write(*given):
+            written.append(given)
+            if len(written) == calls:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*given)
+
+        return write
+
+    monkeypatch.setattr(encode, "CHUNK_BYTES", 200_000)
+    monkeypatch.setattr("data_prep.parts._write", full(parts._write))
+    monkeypatch.setattr(shards.ShardWriter, "_append", full(shards.ShardWriter._append))
+    with pytest.raises(UserError, match=r"the disk is full \(\d+ MiB free\); make room and run"):
+        prepare(tmp_path / "out", *arguments)
+    assert len(written) == calls
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    with pytest.raises(UserError, match="holds no finished data"):
+        TokenCorpus.open(tmp_path / "out", "train")
+    prepare(tmp_path / "out", *arguments)
+    assert digests(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(
-    tmp_path, prepare, many_documents, monkeypatch, workers
-):
-    written = []
-
-    def append(self, tokens, lengths):
-        from cat_lm.data.shards import _disk_errors
-
-        written.append(len(tokens))
-        if len(written) > 3:
-            with _disk_errors(self._path(".bin")):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, tokens, lengths)
-
-    real = pipeline.ShardWriter._append
-    monkeypatch.setattr(pipeline.ShardWriter, "_append", append)
-    with pytest.raises(UserError, match="the disk is full"):
-        prepare(
-            tmp_path / "out", *flags(many_documents, "--workers", workers, "--shard-tokens", 9000)
-        )
-    assert not list((tmp_path / "out").iterdir())
-    with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
-    monkeypatch.undo()
-    prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+def test_files_that_may_not_grow_are_one_line_and_exit_code_2(tmp_path, many_documents, workers):
+    """A real limit of the system, in the process itself and in its workers."""
+    arguments = [*map(str, flags(many_documents, "--workers", workers, "--out", tmp_path / "out"))]
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
+        "from data_prep.prepare import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *arguments], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert "files may not grow further here (ulimit -f)" in complaint
+    assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
-def test_a_document_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr("data_prep.encode.MAX_DOCUMENT", 10)
-    with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
-        list(chunks([Document("x" * 11, "txt")]))
+def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatch):
+    path = write_jsonl(tmp_path / "x.jsonl", [*(f"text {n}" for n in range(40)), "x" * 1001])
+    monkeypatch.setattr("data_prep.encode.MAX_DOCUMENT", 1000)
+    monkeypatch.setattr("data_prep.measure.MAX_DOCUMENT", 1000)
+    with pytest.raises(
+        UserError,
+        match=r"1 of 41 records are malformed, more than --max-malformed 0.01%.*--document-sep",
+    ):
+        prepare(tmp_path / "out", *flags(path, "--workers", 1))
+    prepare(tmp_path / "out", *flags(path, "--workers", 1, "--max-malformed", 1))
+    assert "too large to encode" in (tmp_path / "out" / "malformed.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,20 @@ def test_a_document_that_is_too_large_is_refused(monkeypatch):
         (("--validation-fraction", 0), "--validation-fraction 0.0: must lie between 0 and 1"),
         (("--workers", 0), "--workers 0: must be at least 1"),
         (("--max-bytes", -1), "--max-bytes -1: must be at least 1"),
+        (("--tokens", "15X"), "--tokens 15X: give a whole number of at least 1, such as 500M"),
+        (("--tokens", "0"), "--tokens 0: give a whole number"),
+        (("--mixture", "A=1,B"), "--mixture A=1,B: 'B' is not SET=NUMBER"),
+        (("--mixture", "A=1,A=2"), "--mixture A=1,A=2: 'A=2' is not SET=NUMBER"),
+        (("--repeat", "A=0"), "--repeat A=0: 'A=0' is not SET=NUMBER with a positive number"),
+        (("--repeat", "A=2", "--tokens", "1M"), "--repeat does not go with --tokens"),
+        (("--tokens", "1M", "--max-documents", 9), "--tokens does not go with --max-documents"),
+        (("--mixture", "A=1", "--exclude-sets", "A"), "A: the set is left out by the other"),
+        (("--sets", ","), "--sets ',': give the names of sets"),
+        (("--max-malformed", "some"), "--max-malformed some: give a number of lines or a share"),
+        (("--task", "0/2"), "--task goes with --stage encode"),
+        (("--task", "2/2", "--stage", "encode"), "--task 2/2: give I/N, with I from 0 to N - 1"),
+        (("--tokens", "1B"), "--tokens 1000000000: the training split has 618,568 tokens"),
+        (("--sets", "nowhere"), "--sets nowhere: no such set; there are jsonl"),
         (("--document-separator", ""), "--document-separator ''"),
         (("--tokenizer", "absent.model"), "--tokenizer absent.model: no such file"),
         (("--path", "/absent"), "--path /absent: no such file or folder"),

@@ -163,7 +163,7 @@ def test_data_that_read_back_otherwise_are_not_published(tmp_path):
     with pytest.raises(UserError, match="reads back different"), writer:
         writer.write(np.array([1, 0]), np.array([2]), [1])
         writer._stream.flush()
-        with open(tmp_path / ".train-00000.bin.tmp", "rb+") as stream:
+        with open(writer._path(".bin"), "rb+") as stream:
             stream.write(b"\xff")
     assert not list(tmp_path.glob("train-*"))
 

@@ -1,0 +1,234 @@
+"""Budgets, mixtures, repetitions and named sets: which documents the result has, to the token."""
+
+import json
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from cat_lm.data import TokenCorpus
+from cat_lm.errors import UserError
+from data_prep import planning
+from data_prep.amounts import Limit, amount
+from data_prep.encode import hash_place
+from tests.conftest import generated_text
+from tests.unit.test_data_prepare import digests, texts_of
+
+# Documents in train: a large set, a middle one, a small one, and some without a name.
+SETS = {"Large": 300, "Middle": 120, "Small": 30, None: 20}
+
+
+def write_sets(folder, order=1):
+    """SlimPajama's layout: six files of train, one of validation; texts of sets all mixed up."""
+    rng = random.Random(5)
+    records = []
+    for seed, (name, count) in enumerate(SETS.items()):
+        meta = {} if name is None else {"redpajama_set_name": name}
+        texts = generated_text(count, seed)
+        records += [{"text": f"{text} {name} {n}", "meta": meta} for n, text in enumerate(texts)]
+    records += records[3:6]  # exact copies
+    rng.shuffle(records)
+    held_out = [
+        {"text": f"held out {number}", "meta": {"redpajama_set_name": name}}
+        for number, name in enumerate(("Large", "Small", "Small", "Middle"))
+    ]
+    files = {f"train/chunk{1 + n // 3}/{n}.jsonl": records[n::6] for n in range(6)}
+    if order < 0:  # the same documents in files and lines of another order
+        files = {f"train/chunk9/{n}.jsonl": records[n::4][::-1] for n in range(4)}
+    for name, found in {**files, "validation/chunk1/0.jsonl": held_out}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in found))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+def flags(path, *more):
+    given = ("--source", "slimpajama", "--path", path, "--tokenizer", "bytes", "--workers", 1)
+    return (*given, *more)
+
+
+def input_documents(folder):
+    """(set, text) of every training document in the order of the input."""
+    for file in sorted(folder.glob("train/*/*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            yield record["meta"].get("redpajama_set_name", "unknown"), record["text"]
+
+
+def size(text):
+    return len(text.encode()) + 1
+
+
+def lowest(documents, tokens, seed=0):
+    """The texts with the lowest hash places that reach so many tokens."""
+    chosen, total = [], 0
+    for text in sorted(documents, key=lambda text: hash_place(text.encode(), seed)):
+        if total >= tokens:
+            break
+        chosen.append(text)
+        total += size(text)
+    return Counter(chosen)
+
+
+def manifest_of(out):
+    return json.loads((out / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("budget", [1, 10_000, 60_000])
+def test_a_budget_is_the_documents_with_the_lowest_places(tmp_path, prepare, sets, budget):
+    out = prepare(tmp_path / "out", *flags(sets, "--tokens", budget, "--seed", 3))
+    every = [text for _, text in input_documents(sets)]
+    expected = lowest(every, budget, seed=3)
+    found = list(texts_of(out, "train"))
+    assert Counter(found) == expected
+    assert found == [text for text in every if text in expected][: len(found)]
+    last = max(expected, key=lambda text: hash_place(text.encode(), 3))
+    total = manifest_of(out)["splits"]["train"]["tokens"]
+    assert budget <= total < budget + size(last)
+    assert len(list(texts_of(out, "validation"))) == 4
+
+
+def test_a_budget_is_the_same_documents_in_any_order_of_the_files(tmp_path, prepare, sets):
+    other = write_sets(tmp_path / "other", order=-1)
+    found = [
+        Counter(texts_of(prepare(tmp_path / name, *flags(path, "--tokens", "40K")), "train"))
+        for name, path in (("a", sets), ("b", other))
+    ]
+    assert found[0] == found[1]
+    larger = prepare(tmp_path / "c", *flags(sets, "--tokens", "50K"))
+    assert not found[0] - Counter(texts_of(larger, "train")), "a larger budget has all of it"
+
+
+@pytest.mark.parametrize(
+    "wishes", [("--tokens", "30K"), ("--tokens", "60K", "--mixture", "Large=1,Middle=1,Small=0.3")]
+)
+def test_an_estimate_that_was_too_low_costs_a_round_and_changes_nothing(
+    tmp_path, prepare, sets, monkeypatch, wishes, capsys
+):
+    expected = digests(prepare(tmp_path / "a", *flags(sets, *wishes)))
+    assert "a further round" not in capsys.readouterr().out
+    monkeypatch.setattr(planning, "MARGIN", Fraction(1, 5))
+    assert digests(prepare(tmp_path / "b", *flags(sets, *wishes))) == expected
+    assert "a further round" in capsys.readouterr().out
+
+
+def test_a_small_budget_encodes_little_more_than_it_needs(tmp_path, prepare, sets):
+    out = prepare(tmp_path / "out", *flags(sets, "--tokens", "20K", "--stage", "encode"))
+    encoded = sum(file.stat().st_size for file in (out / "parts").glob("part-*.bin")) / 2
+    assert 20_000 < encoded < 40_000 < sum(size(text) for _, text in input_documents(sets))
+
+
+def test_a_mixture_has_its_shares_and_repeats_what_is_short(tmp_path, prepare, sets):
+    wishes = ("--tokens", "80K", "--mixture", "Large=5,Middle=2.5,Small=2.5")
+    out = prepare(tmp_path / "out", *flags(sets, *wishes))
+    of_set = {name: [] for name in (*SETS, "unknown")}
+    for name, text in input_documents(sets):
+        of_set[name].append(text)
+    expected = Counter()
+    for name, target in (("Large", 40_000), ("Middle", 20_000), ("Small", 20_000)):
+        have = sum(map(size, of_set[name]))
+        whole, missing = divmod(target, have)
+        copies = Counter({text: n * whole for text, n in Counter(of_set[name]).items()})
+        copies += lowest(of_set[name], missing)
+        expected += copies
+        total = sum(size(text) * n for text, n in copies.items())
+        assert manifest_of(out)["sources"][name]["train"]["tokens"] == total
+        assert target <= total < target + max(map(size, of_set[name]))
+        assert manifest_of(out)["selection"][name]["whole"] == whole
+    assert manifest_of(out)["selection"]["Small"]["whole"] >= 2
+    found = list(texts_of(out, "train"))
+    assert Counter(found) == expected
+    once = [text for _, text in input_documents(sets) if text in expected]
+    assert found[: len(once)] == once, "first every document once, in the order of the input"
+    # The held-out documents are those of all sets, so that losses on mixtures compare.
+    assert len(list(texts_of(out, "validation"))) == 4
+    assert "unknown" not in manifest_of(out)["sources"] and "unknown" in manifest_of(out)["input"]
+
+
+def test_a_mixture_without_a_budget_repeats_nothing(tmp_path, prepare, sets):
+    out = prepare(tmp_path / "out", *flags(sets, "--mixture", "Large=1,Small=1"))
+    tokens = {
+        n: c["train"]["tokens"] for n, c in manifest_of(out)["sources"].items() if "train" in c
+    }
+    small = [text for name, text in input_documents(sets) if name == "Small"]
+    assert tokens["Small"] == sum(map(size, small))
+    assert tokens["Small"] <= tokens["Large"] < tokens["Small"] + 800
+    assert max(Counter(texts_of(out, "train")).values()) <= 2  # the exact copies
+
+
+def test_too_many_repetitions_are_refused_and_a_higher_limit_continues(
+    tmp_path, prepare, sets, monkeypatch
+):
+    wishes = ("--tokens", "60K", "--mixture", "Large=1,Small=2")
+    with pytest.raises(UserError, match=r"Small=2: 40,000 tokens .* repeated \d\.\d\d times; .*"):
+        prepare(tmp_path / "out", *flags(sets, *wishes))
+    monkeypatch.setattr("data_prep.encode._encode", None)  # nothing is encoded a second time
+    prepare(tmp_path / "out", *flags(sets, *wishes, "--max-repeats", 9))
+    assert manifest_of(tmp_path / "out")["selection"]["Small"]["whole"] > 4
+
+
+def test_another_choice_of_an_unfinished_preparation_keeps_what_is_encoded(
+    tmp_path, prepare, sets, monkeypatch
+):
+    expected = digests(prepare(tmp_path / "whole", *flags(sets, "--sets", "Large,Middle")))
+    prepare(tmp_path / "out", *flags(sets, "--stage", "encode"))
+    wishes = flags(sets, "--sets", "Large,Middle")
+    with pytest.raises(UserError, match=r"unfinished .*sets was null, now .* or --overwrite"):
+        prepare(tmp_path / "out", *wishes)
+    monkeypatch.setattr("data_prep.encode._encode", None)
+    prepare(tmp_path / "out", *wishes, "--overwrite")
+    monkeypatch.undo()
+    assert digests(tmp_path / "out") == expected
+    # The other way round, what was not encoded is.
+    prepare(tmp_path / "more", *flags(sets, "--sets", "Small", "--stage", "encode"))
+    prepare(tmp_path / "more", *wishes, "--overwrite")
+    assert digests(tmp_path / "more") == expected
+
+
+def test_repetitions(tmp_path, prepare, sets):
+    out = prepare(tmp_path / "out", *flags(sets, "--repeat", "Small=2.5,Middle=2"))
+    of_set = {name: [t for s, t in input_documents(sets) if s == name] for name in SETS}
+    tokens = {name: c["train"]["tokens"] for name, c in manifest_of(out)["sources"].items()}
+    assert tokens["Middle"] == 2 * sum(map(size, of_set["Middle"]))
+    assert tokens["Large"] == sum(map(size, of_set["Large"]))
+    half = 2.5 * sum(map(size, of_set["Small"]))
+    assert half <= tokens["Small"] < half + max(map(size, of_set["Small"]))
+
+
+def test_sets_are_taken_and_left_out_and_counted(tmp_path, prepare, sets, capsys):
+    out = prepare(tmp_path / "a", *flags(sets, "--sets", "Small,Large"))
+    assert set(manifest_of(out)["sources"]) == {"Large", "Small"}
+    printed = capsys.readouterr().out
+    assert "left out: 20 documents of unknown" in printed
+    middle = sum(name == "Middle" for name, _ in input_documents(sets))
+    assert f"note: {middle + 1} documents of a set that SlimPajama does not have: 'Mid" in printed
+    assert manifest_of(out)["input"]["Middle"]["train"]["documents"] == middle >= 120
+    assert TokenCorpus.open(out, "validation").num_documents == 3
+    out = prepare(tmp_path / "b", *flags(sets, "--exclude-sets", "unknown,Small"))
+    assert set(manifest_of(out)["sources"]) == {"Large", "Middle"}
+    with pytest.raises(UserError, match="no such set; there are Large, Middle, Small, unk"):
+        prepare(tmp_path / "c", *flags(sets, "--exclude-sets", "nowhere"))
+
+
+def test_a_fraction_is_held_out_beside_a_budget(tmp_path, prepare, sets):
+    """A source without a validation split: a document's place decides first whether it is held."""
+    given = ("--source", "files", "--path", sets / "train", "--tokenizer", "bytes", "--workers", 1)
+    given += ("--validation-fraction", 0.2)
+    whole = prepare(tmp_path / "whole", *given)
+    some = prepare(tmp_path / "some", *given, "--tokens", "20K")
+    assert list(texts_of(some, "validation")) == list(texts_of(whole, "validation"))
+    assert Counter(texts_of(some, "train")) == lowest(texts_of(whole, "train"), 20_000)
+
+
+def test_amounts_and_limits():
+    assert [amount("--tokens", text) for text in ("15B", "1.5m", "5e8", "7")] == [
+        *(15 * 10**9, 1_500_000, 500_000_000, 7)
+    ]
+    assert Limit.parse("--x", "0.01%").exceeded(2, 10_000)
+    assert not Limit.parse("--x", "0.01%").exceeded(1, 10_000)
+    assert Limit.parse("--x", "3").exceeded(4, 10**9) and not Limit.parse("--x", "3").exceeded(3, 3)

@@ -1,0 +1,323 @@
+"""Parts and shards: kills at every step, arrays of tasks, damage, doubled work, malformed lines."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cat_lm.data import TokenCorpus
+from cat_lm.errors import UserError
+from data_prep import output, parts
+from data_prep.documents import Reading
+from data_prep.sources import open_source
+from data_prep.units import task_units, units_of
+from tests.conftest import REPOSITORY, write_jsonl
+from tests.unit.test_data_prepare import command, digests, flags, run, texts_of
+from tests.unit.test_data_selection import flags as set_flags
+from tests.unit.test_data_selection import write_sets
+
+# Several shards, a set that is gone through twice, and a second round of encoding.
+WISHES = ("--tokens", "60K", "--mixture", "Large=2,Middle=1,Small=1", "--shard-tokens", "9K")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, sets, prepare):
+    out = prepare(tmp_path_factory.mktemp("whole") / "out", *set_flags(sets, *WISHES))
+    found = digests(out)
+    assert len(found) > 2 * 6
+    return found
+
+
+def dying(out, arguments, renames):
+    """Prepares in a process that dies at a rename, half of the time just before it."""
+    from data_prep import planning
+    from data_prep.pipeline import prepare
+    from data_prep.prepare import parse_arguments
+
+    planning.MARGIN /= 5  # the estimate comes out too low
+    real, left = os.replace, [renames]
+
+    def replace(*given):
+        left[0] -= 1
+        if left[0] == 0 and renames % 2:
+            os._exit(9)
+        real(*given)
+        if left[0] == 0:
+            os._exit(9)
+
+    os.replace = replace
+    prepare(parse_arguments(["--out", str(out), *map(str, arguments)]))
+    os._exit(0)
+
+
+def die_at(out, arguments, renames):
+    process = multiprocessing.get_context("fork").Process(
+        target=dying, args=(out, arguments, renames)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode in (0, 9)
+    return process.exitcode == 0
+
+
+def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
+    """Each run goes on where the one before was killed, a few steps further."""
+    for scratch in (False, True):
+        out = tmp_path / f"out{scratch}"
+        more = ("--scratch", tmp_path / "scratch") if scratch else ()
+        renames = 1 + scratch
+        while not die_at(out, set_flags(sets, *WISHES, *more), renames):
+            if not (out / "manifest.json").exists():
+                with pytest.raises(UserError, match="no finished data"):
+                    TokenCorpus.open(out, "train")
+            renames += 2
+        assert renames > 8
+        assert digests(out) == expected
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("renames", range(30, 48, 3))
+def test_killed_once_late(tmp_path, sets, expected, renames):
+    """While parts are finished, between the stages, and while shards are."""
+    out = tmp_path / "out"
+    assert not die_at(out, set_flags(sets, *WISHES), renames)
+    assert die_at(out, set_flags(sets, *WISHES), 10**9)
+    assert digests(out) == expected
+
+
+def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepare, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "tidy", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert (tmp_path / "out" / "parts").is_dir()
+    monkeypatch.undo()
+    prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert digests(tmp_path / "out") == expected
+
+
+def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected):
+    """Three tasks at once, one of them submitted twice, one never run, on a scratch folder."""
+    arguments = (*set_flags(sets, *WISHES), "--out", tmp_path / "out", "--scratch", tmp_path / "s")
+    tasks = [
+        subprocess.Popen(
+            command(*arguments, "--stage", "encode", "--task", f"{task}/3"),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in (0, 1, 1)
+    ]
+    for process in tasks:
+        printed, _ = process.communicate()
+        assert process.returncode == 0
+        assert "are encoded; go on with --stage assemble" in printed
+    done = run(*arguments, "--stage", "assemble", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == expected
+    assert not list((tmp_path / "s").iterdir())
+
+
+def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepare):
+    encode = (*set_flags(sets), "--stage", "encode", "--task", "0/2")
+    with output.locked(tmp_path / "out", shared=True):
+        prepare(tmp_path / "out", *encode)
+        with pytest.raises(UserError, match="another preparation is writing to it"):
+            prepare(tmp_path / "out", *set_flags(sets, "--stage", "assemble"))
+    with output.locked(tmp_path / "out"), pytest.raises(UserError, match="another preparation"):
+        prepare(tmp_path / "out", *encode)
+
+
+def test_without_file_locks_the_work_is_done_and_a_note_says_so(
+    tmp_path, sets, expected, prepare, monkeypatch, capsys
+):
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("data_prep.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("data_prep.locks._noted", False)
+    prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1
+    assert digests(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("kind", ["bin", "docs", "json"])
+def test_a_damaged_part_is_noticed_and_made_again(tmp_path, sets, expected, prepare, capsys, kind):
+    out = tmp_path / "out"
+    prepare(out, *set_flags(sets, *WISHES, "--stage", "encode"))
+    damaged, cut, gone = (out / "parts" / f"part-0000{n}.0.{kind}" for n in (1, 2, 3))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    gone.unlink()
+    prepare(out, *set_flags(sets, *WISHES))
+    assert ("1 damaged parts are made again" in capsys.readouterr().out) == (kind != "json")
+    assert digests(out) == expected
+
+
+def test_a_part_that_is_damaged_while_shards_are_written_is_made_again(
+    tmp_path, sets, expected, prepare, monkeypatch
+):
+    out = tmp_path / "out"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_prep.assemble.write_shard", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, *set_flags(sets, *WISHES))
+    damaged, gone = (out / "parts" / f"part-0000{n}.0.bin" for n in (0, 4))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    gone.unlink()
+    prepare(out, *set_flags(sets, *WISHES))
+    assert digests(out) == expected
+
+
+def test_parts_of_other_work_are_never_taken(tmp_path, sets, prepare):
+    """Even where someone has put them there."""
+    out = tmp_path / "out"
+    prepare(out, *set_flags(sets, "--stage", "encode"))
+    prepare(tmp_path / "other", *set_flags(sets, "--seed", 1, "--stage", "encode"))
+    for file in (tmp_path / "other" / "parts").glob("part-*"):
+        shutil.copy(file, out / "parts")
+    prepare(out, *set_flags(sets))
+    assert digests(out) == digests(prepare(tmp_path / "whole", *set_flags(sets)))
+
+
+def test_parts_go_when_the_shards_that_read_them_are_done(tmp_path, sets, prepare, monkeypatch):
+    left = []
+    real = parts.remove_part
+
+    def remove(*given):
+        real(*given)
+        left.append(len(list((tmp_path / "out" / "parts").glob("part-*.bin"))))
+
+    monkeypatch.setattr("data_prep.assemble.remove_part", remove)
+    prepare(tmp_path / "out", *set_flags(sets, "--shard-tokens", "5K"))
+    assert left == [6, 5, 4, 3, 2, 1, 0], "one unit after the other, validation's first"
+
+
+def test_malformed_lines_are_counted_listed_and_limited(tmp_path, prepare, capsys):
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {n}" for n in range(40)])
+    with open(tmp_path / "1.jsonl", "a") as stream:
+        stream.write('{broken\n{"text": 5}\n')
+    arguments = ("--source", "files", "--path", tmp_path, "--tokenizer", "bytes", "--workers", 1)
+    with pytest.raises(UserError, match=r"2 of 122 records are malformed, more than .* 0.01% .*"):
+        prepare(tmp_path / "out", *arguments)
+    out = prepare(tmp_path / "out", *arguments, "--max-malformed", "2%")
+    assert "left out: 2 malformed records, see malformed.log" in capsys.readouterr().out
+    lines = (out / "malformed.log").read_text().splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["1.jsonl:41", "1.jsonl:42"]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["malformed_documents"] == 2
+    assert sum(manifest["splits"][s]["documents"] for s in manifest["splits"]) == 120
+    other = prepare(tmp_path / "2", *arguments, "--max-malformed", 2)
+    assert digests(other) == digests(out), "the limit decides nothing else"
+
+
+def test_input_that_is_nothing_but_malformed_is_refused_before_the_work(tmp_path, prepare):
+    path = write_jsonl(tmp_path / "x.jsonl", ["a"] * 300)
+    with pytest.raises(UserError, match=r"x\.jsonl:1: no text under the key 'body'"):
+        prepare(tmp_path / "out", *flags(path, "--text-key", "body", "--max-malformed", "100%"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
+    prepare(tmp_path / "out", *set_flags(sets, "--stage", "encode"))
+    with pytest.raises(UserError, match=r"its parts in .*/out/parts; give the same --scratch"):
+        prepare(tmp_path / "out", *set_flags(sets, "--scratch", tmp_path / "s"))
+
+
+def test_the_estimate_writes_nothing(tmp_path, sets, prepare, capsys):
+    prepare(tmp_path / "out", *set_flags(sets, "--estimate", "--tokens", "20K"))
+    printed = capsys.readouterr().out
+    assert "7 units" in printed and "0.0 million tokens in the result" in printed
+    assert "disk: about" in printed and "time: about" in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_data, kind, workers):
+    source = ("--source", "slimpajama", "--path", shared_data / "slimpajama_sample")
+    arguments = (*source, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", workers)
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(tmp_path.glob("out/parts/.part-*.bin.*.tmp")):
+        time.sleep(0.01)
+    process.send_signal(kind)
+    _, complaint = process.communicate()
+    assert process.returncode == 130, complaint
+    assert "Traceback" not in complaint and complaint.count("interrupted") == 1
+    assert not list(tmp_path.rglob(".*.tmp"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert TokenCorpus.open(tmp_path / "out", "train").num_documents == 4000
+
+
+def test_units_are_groups_of_files_of_one_split_and_follow_from_the_listing(tmp_path):
+    for split, count in (("train", 300), ("validation", 3)):
+        (tmp_path / split).mkdir()
+        for number in range(count):
+            write_jsonl(tmp_path / split / f"{number}.jsonl", ["x" * (20 + number % 7)])
+    write_jsonl(tmp_path / "train" / "5.jsonl", ["large"] * 1000)
+    source = open_source("slimpajama", str(tmp_path), Reading())
+    units = units_of(source)
+    assert [part for unit in units for part in unit.parts] == source.parts
+    assert all(len({part.split for part in unit.parts}) == 1 for unit in units)
+    assert 20 < len(units) < 80
+    (large,) = [unit for unit in units if any(part.name == "train/5.jsonl" for part in unit.parts)]
+    assert len(large.parts) == 1
+    shares = [task_units(units, (task, 3)) for task in range(3)]
+    assert sorted((u for share in shares for u in share), key=lambda u: u.number) == units
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
+    script = (
+        "import os, sys\n"
+        "from data_prep import encode\n"
+        "from data_prep.workers import run_tasks\n"
+        "from tests.unit.test_data_stages import deadly\n"
+        "from cat_lm.errors import command\n"
+        "command(lambda: print(list(run_tasks(deadly, [1, 2, 9], 2, print))))()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "a worker process died (exit code -9), most likely for want of memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def deadly(task, report):
+    if task == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def test_texts_come_whole_through_parts_and_shards(tmp_path, sets, prepare):
+    out = prepare(tmp_path / "out", *set_flags(sets, "--shard-tokens", "3K"))
+    files = sorted(sets.glob("train/*/*.jsonl"))
+    texts = [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
+    assert list(texts_of(out, "train")) == texts
