@@ -101,28 +101,14 @@ def render(
     inputs: Sequence[str],
 ) -> str:
     """The text of one stage's batch script."""
-    log = str(folder.slurm / stage.log)
-    # SLURM replaces % in names of logs; %a at the end is the number of the array's task.
-    place, name = log.rsplit("/", 1)
-    lines = [
-        f"--job-name={script.job_name(folder)}-{stage.name}",
-        *([f"--array=0-{stage.tasks - 1}"] if stage.tasks else []),
-        "--nodes=1",
-        "--ntasks=1",
-        *script.common_lines(options),
-        "--requeue",
-        "--open-mode=append",
-        f'--output="{place.replace("%", "%%")}/{name}"',
-        *site.sbatch,
-    ]
-    # Where files are looked for: relative names mean what they meant when this was submitted.
+    # Relative names mean what they mean where this is submitted.
     here = os.getcwd()
     own = [*stage.flags, f'"$SLURM_ARRAY_TASK_ID/{stage.tasks}"'] if stage.tasks else stage.flags
-    command = [script.python_of(options, site), "-u", "-m", "data_prep.prepare"]
+    python = shlex.quote(script.python_of(options, site))
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in lines),
+            *(f"#SBATCH {line}" for line in sbatch_lines(folder, options, site, stage)),
             "#",
             f"# {stage.name} of data_prep.prepare, rendered by `python -m launch.slurm prepare`.",
             "# What is finished stays finished: it may be submitted again.",
@@ -139,11 +125,27 @@ def render(
             script.array("srun_options", srun_arguments(folder, options, site, [here, *inputs])),
             script.array("flags", flags),
             'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL \\',
-            f"    {shlex.join(command)} \\",
+            f"    {python} -u -m data_prep.prepare \\",
             f'    "${{flags[@]}}" --workers "$workers" {" ".join(own)}',
             "",
         ]
     )
+
+
+def sbatch_lines(folder: PrepareFolder, options: Options, site: Site, stage: Stage) -> list[str]:
+    # SLURM replaces % in names of logs; %a at the end is the number of the array's task.
+    log = f"{str(folder.slurm).replace('%', '%%')}/{stage.log}"
+    return [
+        f"--job-name={script.job_name(folder)}-{stage.name}",
+        *([f"--array=0-{stage.tasks - 1}"] if stage.tasks else []),
+        "--nodes=1",
+        "--ntasks=1",
+        *script.common_lines(options),
+        "--requeue",
+        "--open-mode=append",
+        f'--output="{log}"',
+        *site.sbatch,
+    ]
 
 
 def srun_arguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -119,7 +120,7 @@ def refuse_second_job(folder: RunFolder) -> None:
     if job is not None:
         raise UserError(
             f"{folder.run}: job {job.id} of this run is {job.state.lower()}; "
-            f"`python -m launch.slurm cancel {folder.run}` ends it"
+            f"`python -m launch.slurm cancel {shlex.quote(str(folder.run))}` ends it"
         )
 
 
