@@ -32,9 +32,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--validation",
         nargs="+",
-        required=True,
+        default=[],
         metavar="[NAME=]PREFIX",
         help="held-out data of the same kind",
+    )
+    add(
+        "--validation-documents",
+        type=int,
+        metavar="N",
+        help="instead: hold out the last N documents of the last PREFIX (with --link copy)",
     )
     add(
         "--tokenizer",
@@ -64,7 +70,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--tokenizer {arguments.tokenizer}: the tokens are there already; give the tokenizer "
             "that made them"
         )
+    _check_validation(arguments)
     return arguments
+
+
+def _check_validation(arguments: argparse.Namespace) -> None:
+    held_out = arguments.validation_documents
+    if bool(arguments.validation) == (held_out is not None):
+        raise UserError("give held-out data: either --validation or --validation-documents")
+    if held_out is None:
+        return
+    if held_out < 1:
+        raise UserError(f"--validation-documents {held_out}: must be at least 1")
+    if arguments.link != "copy":
+        raise UserError(
+            f"--validation-documents {held_out}: cuts a .bin in two, which needs --link copy"
+        )
 
 
 @command

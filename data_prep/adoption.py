@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,13 @@ from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.errors import UserError
 from cat_lm.files import sha256, sync_directory, write_json
-from data_prep.foreign import document_lengths, scan
+from data_prep.foreign import count_tokens, document_lengths, scan
 from data_prep.output import TOKENIZER
 from data_prep.progress import TextProgress
 from data_prep.text_bytes import TextBytes
 from data_prep.unigram import unigram_loss
+
+COPY_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -112,61 +114,114 @@ def _check_pairs(pairs: list[Pair]) -> None:
 def _adopt_all(
     pairs: list[Pair], info: TokenizerInfo, folder: Path, arguments: argparse.Namespace
 ) -> list[Adopted]:
-    numbers = dict.fromkeys(SPLITS, 0)
-    adopted = []
+    adopted: list[Adopted] = []
+    text = TextBytes(folder / TOKENIZER, info)
+    last = max(index for index, pair in enumerate(pairs) if pair.split == "train")
     total = sum(pair.shard.num_tokens * pair.shard.dtype.itemsize for pair in pairs)
     with TextProgress("reading", total, "of shards") as progress:
-        for pair in pairs:
-            name = f"{pair.split}-{numbers[pair.split]:05d}"
-            numbers[pair.split] += 1
-            adopted.append(_adopt_one(pair, name, info, folder, arguments, progress.update))
+        for index, pair in enumerate(pairs):
+            held_out = arguments.validation_documents if index == last else None
+            pieces = _examine(pair, info, text, arguments, held_out or 0, progress.update)
+            for piece in pieces:
+                number = sum(item.pair.split == piece.split for item in adopted)
+                name = f"{piece.split}-{number:05d}"
+                adopted.append(_settle(piece, name, folder, arguments.link))
     return adopted
 
 
-def _adopt_one(
+@dataclass(frozen=True)
+class Piece:
+    """What becomes a shard: documents that lie one behind the other in a pair."""
+
+    pair: Pair
+    split: str
+    start: int  # in tokens
+    lengths: np.ndarray
+    counts: np.ndarray
+    text_bytes: int
+    bin_sha256: str | None  # None for a part of a file
+
+
+def _examine(
     pair: Pair,
-    name: str,
     info: TokenizerInfo,
-    folder: Path,
+    text: TextBytes,
     arguments: argparse.Namespace,
-    report,
-) -> Adopted:
-    shard, documents = pair.shard, arguments.documents
-    tokens = scan(shard, info, documents == "eod", report)
-    lengths = document_lengths(shard, tokens, info, documents)
-    text = TextBytes(folder / TOKENIZER, info)
+    held_out: int,
+    report: Callable[[int], None],
+) -> list[Piece]:
+    """The shards that a pair becomes: two where its last `held_out` documents are cut off."""
+    shard = pair.shard
+    tokens = scan(shard, info, arguments.documents == "eod", report)
+    lengths = document_lengths(shard, tokens, info, arguments.documents)
     text.check(shard, lengths)
-    target = folder / f"{name}.bin"
-    _place(shard.bin_path, target, arguments.link)
-    if arguments.link == "copy" and sha256(target) != tokens.bin_sha256:
-        raise UserError(f"{shard.bin_path}: its copy reads back different; check the disk")
-    idx_sha256 = write_index(folder / f"{name}.idx", shard.dtype, lengths)
-    shard_info = ShardInfo(
+    if not held_out:
+        size = text.count(shard, lengths, tokens.counts)
+        return [Piece(pair, pair.split, 0, lengths, tokens.counts, size, tokens.bin_sha256)]
+    if held_out >= len(lengths):
+        raise UserError(
+            f"--validation-documents {held_out}: {shard.bin_path} has {len(lengths)} documents; "
+            "leave some for training"
+        )
+    cut = int(lengths[:-held_out].sum(dtype=np.int64))
+    counts = count_tokens(shard, cut, info.vocab_size)
+    train = (0, lengths[:-held_out], tokens.counts - counts)
+    return [
+        Piece(pair, split, start, own, seen, text.count(shard, own, seen, start), None)
+        for split, (start, own, seen) in (
+            ("train", train),
+            ("validation", (cut, lengths[-held_out:], counts)),
+        )
+    ]
+
+
+def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
+    """Puts a shard where it belongs."""
+    shard, target = piece.pair.shard, folder / f"{name}.bin"
+    tokens = int(piece.lengths.sum(dtype=np.int64))
+    digest = piece.bin_sha256
+    if link == "copy":
+        size = shard.dtype.itemsize
+        digest = _copy(shard.bin_path, target, piece.start * size, tokens * size)
+    else:
+        _link(shard.bin_path, target, link)
+    info = ShardInfo(
         name=name,
-        documents=len(lengths),
-        tokens=shard.num_tokens,
-        bytes=text.count(shard, lengths, tokens.counts),
-        bin_sha256=tokens.bin_sha256,
-        idx_sha256=idx_sha256,
+        documents=len(piece.lengths),
+        tokens=tokens,
+        bytes=piece.text_bytes,
+        bin_sha256=digest,
+        idx_sha256=write_index(folder / f"{name}.idx", shard.dtype, piece.lengths),
     )
-    return Adopted(pair, shard_info, tokens.counts)
+    return Adopted(replace(piece.pair, split=piece.split), info, piece.counts)
 
 
-def _place(source: Path, target: Path, link: str) -> None:
-    """Puts a `.bin` where the shard belongs."""
+def _link(source: Path, target: Path, link: str) -> None:
     try:
         if link == "hard":
             os.link(source.resolve(), target)
-        elif link == "symbolic":
-            target.symlink_to(source.resolve())
         else:
-            shutil.copyfile(source, target)
+            target.symlink_to(source.resolve())
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"--out {target.parent.parent}: the disk is full") from None
-        hint = " (another file system); give --link symbolic or --link copy"
-        reason = (error.strerror or str(error)) + (hint if link == "hard" else "")
-        raise UserError(f"{source}: cannot be put into --out: {reason}") from None
+        reason = f"{source}: cannot be linked into --out ({error.strerror})"
+        others = "--link symbolic or --link copy" if link == "hard" else "--link copy"
+        raise UserError(f"{reason}; give {others}") from None
+
+
+def _copy(source: Path, target: Path, start: int, size: int) -> str:
+    """Copies bytes [start, start + size), reads them back, and returns their SHA-256."""
+    digest, left = hashlib.sha256(), size
+    with open(source, "rb") as stream, open(target, "wb") as copy:
+        stream.seek(start)
+        while left and (block := stream.read(min(left, COPY_BLOCK))):
+            copy.write(block)
+            digest.update(block)
+            left -= len(block)
+        copy.flush()
+        os.fsync(copy.fileno())
+    if left or sha256(target) != digest.hexdigest():
+        raise UserError(f"{source}: its copy reads back different; check the disk")
+    return digest.hexdigest()
 
 
 def _manifest(adopted: list[Adopted], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
@@ -201,6 +256,7 @@ def _manifest(adopted: list[Adopted], info: TokenizerInfo, arguments: argparse.N
             "tokenizer_sha256": spec_sha256(arguments.tokenizer),
             "eod_token": arguments.eod_token,
             "documents": arguments.documents,
+            "validation_documents": arguments.validation_documents,
         },
     }
 
@@ -215,7 +271,7 @@ def _describe(adopted: list[Adopted]) -> dict:
     return {
         "kind": "megatron",
         "files": len(adopted),
-        "file_bytes": sum(i.pair.shard.bin_path.stat().st_size for i in adopted),
+        "file_bytes": sum(i.info.tokens * i.pair.shard.dtype.itemsize for i in adopted),
         "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
     }
 

@@ -60,6 +60,15 @@ def scan(
     return Tokens(counts, digest.hexdigest(), np.concatenate(ends) if with_ends else None)
 
 
+def count_tokens(shard: Shard, start: int, vocab_size: int) -> np.ndarray:
+    """How often each id comes from token `start` on, int64 [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for first in range(start, shard.num_tokens, BLOCK_TOKENS):
+        block = shard.read(first, min(first + BLOCK_TOKENS, shard.num_tokens))
+        counts += np.bincount(block, minlength=vocab_size)
+    return counts
+
+
 def document_lengths(
     shard: Shard, tokens: Tokens, info: TokenizerInfo, documents: str
 ) -> np.ndarray:

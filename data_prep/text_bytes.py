@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cat_lm.data.shards import Shard
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
 from cat_lm.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SAMPLE_DOCUMENTS = 64
 SAMPLE_TOKENS = 1 << 14
@@ -27,7 +30,7 @@ class TextBytes:
     def __init__(self, tokenizer_folder: Path, info: TokenizerInfo) -> None:
         self._info = info
         self._encoder = DocumentEncoder(tokenizer_folder, info.eod_id, info.vocab_size)
-        self._table = bytes_of_tokens(tokenizer_folder, info)
+        self._table = bytes_of_tokens(self._encoder.tokenizer, info)
         self._extra: int | None = None
 
     def check(self, shard: Shard, lengths: np.ndarray) -> None:
@@ -54,35 +57,36 @@ class TextBytes:
         }
         self._extra = next(iter(differences), 0) if len(differences) < 2 else None
 
-    def count(self, shard: Shard, lengths: np.ndarray, counts: np.ndarray) -> int:
-        """The bytes of a shard's text; `counts` is how often each token is in it. After `check`."""
+    def count(self, shard: Shard, lengths: np.ndarray, counts: np.ndarray, start: int = 0) -> int:
+        """The bytes of text of documents of these lengths, the first of which begins at `start`.
+
+        `counts` is how often each token is in them, int64 [vocab_size]. To be called after `check`.
+        """
         if self._extra is not None:
             with_text = int((lengths > 1).sum())
             return int(counts @ self._table) - self._extra * with_text
         print(f"{shard.bin_path}: decoding all documents to count their bytes", flush=True)
-        total, ends = 0, np.cumsum(lengths, dtype=np.int64)
+        total, ends = 0, start + np.cumsum(lengths, dtype=np.int64)
         for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
             total += len(self._encoder.decode(shard.tokens[end - length : end - 1]).encode())
         return total
 
 
-def bytes_of_tokens(tokenizer_folder: Path, info: TokenizerInfo) -> np.ndarray:
+def bytes_of_tokens(tokenizer: Tokenizer, info: TokenizerInfo) -> np.ndarray:
     """The bytes of text that each token stands for, int64 [vocab_size]; none for EOD.
 
     By the tokenizer's kind: in a byte-level vocabulary a character is a byte, in sentencepiece's
     U+2581 is a space and <0xNN> a byte; tokens added to either are their own text.
     """
-    settings = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
-    byte_level = "ByteLevel" in json.dumps(settings.get("decoder"))
-    encoder = DocumentEncoder(tokenizer_folder, info.eod_id, info.vocab_size)
+    byte_level = "ByteLevel" in str(tokenizer.decoder)
     table = np.zeros(info.vocab_size, dtype=np.int64)
-    for token, index in encoder.tokenizer.get_vocab(with_added_tokens=False).items():
+    for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         if byte_level:
             table[index] = len(token)
         else:
             table[index] = 1 if is_byte else len(token.replace(SPACE, " ").encode())
-    for index, token in encoder.tokenizer.get_added_tokens_decoder().items():
+    for index, token in tokenizer.get_added_tokens_decoder().items():
         table[index] = len(token.content.encode())
     table[info.eod_id] = 0
     return table

@@ -1,5 +1,6 @@
 """Adopting shards made elsewhere: GPT-NeoX's conventions, and whatever can be wrong with them."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,7 +46,8 @@ def pairs(tmp_path):
 
 def run(out, train, validation, *flags, tokenizer="bytes"):
     train, validation = ([p] if not isinstance(p, list) else p for p in (train, validation))
-    words = [*train, "--validation", *validation, "--tokenizer", tokenizer, "--out", out, *flags]
+    held_out = ["--validation", *validation] if validation else []
+    words = [*train, *held_out, "--tokenizer", tokenizer, "--out", out, *flags]
     adopt(parse_arguments([str(word) for word in words]))
     return out
 
@@ -135,6 +137,39 @@ def test_several_pairs_keep_their_order_and_their_sets(tmp_path, pairs):
     sources = json.loads((folder / "manifest.json").read_text())["sources"]
     assert sources["a"]["train"] == {"documents": 2, "tokens": 5, "bytes": 3}
     assert list(sources["b"]) == ["train"]
+
+
+@pytest.mark.parametrize("documents", ["marks", "eod"])
+def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, documents):
+    """GPT-NeoX splits one file by fractions of its documents; here the tail is cut off."""
+    more = megatron_files.write(tmp_path / "more", as_documents(["x", "yz"]))
+    flags = ("--link", "copy", "--validation-documents", 7, "--documents", documents)
+    folder = run(tmp_path / "out", [f"a={more}", f"b={pairs[0]}"], [], *flags)
+    assert texts_of(folder, "train") == ["x", "yz", *TRAIN[:-7]]
+    assert texts_of(folder, "validation") == TRAIN[-7:]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    expected = {"b": {"train": TRAIN[:-7], "validation": TRAIN[-7:]}, "a": {"train": ["x", "yz"]}}
+    for name, splits in manifest["sources"].items():
+        for split, found in splits.items():
+            size = sum(len(text.encode()) for text in expected[name][split])
+            count = len(expected[name][split])
+            assert found == {"documents": count, "tokens": size + count, "bytes": size}
+    assert manifest["unigram_loss"] == pytest.approx(_unigram(["x", "yz", *TRAIN[:-7]], TRAIN[-7:]))
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            for kind in ("bin", "idx"):
+                data = (folder / f"{shard['name']}.{kind}").read_bytes()
+                assert hashlib.sha256(data).hexdigest() == shard[f"{kind}_sha256"]
+    for flags, message in (
+        (("--link", "copy", "--validation-documents", 60), "has 60 documents; leave some"),
+        (("--link", "copy", "--validation-documents", 0), "must be at least 1"),
+        (("--validation-documents", 3), "needs --link copy"),
+        ((), "either --validation or --validation-documents"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path / "no", pairs[0], [], *flags)
+    with pytest.raises(UserError, match="either --validation or"):
+        run(tmp_path / "no", *pairs, "--link", "copy", "--validation-documents", 3)
 
 
 def damage(prefix, kind, change):

@@ -1,8 +1,10 @@
 """The Hub as a source: a local server in its place answers the Hub's own client, well and badly."""
 
 import hashlib
+import io
 import json
 import pickle
+import random
 import re
 import threading
 from collections import Counter
@@ -333,7 +335,13 @@ def test_what_file_names_say_of_the_split():
     assert [(p.name, p.split) for p in hub._with_splits(parts)] == [
         *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
     ]
-    assert [p.name for p in hub._with_splits(parts[:2])] == ["a.jsonl", "b.jsonl"]
+    assert hub._with_splits(parts[:2]) == parts[:2]  # whose split is left open
+
+
+def test_what_a_repository_says_of_itself_is_no_document(server):
+    server.files.clear()
+    server.files.update({"README.md": b"no", "docs/x.md": b"no", ".x.jsonl": b"", "a.txt": b"yes"})
+    assert [document.text for document in documents(open_hub())] == ["yes"]
 
 
 def test_held_out_files_alone_are_refused(server):
@@ -402,6 +410,37 @@ def test_other_errors_are_not_taken_for_the_networks(slept):
     with pytest.raises(UserError, match=r"x \(no\)"):
         remote.retrying(lambda: (_ for _ in ()).throw(PermissionError("no")), "x")
     assert not slept
+
+
+@pytest.mark.parametrize("read_ahead", [1, 7, 1000])
+def test_any_bytes_of_a_remote_file_can_be_read(monkeypatch, read_ahead):
+    monkeypatch.setattr(remote, "READ_AHEAD", read_ahead)
+    data = bytes(range(256))
+    digest = hashlib.sha256(data).hexdigest()
+    file = remote.RemoteFile(lambda start, stop: data[start:stop], "x", len(data), digest)
+    plain = io.BytesIO(data)
+    rng = random.Random(0)
+    for _ in range(500):
+        if rng.random() < 0.3:
+            offset, whence = rng.choice([(rng.randrange(300), 0), (-rng.randrange(99), 2)])
+            assert file.seek(offset, whence) == plain.seek(offset, whence)
+        size = rng.choice([0, 1, 5, 40, 300, -1, None])
+        assert file.read(size) == plain.read(size)
+        assert file.tell() == plain.tell()
+    file.seek(3)
+    assert file.readinto(bytearray(9)) == 9
+    assert remote.RemoteFile(lambda start, stop: b"", "x", 0).read() == b""
+
+
+def test_short_answers_are_asked_for_again_and_wrong_ones_are_refused(slept):
+    data = bytes(range(200))
+    answers = [data[:50], data[:150], data]
+    file = remote.RemoteFile(lambda start, stop: answers.pop(0), "x", 200)
+    assert file.read() == data
+    assert slept == [1, 2]
+    wrong = hashlib.sha256(b"other").hexdigest()
+    with pytest.raises(UserError, match=r"x \(what came has the SHA-256"):
+        remote.RemoteFile(lambda start, stop: data[start:stop], "x", 200, wrong).read()
 
 
 def test_the_wait_doubles_up_to_a_minute_and_is_spread(monkeypatch):
