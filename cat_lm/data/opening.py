@@ -37,7 +37,11 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
         packing=data.packing,
         cache_dir=data.cache_dir,
     )
-    return corpus, _open(data, "validation"), loader
+    held_out = _open(data, "validation")
+    if data.mask_documents:
+        for split in (corpus, held_out):
+            _check_ends(split)
+    return corpus, held_out, loader
 
 
 def _open(data: DataSection, split: str) -> TokenCorpus | Mixture:
@@ -45,3 +49,21 @@ def _open(data: DataSection, split: str) -> TokenCorpus | Mixture:
     if data.mixture is None:
         return corpora[0]
     return Mixture(corpora, list(data.mixture.values()))
+
+
+def _check_ends(corpus: TokenCorpus | Mixture) -> None:
+    """Raises `UserError` where documents do not end with EOD, by which a stream tells them apart.
+
+    Without it nothing would be masked, and nothing would say so. Looks at the last token of each
+    corpus; data that other tools prepared may lack it.
+    """
+    for part in corpus.parts if isinstance(corpus, Mixture) else [corpus]:
+        last = next((shard for shard in reversed(part.shards) if shard.num_tokens), None)
+        if last is None:
+            continue
+        if last.read(last.num_tokens - 1, last.num_tokens)[0] != part.eod_id:
+            raise UserError(
+                f"data.mask_documents=true: the {part.split} documents of {part.name} do not end "
+                f"with EOD ({part.eod_id}), so that their borders are not seen; prepare the data "
+                "with an EOD after every document"
+            )

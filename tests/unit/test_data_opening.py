@@ -1,0 +1,64 @@
+"""open_data: whatever the configuration names, or one clear line."""
+
+import pytest
+
+from cat_lm.config import RunConfig
+from cat_lm.data import TokenCorpus
+from cat_lm.data.mixture import Mixture
+from cat_lm.data.opening import open_data
+from cat_lm.errors import UserError
+from tests.prepared_data import random_documents, write_prepared
+from tests.runs import run_values
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_prepared(tmp_path / "data", random_documents(90, 40), vocab_size=5000)
+
+
+def config_of(folder, model=(), **data):
+    values = run_values(folder, "unused")
+    values["data"] |= data
+    values["model"] |= dict(model)
+    return RunConfig.model_validate(values)
+
+
+def test_one_folder(folder):
+    corpus, held_out, loader = open_data(config_of(folder))
+    assert isinstance(corpus, TokenCorpus) and corpus.split == "train"
+    assert held_out.split == "validation" and held_out.num_documents == 1
+    assert loader.corpus is corpus and loader.seed == 0
+    assert (loader.context_length, loader.global_batch_size) == (32, 8)
+    assert set(loader.batch(0)) == {"input_ids", "labels"}
+
+
+def test_a_mixture_with_packing_and_masks(folder, tmp_path):
+    other = write_prepared(tmp_path / "b", random_documents(50, 40, seed=1), vocab_size=5000)
+    mixture = {str(folder): 3, str(other): 1}
+    options = {"path": None, "mixture": mixture, "packing": "best_fit", "mask_documents": True}
+    corpus, held_out, loader = open_data(config_of(folder, **options))
+    assert isinstance(corpus, Mixture) and isinstance(held_out, Mixture)
+    assert {p.name: n for p, n in zip(corpus.parts, corpus.counts, strict=True)} == {
+        str(folder): 7500,
+        str(other): 2500,
+    }
+    assert set(loader.batch(0)) == {"input_ids", "labels", "document_ids"}
+    assert (folder / "packing").is_dir() and (other / "packing").is_dir()
+
+
+def test_a_vocabulary_that_is_too_small(folder):
+    with pytest.raises(UserError, match=r"model.vocab_size=4999: the tokenizer of .*data has 5000"):
+        open_data(config_of(folder, {"vocab_size": 4999}))
+    open_data(config_of(folder, {"vocab_size": 5000}))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_masking_needs_ends_that_a_stream_shows(tmp_path, split):
+    """Without EOD nothing would be masked, and nothing would say so."""
+    documents = {"train": random_documents(90, 40), "validation": [[4, 5, 0]]}
+    documents[split] = [[*range(1, 50)]] * 9
+    folder = write_prepared(tmp_path / "data", documents["train"], documents["validation"])
+    for packing in ("stream", "best_fit"):
+        with pytest.raises(UserError, match=rf"mask_documents=true: the {split} documents of"):
+            open_data(config_of(folder, mask_documents=True, packing=packing))
+    open_data(config_of(folder))
