@@ -94,7 +94,7 @@ class Estimate:
             return [f"{size}; how much text that is, and what it takes, is not known beforehand"]
         return [
             f"{size}, about {_bytes(self.text_bytes)} of text in all, "
-            f"{self.result_tokens / 1e6:,.1f} million tokens in the result",
+            f"about {self.result_tokens:,.0f} training tokens come out",
             f"disk: about {_bytes(self.result_bytes)} in {self.out}, "
             f"{_bytes(self.parts_bytes)} for a time in {self.work}",
             f"time: about {_duration(self.seconds)} still to encode with {self.workers} workers "

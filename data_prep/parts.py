@@ -107,10 +107,14 @@ def _write(stream: IO[bytes], data: bytes | memoryview) -> None:
 def _temporary(folder: Path, name: str) -> Iterator[IO[bytes]]:
     """A file of a name that no other process uses, removed in the end unless it was renamed."""
     path = folder / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp"
+    stream = None
     try:
-        with open(path, "wb") as stream:
-            yield stream
+        stream = open(path, "wb")  # noqa: SIM115 - closed below
+        yield stream
     finally:
+        if stream is not None:
+            with suppress(OSError):  # on a full disk what is still buffered cannot be written
+                stream.close()
         path.unlink(missing_ok=True)
 
 

@@ -25,6 +25,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without reading anything."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.prepare",
+        usage="%(prog)s --source KIND [--path PATH] --tokenizer SPEC --out DIR [options]",
         description="Turns text into Megatron .bin/.idx token shards with a held-out validation "
         "split and a manifest. The result is the same for every number of workers and machines. "
         "Running it again on finished data does nothing; a run that was killed or stopped is "
@@ -48,8 +49,17 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
         help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
         "slimpajama: a local mirror, or hub:OWNER/NAME[/FOLDER][@REVISION]",
     )
-    add("--validation-path", help="files: held-out text of your own, instead of a fraction")
-    add("--text-key", default="text", help="key of the text in jsonl and parquet (default: text)")
+    add(
+        "--validation-path",
+        metavar="PATH",
+        help="files: held-out text of your own, instead of a fraction",
+    )
+    add(
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="key of the text in jsonl and parquet (default: text)",
+    )
     add(
         "--set-key",
         default="meta.redpajama_set_name",
@@ -81,7 +91,7 @@ def _add_tokens(group: argparse._ArgumentGroup) -> None:
         help="tokenizer.json or a folder, a sentencepiece *.model, train:sentencepiece:VOCAB, "
         "or bytes",
     )
-    add("--eod-token", help="end-of-document token (default: the tokenizer's own)")
+    add("--eod-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's own)")
     add("--shard-tokens", default="500M", metavar="N", help="size of a shard (default: 500M)")
 
 
@@ -91,12 +101,14 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         "--validation-fraction",
         type=float,
         default=0.05,
+        metavar="SHARE",
         help="share of documents held out, unless the source has its own split (default: 0.05)",
     )
     add(
         "--seed",
         type=int,
         default=0,
+        metavar="N",
         help="decides which documents are held out, and which ones a part of a set consists of "
         "(default: 0)",
     )
@@ -111,8 +123,8 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     add(
         "--mixture",
         metavar="SET=WEIGHT,…",
-        help="shares of the training tokens, other sets left out; with --tokens sets with too "
-        "little text are repeated, without it the result is as large as it can be without that",
+        help="shares of the training tokens; other sets are left out. With --tokens, sets with too "
+        "little text are repeated; without it, the result is as large as it gets unrepeated",
     )
     add(
         "--max-repeats",
@@ -122,15 +134,16 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         help="how often --mixture may use a set (default: 4)",
     )
     add("--repeat", metavar="SET=TIMES,…", help="use sets more than once, such as 2 or 1.5 times")
-    add("--max-documents", type=int, help="stop after this many documents")
-    add("--max-bytes", type=int, help="stop after this many bytes of text")
+    add("--max-documents", type=int, metavar="N", help="stop after this many documents")
+    add("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
     add("--scratch", type=Path, metavar="DIR", help="folder for the parts (default: in --out)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    cores = len(os.sched_getaffinity(0))
+    add("--workers", type=int, default=cores, metavar="N", help="processes (default: all cores)")
     add(
         "--stage",
         choices=STAGES,
@@ -138,9 +151,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="encode: files to parts; assemble: parts to shards, and whatever is still missing; "
         "all: both (default)",
     )
-    add(
-        "--task", metavar="I/N", help="with --stage encode: the share of array task I (from 0) of N"
-    )
+    add("--task", metavar="I/N", help="with --stage encode: the units of task I (from 0) of N")
     add("--estimate", action="store_true", help="only tell what disk and time it would take")
     add("--overwrite", action="store_true", help="replace other data in the folder")
 

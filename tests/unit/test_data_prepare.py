@@ -1,17 +1,12 @@
 """The preparation as a whole: same result for any number of workers, kills, errors, arguments."""
 
 import collections
-import contextlib
 import hashlib
 import json
 import math
-import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,56 +108,6 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
     monkeypatch.setattr(pipeline, "assemble", killed)
     with pytest.raises(UserError, match="stop"):
         prepare(out, *flags(many_documents, "--seed", 1, "--overwrite"))
-
-
-def test_killed_at_any_moment_and_started_again(tmp_path, many_documents):
-    arguments = flags(many_documents, "--shard-tokens", 20_000, tokenizer="train:sentencepiece:400")
-    start = time.monotonic()
-    assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
-    whole = time.monotonic() - start
-    expected = digests(tmp_path / "whole")
-    rng = random.Random()
-    survivors = []
-    for attempt in range(6):
-        out = tmp_path / "killed"
-        workers = 1 + attempt % 2
-        process = subprocess.Popen(
-            command(*arguments, "--out", out, "--workers", workers),
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        time.sleep(rng.uniform(0.2, 1.1) * whole)
-        process.send_signal(signal.SIGKILL)  # the parent alone: its workers must end by themselves
-        process.wait()
-        survivors.append(process.pid)
-        # Whatever it got to: finished data are whole, and others are not taken for finished.
-        if (out / "manifest.json").exists():
-            assert {k: v for k, v in digests(out).items() if k != "unfinished.json"}.keys() >= (
-                expected.keys()
-            )
-            shutil.rmtree(out)
-        elif out.exists():
-            with pytest.raises(UserError, match="no finished data"):
-                TokenCorpus.open(out, "train")
-    done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
-    assert done.returncode == 0, done.stderr
-    assert digests(tmp_path / "killed") == expected
-    deadline = time.monotonic() + 10
-    while any(map(group_alive, survivors)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(group_alive, survivors))
-
-
-def group_alive(group):
-    """Whether a process of the group still runs (one that only waits to be reaped does not)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(of_group) == group and state != "Z":
-                return True
-    return False
 
 
 def test_again_with_the_same_arguments_does_nothing(

@@ -1,13 +1,16 @@
 """Parts and shards: kills at every step, arrays of tasks, damage, doubled work, malformed lines."""
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +97,58 @@ def test_killed_once_late(tmp_path, sets, expected, renames):
     assert not die_at(out, set_flags(sets, *WISHES), renames)
     assert die_at(out, set_flags(sets, *WISHES), 10**9)
     assert digests(out) == expected
+
+
+def test_killed_at_any_moment_and_started_again(tmp_path, sets):
+    """The kill that leaves no process time for anything, at random, for one worker and for two."""
+    tokenizer = ("--tokenizer", "train:sentencepiece:400", "--shard-tokens", "1K")
+    arguments = set_flags(sets, *tokenizer, "--mixture", "Large=1,Small=1", "--tokens", "8K")
+    start = time.monotonic()
+    assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
+    whole = time.monotonic() - start
+    expected = digests(tmp_path / "whole")
+    rng = random.Random()
+    survivors = []
+    for attempt in range(6):
+        out = tmp_path / "killed"
+        workers = 1 + attempt % 2
+        process = subprocess.Popen(
+            command(*arguments, "--out", out, "--workers", workers),
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(rng.uniform(0.2, 1.1) * whole)
+        process.send_signal(signal.SIGKILL)  # the parent alone: its workers must end by themselves
+        process.wait()
+        survivors.append(process.pid)
+        # Whatever it got to: finished data are whole, and others are not taken for finished.
+        if (out / "manifest.json").exists():
+            assert {k: v for k, v in digests(out).items() if k != "unfinished.json"}.keys() >= (
+                expected.keys()
+            )
+            shutil.rmtree(out)
+        elif out.exists():
+            with pytest.raises(UserError, match="no finished data"):
+                TokenCorpus.open(out, "train")
+    done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "killed") == expected
+    deadline = time.monotonic() + 10
+    while any(map(group_alive, survivors)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(group_alive, survivors))
+
+
+def group_alive(group):
+    """Whether a process of the group still runs (one that only waits to be reaped does not)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
+    return False
 
 
 def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepare, monkeypatch):
@@ -247,7 +302,7 @@ def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
 def test_the_estimate_writes_nothing(tmp_path, sets, prepare, capsys):
     prepare(tmp_path / "out", *set_flags(sets, "--estimate", "--tokens", "20K"))
     printed = capsys.readouterr().out
-    assert "7 units" in printed and "0.0 million tokens in the result" in printed
+    assert "7 units" in printed and "about 20,000 training tokens come out" in printed
     assert "disk: about" in printed and "time: about" in printed
     assert not (tmp_path / "out").exists()
 
