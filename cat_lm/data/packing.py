@@ -1,11 +1,9 @@
 """Windows of whole documents: fewer are cut at a window's edge, and none is joined to half another.
 
-Documents longer than a window are cut into full windows and a rest; rests and shorter documents
-are packed by best-fit decreasing: the longest first, each into the fullest window that has room.
-That is done for `GROUP` consecutive documents at a time, so that memory does not grow with the
-corpus. What comes out depends on the data and the context length only. It is computed once and
-kept in `DATA/packing/` (or in the cache, where the data cannot be written to), 12 bytes a piece
-and 8 bytes a window; reading any window costs the same.
+`cat_lm.data.best_fit` says which documents go together, for `GROUP` consecutive ones at a time, so
+that memory does not grow with the corpus. What comes out depends on the data and the context length
+only. It is computed once and kept in `DATA/packing/` (or in the cache, where the data cannot be
+written to), 12 bytes a piece and 8 bytes a window; reading any window costs the same.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import IO
 
 import numpy as np
 
+from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus, cache_folder
 from cat_lm.data.shards import Shard
 from cat_lm.data.windows import IGNORE, Batch
@@ -31,9 +30,6 @@ from cat_lm.files import sync_directory, write_json
 
 VERSION = 1
 GROUP = 100_000
-# A piece: where it starts in the stream, and its length, above two bits that tell its ends.
-PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
-FIRST, CUT = 1, 2  # it is the first of its document; its document goes on in another window
 
 
 class PackedWindows:
@@ -120,78 +116,13 @@ class PackedWindows:
         return UserError(f"{self._folder}: the packing plan is damaged; delete this folder")
 
 
-def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
-    """Packs documents, given by where they start and how long they are, both [N].
-
-    Returns the pieces [P], in the order of their windows, and the number of pieces in each window.
-    """
-    full = lengths // context_length
-    rest = lengths - full * context_length
-    # Full windows of long documents.
-    owner = np.repeat(np.arange(len(lengths)), full)
-    part = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
-    cut = (part + 1) * context_length < lengths[owner]
-    whole = _pieces(
-        starts[owner] + part * context_length,
-        np.full(len(owner), context_length),
-        np.where(part == 0, FIRST, 0) | np.where(cut, CUT, 0),
-    )
-    # Rests, and documents that are shorter than a window.
-    some = np.flatnonzero(rest)
-    windows = best_fit(rest[some], context_length)
-    order = np.argsort(windows, kind="stable")
-    some = some[order]
-    packed = _pieces(
-        starts[some] + full[some] * context_length,
-        rest[some],
-        np.where(full[some] == 0, FIRST, 0),
-    )
-    counts = np.concatenate([np.ones(len(whole), np.int64), np.bincount(windows)])
-    return np.concatenate([whole, packed]), counts
-
-
-def _pieces(starts: np.ndarray, lengths: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    pieces = np.empty(len(starts), dtype=PIECE)
-    pieces["start"], pieces["packed"] = starts, lengths << 2 | flags
-    return pieces
-
-
-def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Best-fit decreasing: the window of each item, numbered from 0; int64 [N].
-
-    The longest item first, each into the window with the least room that still holds it.
-    """
-    windows = np.zeros(len(lengths), dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where some window has room r
-    opened = 0
-    placed = []
-    for length in lengths[order].tolist():
-        if fitting := rooms >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
-            window = by_room[room].pop()
-            if not by_room[room]:
-                rooms ^= 1 << room
-        else:
-            window, room = opened, capacity
-            opened += 1
-        placed.append(window)
-        room -= length
-        if room:
-            by_room[room].append(window)
-            rooms |= 1 << room
-    windows[order] = placed
-    return windows
-
-
 def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> Path:
     """The folder of the plan, made first where there is none yet.
 
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
     it; without locks each makes its own, and the first one stays.
     """
-    name = f"{corpus.split}-{context_length}-{corpus.fingerprint[:16]}"
+    name = f"{corpus.split}-{context_length}-v{VERSION}-{corpus.fingerprint[:16]}"
     identity = {
         "version": VERSION,
         "fingerprint": corpus.fingerprint,

@@ -6,30 +6,14 @@ read windows one by one for good would ask the storage for every few kilobytes. 
 by its range from a shard that is not here yet, while threads copy whole shards in the background;
 from a shard that is here, it is read from its memory map. Copying starts with the first window, not
 with the opening. What needs documents (best-fit packing) waits for the shards it looks into.
-
-    CACHE/FINGERPRINT/         a prepared folder, as it fills up
-      manifest.json tokenizer/
-      train-00000.bin .idx     whole, and equal to the manifest's SHA-256
-      .train-00000.whole       sizes and times of the two when they were verified
-      .train-00000.lock        held by the process that copies it: ranks of a node share the copies
-
-A copy grows under a temporary name and is renamed once its SHA-256 is right. Ranges cannot be
-verified that way; their length is, and that their tokens are of the vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import json
 import os
 import shutil
 import socket
-import threading
-import time
-import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,16 +24,15 @@ from cat_lm.data.corpus import (
     TokenCorpus,
     allow_open_files,
     cache_folder,
-    open_shard,
     parse_manifest,
 )
-from cat_lm.data.shards import Shard, index_bytes
+from cat_lm.data.remote_shards import Copying, RemoteShard, locked
+from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, sha256, sync_directory, write_json
+from cat_lm.files import replacing, sha256
 
-COPY_THREADS, RANGE_THREADS = 4, 32
-CHUNK = 32 * 2**20
+RANGE_THREADS = 32
 TOKENIZER = "tokenizer"
 # What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
 TOKENIZER_FILES = (
@@ -112,181 +95,10 @@ class RemoteCorpus(TokenCorpus):
 
     def describe(self) -> list[str]:
         here = sum(shard.is_here() for shard in self.shards)
-        return [
-            *super().describe(),
-            f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}; others "
-            "are read by range, and copied there in the background",
-        ]
-
-
-class RemoteShard:
-    """A shard that may not be here yet; it has what a corpus and the packing use of a `Shard`."""
-
-    def __init__(self, storage: Storage, folder: Path, entry: dict, manifest: dict) -> None:
-        self._storage, self._folder, self._entry = storage, folder, entry
-        self._vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.name: str = entry["name"]
-        self.num_tokens: int = entry["tokens"]
-        self.num_documents: int = entry["documents"]
-        self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        self._local: Shard | None = None
-        self._mark = folder / f".{self.name}.whole"
-
-    def is_here(self) -> bool:
-        """Whether a verified copy is on this machine."""
-        if self._local is None and self._is_whole():
-            self._local = open_shard(self._folder, self._entry, self.dtype.name)
-        return self._local is not None
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) in the dtype on disk, from the copy or by range."""
-        if self.is_here():
-            return self._local.read(start, stop)
-        size = self.dtype.itemsize
-        try:
-            data = self._storage.read(f"{self.name}.bin", start * size, stop * size)
-        except FileNotFoundError:
-            raise UserError(
-                f"{self._address('.bin')}: no such file, but the manifest has it"
-            ) from None
-        tokens = np.frombuffer(data, self.dtype)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise UserError(
-                f"{self._address('.bin')}: holds ids outside of the vocabulary of "
-                f"{self._vocab_size}; the file is damaged, or something else was sent"
-            )
-        return tokens
-
-    def document(self, index: int) -> tuple[int, int]:
-        return self._whole().document(index)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._whole().lengths
-
-    @property
-    def pointers(self) -> np.ndarray:
-        return self._whole().pointers
-
-    @property
-    def document_marks(self) -> np.ndarray:
-        return self._whole().document_marks
-
-    def _whole(self) -> Shard:
-        if not self.is_here():
-            self.copy(wait=True)
-        return self._local
-
-    def copy(self, wait: bool) -> bool:
-        """Copies the shard here, unless it is; False where another process is just doing so.
-
-        With `wait`, waits for that process instead.
-        Raises `UserError` where the shard cannot be read or is not what the manifest says.
-        """
-        with _locked(self._folder / f".{self.name}.lock", wait) as ours:
-            if not ours:
-                return False
-            if not self.is_here():
-                for suffix in (".bin", ".idx"):
-                    self._copy_file(suffix)
-                write_json(self._mark, self._stamps())
-        return self.is_here()
-
-    def _copy_file(self, suffix: str) -> None:
-        name = f"{self.name}{suffix}"
-        digest = self._entry[f"{suffix[1:]}_sha256"]
-        path = self._folder / name
-        # Left by a process that was killed before it could note it, or changed since.
-        if path.is_file() and sha256(path) == digest:
-            return
-        for left in self._folder.glob(f".{name}.*.tmp"):
-            left.unlink(missing_ok=True)
-        temporary = self._folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
-        try:
-            if self._download(name, suffix, temporary) != digest:
-                raise UserError(
-                    f"{self._address(suffix)}: its SHA-256 is not the manifest's; the file is "
-                    "damaged or was replaced"
-                )
-            os.replace(temporary, path)
-            sync_directory(self._folder)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _download(self, name: str, suffix: str, temporary: Path) -> str:
-        """Writes the file to `temporary`, a chunk at a time; returns its SHA-256."""
-        size = self.num_tokens * self.dtype.itemsize
-        found = hashlib.sha256()
-        with open(temporary, "wb") as stream:
-            for data in self._chunks(name, size if suffix == ".bin" else None):
-                stream.write(data)
-                found.update(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        return found.hexdigest()
-
-    def _chunks(self, name: str, size: int | None) -> Iterator[bytes]:
-        try:
-            if size is None:  # an index: small, and its size is not in the manifest
-                yield self._storage.read(name)
-                return
-            for start in range(0, size, CHUNK):
-                yield self._storage.read(name, start, min(start + CHUNK, size))
-        except FileNotFoundError:
-            raise UserError(
-                f"{self._storage.url}/{name}: no such file, but the manifest has it"
-            ) from None
-
-    def _address(self, suffix: str) -> str:
-        return f"{self._storage.url}/{self.name}{suffix}"
-
-    def _stamps(self) -> dict[str, list[int]]:
-        found = {}
-        for suffix in (".bin", ".idx"):
-            status = (self._folder / f"{self.name}{suffix}").stat()
-            found[suffix] = [status.st_size, status.st_mtime_ns]
-        return found
-
-    def _is_whole(self) -> bool:
-        """Whether both files are as they were when they were verified."""
-        try:
-            return json.loads(self._mark.read_text(encoding="utf-8")) == self._stamps()
-        except (OSError, ValueError):
-            return False
-
-
-class Copying:
-    """Threads that copy a corpus's shards here, until all are or the corpus is dropped."""
-
-    def __init__(self, corpus: RemoteCorpus) -> None:
-        self._error: UserError | OSError | None = None
-        self._missing = [shard for shard in corpus.shards if not shard.is_here()]
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        weakref.finalize(corpus, self._stop.set)
-        for number in range(COPY_THREADS):
-            name = f"copy-{corpus.split}-{number}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def check(self) -> None:
-        """Raises what ended the copying: damaged data must not be trained on by range either."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                if not self._missing:
-                    return
-                shard = self._missing.pop(0)
-            try:
-                if not shard.copy(wait=False):
-                    with self._lock:  # another process has it in hand; it may yet be killed
-                        self._missing.append(shard)
-                    time.sleep(0.2)
-            except (UserError, OSError) as error:
-                self._error = error
-                self._stop.set()
+        line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
+        if here < len(self.shards):
+            line += "; the others are read by range, and copied there in the background"
+        return [*super().describe(), line]
 
 
 def _check_space(folder: Path, manifest: dict) -> None:
@@ -308,7 +120,7 @@ def _check_space(folder: Path, manifest: dict) -> None:
 def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
     if (folder / TOKENIZER).is_dir():
         return
-    with _locked(folder / f".{TOKENIZER}.lock", wait=True):
+    with locked(folder / f".{TOKENIZER}.lock", wait=True):
         if (folder / TOKENIZER).is_dir():
             return
         temporary = folder / f".{TOKENIZER}.{socket.gethostname()}.tmp"
@@ -322,20 +134,3 @@ def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
             what = "is not the manifest's" if main.is_file() else "is missing"
             raise UserError(f"{storage.url}/{TOKENIZER}/tokenizer.json: {what}")
         os.rename(temporary, folder / TOKENIZER)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Holds a lock file; gives whether it is held."""
-    with open(path, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            ours = True
-        except BlockingIOError:
-            ours = False
-        except OSError as error:
-            raise UserError(
-                f"data.cache_dir: {path.parent} has no file locks ({error.strerror}), which ranks "
-                "need to share copies; name a folder on a local disk"
-            ) from None
-        yield ours

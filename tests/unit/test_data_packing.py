@@ -11,8 +11,9 @@ import pytest
 
 from cat_lm.data import TokenCorpus, TrainLoader
 from cat_lm.data import packing as packing_module
+from cat_lm.data.best_fit import best_fit, pack
 from cat_lm.data.loader import IGNORE
-from cat_lm.data.packing import PackedWindows, best_fit, pack
+from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
 from tests.prepared_data import EOD, random_documents, write_prepared
 
@@ -173,7 +174,7 @@ def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp
     # A file where the folder would be: unlike permissions, it stops root too.
     (corpus.folder / "packing").write_text("")
     windows = PackedWindows(corpus, T, tmp_path / "cache")
-    assert list((tmp_path / "cache/packing").glob("train-16-*/pieces.bin"))
+    assert list((tmp_path / "cache/packing").glob("train-16-v1-*/pieces.bin"))
     assert windows.num_windows == PackedWindows(corpus, T, tmp_path / "cache").num_windows
 
 
