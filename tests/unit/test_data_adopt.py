@@ -316,7 +316,7 @@ def mistral_ids(path):
     [("gpt_neox_20b.json", UINT16, neox_ids), ("mistral_7b_v1.model", INT32, mistral_ids)],
 )
 def test_bytes_of_text_are_counted_exactly_without_decoding(
-    tmp_path, shared_data, monkeypatch, name, code, made
+    tmp_path, shared_data, monkeypatch, capsys, name, code, made
 ):
     from data_prep.documents import Reading
     from data_prep.sources import open_source
@@ -333,8 +333,10 @@ def test_bytes_of_text_are_counted_exactly_without_decoding(
     manifest = json.loads((folder / "manifest.json").read_text())
     expected = sum(len(normalized(text).encode()) for text in texts)
     assert manifest["splits"]["train"]["bytes"] == expected
+    assert "decoding all documents" not in capsys.readouterr().out
     real = text_bytes.bytes_of_tokens  # with a table that is wrong, all documents are decoded
     monkeypatch.setattr(text_bytes, "bytes_of_tokens", lambda *given: real(*given) + 1)
     folder = run(tmp_path / "decoded", train, held, tokenizer=str(path))
+    assert "decoding all documents" in capsys.readouterr().out
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["splits"]["train"]["bytes"] == expected
