@@ -156,6 +156,9 @@ class TokenCorpus:
     def _read(self, requests: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
         return [shard.read(start, stop) for shard, start, stop in requests]
 
+    def read_ahead(self) -> None:
+        """Says that all shards are about to be read, one after the other."""
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries."""
         return self.gather([start], [stop])[0].astype(np.int64)

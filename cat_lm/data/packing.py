@@ -222,6 +222,7 @@ def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[
 def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Where documents start in the stream and how long they are, `GROUP` of a shard at a time."""
     base = 0
+    corpus.read_ahead()
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, GROUP):
             starts, stops = _documents(shard, first, min(first + GROUP, shard.num_documents))

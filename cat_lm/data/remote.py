@@ -84,9 +84,13 @@ class RemoteCorpus(TokenCorpus):
         allow_open_files(len(listed))
         return [RemoteShard(self._storage, self.folder, e, self.manifest) for e in listed]
 
-    def _read(self, requests: list[tuple[RemoteShard, int, int]]) -> list[np.ndarray]:
+    def read_ahead(self) -> None:
+        """Starts copying, unless all is here."""
         if self._copying is None and not all(shard.is_here() for shard in self.shards):
             self._copying = Copying(self)
+
+    def _read(self, requests: list[tuple[RemoteShard, int, int]]) -> list[np.ndarray]:
+        self.read_ahead()
         if self._copying is not None:
             self._copying.check()
         if all(shard.is_here() for shard, _, _ in requests):
