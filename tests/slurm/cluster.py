@@ -7,6 +7,7 @@ Needs root and Debian's slurm-wlm and munge.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # where daemons are, and not al
 _MARK = "CAT_LM_TEST_CLUSTER"
 
 # More processors than there are: ranks of several jobs share the real ones.
+# Jobs of several clusters on this machine must not meet at one port, which comes from the job's id.
 # cred_expire is also how long a requeued job waits before it starts again (120 s by default).
 _CONFIGURATION = """\
 ClusterName=test
@@ -51,6 +53,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 JobRequeue=1
 MinJobAge=7200
+FirstJobId={first_job}
 KillWait=5
 SlurmdTimeout=15
 MessageTimeout=10
@@ -180,6 +183,7 @@ class Cluster:
             folder=self.folder,
             ports=_free_ports(1 + len(NODES)),
             memory=memory,
+            first_job=random.randrange(1, 19_000),
         )
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
 
@@ -227,10 +231,8 @@ def environments() -> Iterator[tuple[int, dict[str, str]]]:
 
 def kill(process: int, number: signal.Signals) -> None:
     """Sends a signal; a process that has ended meanwhile is no error."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
-    except ProcessLookupError:
-        pass
 
 
 def _find(program: str) -> str | None:

@@ -1,0 +1,249 @@
+"""What clusters do to a run of two nodes; each time it ends with the losses of a straight run."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.trainers import opened
+from tests.runs import losses, run_values, write_config
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import Job
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 120
+FAULT = 25  # the step after which a fault comes: two checkpoints lie before it
+
+
+def values(data: Path, run: Path, **train: object) -> dict:
+    """Some seconds of training, long enough for a fault to come before its end."""
+    result = run_values(data, run, max_steps=STEPS, **train)
+    result["validation"] = {"every_steps": STEPS // 2, "max_tokens": 512}
+    result["checkpoint"] = {"every_steps": 10, "keep_last": 2}
+    return result
+
+
+def train(ranks, run: dict) -> int:
+    from train import Trainer
+
+    with opened(Trainer, ranks, run) as trainer:
+        return trainer.run()
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    """The losses of the same configuration on two ranks without SLURM."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    assert run_on_ranks(train, 2, values(tiny_corpus, run)) == [0, 0]
+    assert len(losses(run)) == STEPS + 2
+    return losses(run)
+
+
+@pytest.fixture(scope="module")
+def submit(
+    cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Job]]:
+    """Submits a run of two nodes: submit(option, …, key of train=value, …) -> Job."""
+    jobs = []
+
+    def run(*arguments: object, site: dict | None = None, data: Path | None = None, **train) -> Job:
+        folder = tmp_path_factory.mktemp("job")
+        job = Job(cluster, folder / "run", folder / "site.yaml")
+        write_site(job, **(site or {}))
+        config = write_config(folder, values(data or tiny_corpus, job.run, **train))
+        said = job.launch("submit", config, "--nodes", 2, *arguments)
+        jobs.append(job)
+        assert job.id in said and str(job.run / "slurm/job.log") in said
+        return job
+
+    yield run
+    for job in jobs:
+        cluster.run("scancel", "--quiet", job.id)
+
+
+def write_site(job: Job, **settings: object) -> None:
+    values = {"time": "10", "env": {"GLOO_SOCKET_IFNAME": "lo"}, **settings}
+    job.site.write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
+def check_finished(job: Job, straight: list[tuple], restarts: int, attempts: int = 0) -> None:
+    """The job ends well after so many restarts, with nothing lost and nothing done twice."""
+    job.wait_until_over()
+    shown = job.shown()
+    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), job.log
+    assert shown["Restarts"] == str(restarts), job.log
+    assert len(job.attempts) == (attempts or restarts + 1)
+    # Appended, never truncated: every start is in the log.
+    for restart in range(restarts + 1):
+        assert f"job {job.id}: restart {restart} " in job.log
+    assert f"finished: {STEPS} steps" in job.log
+    assert job.losses == straight
+
+
+def check_not_requeued(job: Job, state: str) -> None:
+    job.wait_until_over()
+    assert job.state == state, job.log
+    assert job.shown()["Restarts"] == "0" and len(job.attempts) == 1
+
+
+# Two jobs whose ranks stand still until something finds it. Other tests run meanwhile.
+
+
+@pytest.fixture(scope="module")
+def limited(submit) -> Job:
+    """A job whose ranks stand still until, near the time limit, SLURM's signal wakes them.
+
+    It comes 90 to 120 s after the start: SLURM looks at limits every 30 s, and is never late.
+    """
+    job = submit("--lead-seconds", 180)
+    job.wait_for_step(FAULT)
+    job.signal_ranks(signal.SIGSTOP)
+    job.scontrol("update", f"JobId={job.id}", "TimeLimit=5")
+    return job
+
+
+@pytest.fixture(scope="module")
+def hung(submit) -> Job:
+    """A job of which one rank stands still."""
+    job = submit("--max-restarts", 9, hang_minutes=1)
+    job.wait_for_step(FAULT)
+    job.signal_ranks(signal.SIGSTOP, 1)
+    return job
+
+
+def test_uninterrupted(submit, straight, limited, hung):
+    check_finished(submit(), straight, restarts=0)
+
+
+def test_signal_to_one_rank(submit, straight):
+    """All ranks stop after the same step; the job requeues itself, each time."""
+    job = submit()
+    for restart, (number, rank) in enumerate([(signal.SIGUSR1, 1), (signal.SIGTERM, 0)]):
+        job.wait_for_log(f" restart {restart} ")
+        job.wait_for_step(FAULT * (1 + restart))
+        job.signal_ranks(number, rank)
+        job.wait_for_log(f" restart {restart + 1} ")
+    stops = re.findall(r"stopped by a signal after step (\d+)", job.log)
+    starts = [int(line.rpartition("-")[2]) for line in job.attempts[1:]]
+    assert starts == [int(step) for step in stops] and len(stops) == 2
+    assert job.log.count("Exited with exit code 75") >= 2
+    check_finished(job, straight, restarts=2)
+
+
+def test_scancel_and_resume(submit, straight):
+    job = submit()
+    job.wait_for_step(FAULT)
+    job.launch("cancel", job.run)
+    check_not_requeued(job, "CANCELLED")
+    cancelled = job.id
+    said = job.launch("resume", job.run)
+    assert job.id != cancelled and job.id in said
+    check_finished(job, straight, restarts=0, attempts=2)
+    assert f"job {cancelled}: restart 0 " in job.log
+
+
+def test_scontrol_requeue(submit, straight):
+    job = submit()
+    job.wait_for_step(FAULT)
+    job.scontrol("requeue", job.id)
+    check_finished(job, straight, restarts=1)
+
+
+def test_sigkill_of_a_rank(submit, straight):
+    job = submit()
+    for restart, rank in enumerate([1, 0]):
+        job.wait_for_log(f" restart {restart} ")
+        job.wait_for_step(FAULT * (1 + restart))
+        job.signal_ranks(signal.SIGKILL, rank)
+        job.wait_for_log(f" restart {restart + 1} ")
+    check_finished(job, straight, restarts=2)
+
+
+def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
+    """Two ranks' checkpoint continued by one: the losses of a run that had one from the start.
+
+    Without dropout: which elements it drops depends on the ranks.
+    """
+    straight = values(tiny_corpus, tmp_path / "straight")
+    straight["model"]["hidden_dropout"] = 0.0
+    assert run_on_ranks(train, 1, straight) == [0]
+    job = submit("model.hidden_dropout=0")
+    job.wait_for_step(FAULT)
+    job.launch("cancel", job.run)
+    job.wait_until_over()
+    job.launch("resume", job.run, "--nodes", 1)
+    job.wait_until_over()
+    assert job.state == "COMPLETED" and job.shown()["NumNodes"] == "1", job.log
+    assert "1 rank on" in job.log
+    expected = losses(tmp_path / "straight")
+    assert [row[0] for row in job.losses] == [row[0] for row in expected]
+    for row, straight_row in zip(job.losses, expected, strict=True):
+        assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
+
+
+def test_crash_loop(submit, straight, tmp_path):
+    """A run that dies at each start is given up; mended and resumed, it goes on."""
+    crash = tmp_path / "python"
+    crash.write_text("#!/bin/sh\necho cannot work >&2\nexit 1\n")
+    crash.chmod(0o755)
+    job = submit("--max-restarts", 2, site={"python": str(crash)})
+    job.wait_until_over()
+    shown = job.shown()
+    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "2:0", "2")
+    assert len(job.attempts) == 2 and job.log.count("cannot work") == 4
+    assert "no progress: 2 attempts in a row began at checkpoint none" in job.log
+    write_site(job)
+    job.launch("resume", job.run)
+    check_finished(job, straight, restarts=0, attempts=3)
+
+
+def test_bad_input(submit, tmp_path):
+    job = submit(data=tmp_path)
+    check_not_requeued(job, "FAILED")
+    assert job.shown()["ExitCode"] == "2:0"
+    assert "error: " in job.log and str(tmp_path) in job.log and "not requeued" in job.log
+
+
+def test_time_limit(limited, straight):
+    """SLURM's own signal before the limit reaches the ranks; the job requeues itself."""
+    limited.wait_for_log("stopped by a signal after step")
+    check_finished(limited, straight, restarts=1)
+
+
+def test_hung_rank(hung, straight):
+    """The rank that waits for it ends the job with code 76 and says where it waits."""
+    hung.wait_for_log("Exited with exit code 76")
+    assert "rank 0 on" in hung.log and "no progress for 1.0 minutes" in hung.log
+    check_finished(hung, straight, restarts=1)
+    assert "hung (exit code 76" in hung.log
+
+
+# Last: what happens to a node happens to all jobs on it.
+
+
+def test_node_set_down(submit, straight, cluster):
+    job = submit()
+    job.wait_for_step(FAULT)
+    cluster.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
+    job.wait_for_state("PENDING")
+    cluster.run("scontrol", "update", "NodeName=n1", "State=RESUME")
+    check_finished(job, straight, restarts=1)
+
+
+def test_node_daemon_killed(submit, straight, cluster):
+    """The node is lost; its rank lives on, and is in nobody's way when the node is back."""
+    job = submit()
+    job.wait_for_step(FAULT)
+    job.signal_ranks(signal.SIGSTOP)
+    cluster.kill_node("n1")
+    job.wait_for_state("PENDING")
+    cluster.start_node("n1")
+    check_finished(job, straight, restarts=1)
+    assert not job.ranks()
