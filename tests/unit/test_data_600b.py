@@ -1,0 +1,83 @@
+"""627 billion tokens, as sparse files: opened and read with few open files and little memory."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from cat_lm.data import corpus as corpus_module
+from cat_lm.data.corpus import OTHER_FILES, TokenCorpus
+from cat_lm.data.shards import CODES, HEADER, MAGIC, VERSION, index_bytes, token_dtype
+from cat_lm.errors import UserError
+from tests.prepared_data import random_documents, write_prepared
+
+SHARDS, TOKENS, DOCUMENTS = 1254, 500_000_000, 500_000
+
+READ = """
+import resource, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+from cat_lm.data import TokenCorpus, TrainLoader
+corpus = TokenCorpus.open(sys.argv[1], "train")
+loader = TrainLoader(corpus, 2048, 256, seed=0)
+middle = loader.samples_per_epoch // 256 // 2
+for step in range(middle, middle + 20):
+    loader.batch(step)
+read = sum("_mapping" in shard.__dict__ for shard in corpus.shards)
+print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sparse")
+    header = HEADER.pack(MAGIC, VERSION, CODES[token_dtype(50_277)], DOCUMENTS, DOCUMENTS + 1)
+    shards = []
+    for number in range(SHARDS):
+        name = f"train-{number:05d}"
+        with open(folder / f"{name}.bin", "wb") as stream:
+            stream.truncate(2 * TOKENS)
+        with open(folder / f"{name}.idx", "wb") as stream:
+            stream.write(header)
+            stream.truncate(index_bytes(DOCUMENTS))
+        shards.append({"name": name, "documents": DOCUMENTS, "tokens": TOKENS, "bytes": 1})
+    totals = {"documents": SHARDS * DOCUMENTS, "tokens": SHARDS * TOKENS, "bytes": SHARDS}
+    manifest = {
+        "format_version": 1,
+        "dtype": "uint16",
+        "fingerprint": "f",
+        "source": {},
+        "sources": {},
+        "unigram_loss": 1.0,
+        "tokenizer": {"vocab_size": 50_277, "eod_id": 0},
+        "splits": {"train": {**totals, "shards": shards}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_it_is_read_in_the_middle_with_few_files_allowed(sparse):
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < SHARDS + OTHER_FILES:
+        pytest.skip("the hard limit of open files is too low for so many shards")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(sparse)], capture_output=True, text=True, check=True
+    )
+    read, megabytes = map(float, done.stdout.split())
+    assert read > 0.9 * SHARDS  # so many that 256 files would not have done
+    assert megabytes < 200
+
+
+def test_too_low_a_limit_is_told_when_opening(sparse, monkeypatch):
+    monkeypatch.setattr(corpus_module.resource, "getrlimit", lambda _: (256, 1024))
+    with pytest.raises(UserError, match=r"in 1,254 shards, but only 1,024 files may be open"):
+        TokenCorpus.open(sparse, "train")
+
+
+def test_a_shard_that_is_not_as_listed_is_found_when_opening(tmp_path):
+    folder = write_prepared(tmp_path, random_documents(50, 40), shard_tokens=50)
+    bad = sorted(folder.glob("train-*.bin"))[-2]
+    bad.write_bytes(bad.read_bytes()[:-2])
+    with pytest.raises(UserError, match=rf"{bad.name}: documents, tokens, dtype are"):
+        TokenCorpus.open(folder, "train")
