@@ -172,6 +172,25 @@ def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, do
         run(tmp_path / "no", *pairs, "--link", "copy", "--validation-documents", 3)
 
 
+def test_bytes_of_held_out_documents_are_their_own_where_all_are_decoded(
+    tmp_path, pairs, monkeypatch
+):
+    real = text_bytes.bytes_of_tokens
+    monkeypatch.setattr(text_bytes, "bytes_of_tokens", lambda *given: real(*given) + 1)
+    flags = ("--link", "copy", "--validation-documents", 7)
+    folder = run(tmp_path / "out", pairs[0], [], *flags)
+    splits = json.loads((folder / "manifest.json").read_text())["splits"]
+    expected = {"train": TRAIN[:-7], "validation": TRAIN[-7:]}
+    for split, texts in expected.items():
+        assert splits[split]["bytes"] == sum(len(text.encode()) for text in texts)
+
+
+def test_documents_too_long_for_an_index_are_refused(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr("data_prep.foreign.MAX_DOCUMENT_TOKENS", 20)
+    with pytest.raises(UserError, match=r"a document of \d+ tokens is too long"):
+        run(tmp_path / "out", *pairs)
+
+
 def damage(prefix, kind, change):
     path = prefix.with_name(f"{prefix.name}.{kind}")
     path.write_bytes(change(path.read_bytes()))

@@ -3,9 +3,12 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -22,6 +25,7 @@ from cat_lm.errors import UserError
 from data_prep import hub, remote
 from data_prep.documents import Document, Malformed, Reading
 from data_prep.sources import Part, open_source
+from tests.conftest import REPOSITORY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "owner/name"
@@ -202,6 +206,37 @@ def test_a_mirror_gives_the_same_documents_and_names_as_the_hub(server, tmp_path
     assert documents(mirror) == documents(pickle.loads(pickle.dumps(there)))
     key = [(part.name, part.split, part.size) for part in mirror.parts]
     assert key == [(part.name, part.split, part.size) for part in there.parts]
+
+
+def test_the_command_prepares_from_the_hub_what_it_prepares_from_a_mirror(server, tmp_path):
+    """Two workers, each reading files of its own, and a connection that breaks twice."""
+    for name, data in FILES.items():
+        (tmp_path / "mirror" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mirror" / name).write_bytes(data)
+    server.trouble["train/chunk2/a_0.jsonl.zst"] = ["break", "break"]
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    for path, out in ((f"hub:{NAME}@v1", "hub"), (tmp_path / "mirror", "local")):
+        command = [
+            sys.executable,
+            "-m",
+            "data_prep.prepare",
+            "--source",
+            "slimpajama",
+            "--path",
+            path,
+        ]
+        command += ["--tokenizer", "bytes", "--workers", "2", "--out", tmp_path / out]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("trying again in 1 s [1/8]" in done.stderr) == (out == "hub")
+    names = ["train-00000.bin", "train-00000.idx", "validation-00000.bin", "validation-00000.idx"]
+    for name in names:
+        ours, mirrors = ((tmp_path / out / name).read_bytes() for out in ("hub", "local"))
+        assert ours == mirrors
+    manifest = json.loads((tmp_path / "hub" / "manifest.json").read_text())
+    assert manifest["source"]["revision"] == COMMIT
 
 
 def test_one_request_a_file_and_a_part_is_read_on_its_own(server):
