@@ -61,7 +61,8 @@ def active_jobs(scripts: list[Path]) -> list[JobState]:
     jobs = []
     for line in lines:
         job_id, state, reason, nodes, script = line.split("|", 4)
-        if script.split(" ")[0] in map(str, scripts) or script in map(str, scripts):
+        # Followed by the script's arguments, where somebody gave it some.
+        if any(f"{script} ".startswith(f"{ours} ") for ours in scripts):
             restarts = job_state(job_id)
             jobs.append(JobState(job_id, state, reason, nodes, restarts and restarts.restarts))
     return jobs

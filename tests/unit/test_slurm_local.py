@@ -107,7 +107,10 @@ def wait_for(path: Path, process: subprocess.Popen) -> str:
 
 
 def test_signals_and_killed_ranks_under_torchrun(tmp_path):
-    """A killed rank and USR1 start the ranks again, TERM reaches both ranks and ends it."""
+    """A killed rank and USR1 start the ranks again, TERM reaches both ranks and ends it.
+
+    As from a terminal, signals go to the whole process group, in which torchrun must not be.
+    """
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("cat_lm", "launch"):
@@ -125,6 +128,7 @@ def test_signals_and_killed_ranks_under_torchrun(tmp_path):
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     places = [run / f"rank-{rank}-of-2.pid" for rank in range(2)]
 
@@ -133,9 +137,9 @@ def test_signals_and_killed_ranks_under_torchrun(tmp_path):
 
     os.kill(ranks()[1], signal.SIGKILL)
     ranks()
-    process.send_signal(signal.SIGUSR1)
+    os.killpg(process.pid, signal.SIGUSR1)
     ranks()
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     says = [line.partition(" local: ")[2] for line in err.splitlines() if " local: " in line]

@@ -83,7 +83,7 @@ class Place:
         assert (code, err) == (0, "")
         return out
 
-    def queued(self, job: str, script: Path, state: str = "PENDING") -> None:
+    def queued(self, job: str, script: Path | str, state: str = "PENDING") -> None:
         self.queue.write_text(f"{job}|{state}|Resources||{script}\n", encoding="utf-8")
 
 
@@ -191,6 +191,17 @@ def test_one_job_a_run(place):
     place.calls.unlink()
     place.queue.unlink()
     assert "no queued or running job" in place.fails("cancel", place.run_folder.run)
+
+
+def test_a_job_is_known_by_its_script(place):
+    """Whatever characters are in its path, and with arguments."""
+    run = place.folder / "a run"
+    for script in (f"{run}/slurm/job.sbatch", f"{run}/slurm/job.sbatch some argument"):
+        place.queued("77", script)
+        err = place.fails("submit", place.config, "--nodes", 1, f"train.output_dir={run}")
+        assert "job 77 of this run" in err and f"cancel '{run}'`" in err
+    place.queued("77", f"{run}/slurm/job.sbatch.old")
+    place.submit(f"train.output_dir={run}")
 
 
 def test_an_older_runs_checkpoints_are_not_continued_by_accident(place):
