@@ -103,9 +103,9 @@ def _draw_panel(
     panel.axvline(context_length, color=INK, linewidth=1, linestyle="--", label=label)
     panel.set_xscale("log", base=2)
     ticks = [2**k for k in range(0, int(np.log2(edges[-1])) + 1, 3)]
-    panel.set_xticks(ticks, [_short(tick) for tick in ticks])
+    panel.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
     panel.xaxis.minorticks_off()
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     panel.set_title(f"{what} by the length of their document", fontsize=9, color=INK, loc="left")
     panel.set_xlabel("tokens in the document", color=MUTED)
     panel.tick_params(colors=MUTED, labelsize=8)
@@ -115,8 +115,8 @@ def _draw_panel(
 
 
 def _short(number: int) -> str:
-    """A number as people say it: 512, 4k (times 1024 below a million), 3.2M, 15B."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+    """A number as people say it: 512, 3.2M, 15B."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
-    return f"{number / 1024:.3g}k" if number >= 1024 else str(number)
+    return str(number)

@@ -1,6 +1,6 @@
-"""`python -m eval.speed conv|train|decode [--json FILE]`: speed and memory, measured side by side.
+"""`python -m eval.speed conv|train|decode|data [--json FILE]`: speed and memory, side by side.
 
-Exit codes: 0 everything asked for was measured, 1 a kernel was wrong and is refused, 2 bad input.
+Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError, command
+from eval.speed import data
+from eval.speed.arguments import names, numbers, positive, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 
 
@@ -24,11 +25,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
-    for parser_ in benchmarks.choices.values():
+    models = list(benchmarks.choices.values())
+    data.add_arguments(
+        benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
+    )
+    for parser_ in models:
         parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-        parser_.add_argument(
-            "--threads", type=_positive, metavar="N", help="of a CPU; default: all"
-        )
+        parser_.add_argument("--threads", type=positive, metavar="N", help="of a CPU; default: all")
+    for parser_ in benchmarks.choices.values():
         parser_.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
     return parser
 
@@ -36,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_conv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conv-type",
-        type=_names(CONV_TYPES),
+        type=names(CONV_TYPES),
         default=("head",),
         metavar="LIST",
         help=f"of {', '.join(CONV_TYPES)}; qkv is the step from the packed projection to "
@@ -44,14 +48,14 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--windows",
-        type=_numbers,
+        type=numbers,
         default=(3, 4, 8, 21, 64),
         metavar="LIST",
         help="W (default: 3,4,8,21,64)",
     )
     parser.add_argument(
         "--shape",
-        type=_shape,
+        type=shape,
         action="append",
         metavar="B,T,H,D",
         help="may be given several times (default: of the 370M and of the 1.4B model, "
@@ -59,20 +63,20 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=_names(DTYPES),
+        type=names(DTYPES),
         default=DTYPES,
         metavar="LIST",
         help=f"of {', '.join(DTYPES)} (default: both)",
     )
     parser.add_argument(
         "--kernels",
-        type=_names(KERNELS),
+        type=names(KERNELS),
         default=KERNELS[1:],
         metavar="LIST",
         help=f"of {', '.join(KERNELS)} (default: all but the slow reference)",
     )
     parser.add_argument(
-        "--repeats", type=_positive, metavar="N", help="default: 10 on a CPU, 100 on a GPU"
+        "--repeats", type=positive, metavar="N", help="default: 10 on a CPU, 100 on a GPU"
     )
     parser.add_argument(
         "--eager",
@@ -84,18 +88,18 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats: int) -> None:
     parser.add_argument(
         "--models",
-        type=_names(models),
+        type=names(models),
         default=models,
         metavar="LIST",
         help=f"of {', '.join(models)} (default: all)",
     )
     parser.add_argument("--size", choices=SIZES, default="small")
     for name in ("hidden-size", "layers", "heads"):
-        parser.add_argument(f"--{name}", type=_positive, metavar="N", help="default: the size's")
-    parser.add_argument("--vocab-size", type=_positive, default=VOCAB_SIZE, metavar="N")
-    parser.add_argument("--window", type=_positive, default=21, metavar="W")
-    parser.add_argument("--batch-size", type=_positive, metavar="N")
-    parser.add_argument("--repeats", type=_positive, default=repeats, metavar="N")
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help="default: the size's")
+    parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
+    parser.add_argument("--window", type=positive, default=21, metavar="W")
+    parser.add_argument("--batch-size", type=positive, metavar="N")
+    parser.add_argument("--repeats", type=positive, default=repeats, metavar="N")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
@@ -105,7 +109,7 @@ def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(MODELS), repeats=5)
     parser.set_defaults(batch_size=4)
-    parser.add_argument("--context-length", type=_positive, metavar="N", help="default: the size's")
+    parser.add_argument("--context-length", type=positive, metavar="N", help="default: the size's")
     parser.add_argument("--optimizer", action="store_true", help="with AdamW's update")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument(
@@ -121,43 +125,15 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(batch_size=1)
     parser.add_argument(
         "--prompts",
-        type=_numbers,
+        type=numbers,
         default=(2048, 16384),
         metavar="LIST",
         help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",
     )
-    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="with cache")
+    parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="with cache")
     parser.add_argument(
-        "--uncached-tokens", type=_positive, default=4, metavar="N", help="without cache"
+        "--uncached-tokens", type=positive, default=4, metavar="N", help="without cache"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part.strip()) for part in text.split(","))
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    numbers = _numbers(text)
-    if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"{text!r} must be four numbers B,T,H,D: 4,1024,8,64")
-    return numbers
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(part.strip() for part in text.split(","))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
@@ -239,7 +215,8 @@ def main() -> None:
     quiet_transformers()
     device = open_device(options.device, options.threads)
     started = provenance()
-    run = {"conv": run_conv, "train": run_train, "decode": run_decode}[options.benchmark]
+    runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    run = runs[options.benchmark]
     measured = run(options, device)
     record = {
         "benchmark": options.benchmark,
@@ -252,8 +229,9 @@ def main() -> None:
     if options.json:
         write_json(options.json, record)
         print(f"wrote {options.json}", file=sys.stderr)
-    if record.get("refused"):
-        print(f"error: {len(record['refused'])} kernels are wrong and refused", file=sys.stderr)
+    if refused := record.get("refused"):
+        what = "tokenizers" if options.benchmark == "data" else "kernels"
+        print(f"error: {len(refused)} {what} are wrong and refused", file=sys.stderr)
         raise SystemExit(1)
 
 

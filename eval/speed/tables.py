@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def data_table(record: dict[str, Any]) -> str:
+    """What `eval.speed.data` measured, and its targets: met or not."""
+    from eval.speed.data_tables import data_lines
+
+    return "\n".join([_where(record), *data_lines(record)])
+
+
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
