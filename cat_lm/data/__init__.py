@@ -6,5 +6,13 @@ Importing this package costs numpy and nothing more; the tokenizers live in
 
 from cat_lm.data.corpus import TokenCorpus, read_manifest
 from cat_lm.data.loader import TrainLoader, ValidationWindows, validation_windows
+from cat_lm.data.mixture import Mixture
 
-__all__ = ["TokenCorpus", "TrainLoader", "ValidationWindows", "read_manifest", "validation_windows"]
+__all__ = [
+    "Mixture",
+    "TokenCorpus",
+    "TrainLoader",
+    "ValidationWindows",
+    "read_manifest",
+    "validation_windows",
+]

@@ -50,8 +50,8 @@ TOKENIZER_FILES = (
 def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> RemoteCorpus:
     """Opens a split of the prepared data at `url`; reads the manifest, and once the tokenizer.
 
-    Raises `UserError` where there are no such data, they cannot be reached, or the cache cannot
-    hold them.
+    Raises `UserError` where there are no such data, access is refused, or the cache cannot hold
+    them, and `ConnectionError` where the storage stays out of reach.
     """
     storage = Storage(url)
     try:
@@ -66,6 +66,8 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
         with replacing(folder / MANIFEST, "wb") as stream:
             stream.write(text)
         _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
+    except ConnectionError:
+        raise
     except OSError as error:
         raise UserError(f"data.cache_dir: {folder}: {error.strerror or error}") from error
     return RemoteCorpus(storage, folder, split, manifest)

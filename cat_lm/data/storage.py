@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# About a minute in all: longer outages are the job script's to requeue after.
-ATTEMPTS = 8
-FIRST_DELAY = 0.5  # seconds, doubled after each failure
+# About three minutes in all: longer outages are the job script's to requeue after.
+ATTEMPTS = 10
+FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds; doubled after each failure
 # fsspec's addresses whose packages are not among this project's requirements.
 PACKAGES = {
     "s3": "s3fs",
@@ -54,29 +54,40 @@ class Storage:
 
         Raises:
             FileNotFoundError: there is no such file.
-            UserError: access is refused, or every attempt failed.
+            UserError: access is refused, or the server knows no ranges.
+            ConnectionError: every attempt failed. No `UserError`: a run that it ends is to be
+                started again.
         """
         delay = FIRST_DELAY
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
-                if start is not None and len(data) != stop - start:
-                    raise OSError(f"{len(data)} bytes came for a range of {stop - start}")
+                if start is not None:
+                    self._check_range(name, len(data), stop - start)
                 return data
-            except FileNotFoundError:
+            except (FileNotFoundError, UserError):
                 raise
             except Exception as error:  # every library has its own
                 if _is_refusal(error):
                     raise UserError(self._refused(name, error)) from error
                 if attempt == ATTEMPTS:
-                    raise UserError(
+                    raise ConnectionError(
                         f"{self.url}/{name}: could not be read in {ATTEMPTS} attempts "
                         f"({_said(error)})"
                     ) from error
                 _log.warning("%s/%s: %s; again in %g s", self.url, name, _said(error), delay)
             time.sleep(delay)
-            delay *= 2
+            delay = min(2 * delay, LONGEST_DELAY)
         raise AssertionError
+
+    def _check_range(self, name: str, found: int, asked: int) -> None:
+        if found > asked:
+            raise UserError(
+                f"{self.url}/{name}: {found} bytes came for a range of {asked}: the server sends "
+                "whole files only; copy the folder to this machine"
+            )
+        if found < asked:
+            raise OSError(f"{found} bytes came for a range of {asked}")
 
     def _refused(self, name: str, error: Exception) -> str:
         return (

@@ -117,6 +117,39 @@ def test_best_fit_is_best_fit():
     assert best_fit(np.array([8, 1, 7]), 8).tolist() == [0, 1, 1]
 
 
+def test_the_packing_is_frozen():
+    """A change here changes what every resumed run trains on."""
+    lengths = np.random.default_rng(3).integers(1, 40, 12)
+    pieces, counts = pack(np.cumsum(lengths) - lengths, lengths, 16)
+    assert counts.tolist() == FROZEN[0]
+    assert list(zip(pieces["start"].tolist(), pieces["packed"].tolist(), strict=True)) == FROZEN[1]
+
+
+FROZEN = (
+    [1, 1, 1, 1, 1, 1, 1, 1, 3, 3, 2, 2],
+    [
+        (0, 67),
+        (16, 64),
+        (61, 67),
+        (77, 64),
+        (93, 67),
+        (109, 66),
+        (127, 67),
+        (169, 67),
+        (150, 9),
+        (156, 53),
+        (185, 4),
+        (32, 17),
+        (43, 41),
+        (125, 8),
+        (36, 29),
+        (53, 33),
+        (143, 28),
+        (152, 17),
+    ],
+)
+
+
 def test_epochs_are_reshuffled(corpus):
     loader = TrainLoader(corpus, T, 5, 3, packing="best_fit")
     size = loader.samples_per_epoch

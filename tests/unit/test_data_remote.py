@@ -40,7 +40,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.0001)
 
 
 def all_here(corpus, seconds=30):
@@ -210,11 +210,44 @@ def test_refused_access_is_not_retried(local, tmp_path):
             assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [PermissionError("denied"), type("NoCredentialsError", (Exception,), {})("none found")],
+)
+def test_refusals_of_other_storages(memory, monkeypatch, refusal):
+    storage, asked = Storage(memory), []
+
+    def refuse(*_, **__):
+        asked.append(1)
+        raise refusal
+
+    monkeypatch.setattr(storage._fs, "cat_file", refuse)
+    with pytest.raises(UserError, match=rf"access is refused \({refusal}\)"):
+        storage.read("manifest.json")
+    assert len(asked) == 1
+
+
+def test_an_outage_in_the_middle_ends_the_run_but_not_for_good(local, memory, tmp_path):
+    """The error is none of bad input, so that the job script starts the run again."""
+    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    loader = TrainLoader(corpus, T, 8, 0)
+    expected = batches(TokenCorpus.open(local, "train"))
+
+    def fail(*_, **__):
+        raise TimeoutError("no answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus._storage._fs, "cat_file", fail)
+        with pytest.raises(ConnectionError, match="10 attempts"):
+            loader.batch(0)
+    assert (batches(TokenCorpus.open(memory, "train", tmp_path)) == expected).all()
+
+
 def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
     with served(local, status=500) as (server, url):
-        with pytest.raises(UserError, match=r"manifest.json: could not be read in 8 attempts"):
+        with pytest.raises(ConnectionError, match=r"manifest.json: could not be read in 10 att"):
             TokenCorpus.open(url, "train", tmp_path)
-        assert len(server.requests) == 8
+        assert len(server.requests) == 10
 
 
 def test_a_server_without_ranges_is_told(local, tmp_path):
