@@ -176,8 +176,8 @@ class TokenCorpus:
     def describe(self) -> list[str]:
         """What the log says of the data: their size, and the share of each source."""
         lines = [
-            f"{self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents in "
-            f"{len(self.shards):,} shards, fingerprint {self.fingerprint[:12]}"
+            f"{self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents, "
+            f"fingerprint {self.fingerprint[:12]}"
         ]
         by_source = {
             source: splits[self.split]["tokens"]
