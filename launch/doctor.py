@@ -1,5 +1,7 @@
 """`python -m launch.doctor [CONFIG.yaml]`: what this machine has, and whether training runs here.
 
+`--dry-run ranks=64,device=h100` looks at the configuration on so many ranks instead.
+
 Versions beside the supported ranges, devices, compiler, optional packages, attention
 implementations, DeepSpeed, space, and the backend that computes each convolution with the reason.
 With a configuration also that run's data, model, precision and convolutions. Everything that is
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
-from cat_lm.errors import command
+from cat_lm.errors import UserError, command
 from cat_lm.files import write_json
 
 if TYPE_CHECKING:
@@ -51,8 +53,12 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
     return findings
 
 
-def render(findings: Sequence[Finding]) -> str:
-    """One screen: what was found by topic, then what is wrong and what to do about it."""
+def render(findings: Sequence[Finding], what: str = "training can run here") -> str:
+    """One screen: what was found by topic, then what is wrong and what to do about it.
+
+    Args:
+        what: the sentence that is true if nothing is broken.
+    """
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):
         of_topic = [finding for finding in findings if finding.topic == topic]
@@ -83,10 +89,19 @@ def render(findings: Sequence[Finding]) -> str:
             break_on_hyphens=False,
         )
     broken = sum(finding.broken for finding in wrong)
-    lines.append(
-        f"{broken} broken: training cannot run here" if broken else "training can run here"
-    )
+    lines.append(f"{broken} broken: {what.replace(' can ', ' cannot ', 1)}" if broken else what)
     return "\n".join(lines)
+
+
+def dry_run(config: RunConfig | None, text: str) -> tuple[list[Finding], str]:
+    """The findings about `config` on the ranks that `text` names, and what they would mean."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from launch import dry_run
+
+    if config is None:
+        raise UserError(f"--dry-run {text}: needs a run's configuration: CONFIG --dry-run …")
+    asked = dry_run.DryRun.parse(text)
+    return dry_run.examine(config, asked), f"this run can start on {asked.ranks} ranks"
 
 
 def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
@@ -104,15 +119,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m launch.doctor",
         description="What this machine has, which backends serve, and whether training runs here.",
-        epilog="Exit codes: 0 training can run here, 1 something it needs is broken, 2 bad input.",
+        epilog="Exit codes: 0 training can run, here or on the ranks of --dry-run, 1 something it "
+        "needs is broken, 2 bad input.",
     )
     parser.add_argument("config", nargs="?", help="a run's YAML file, to look at that very run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--dry-run",
+        metavar="ranks=N[,gpus-per-node=G][,device=NAME]",
+        help="look at the run on so many ranks, of which none is started, instead of at this "
+        "machine: batch, samples, memory, partitions, schedule, checkpoints",
+    )
+    arguments = parser.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
-    findings = examine(config)
-    print(render(findings))
+    if arguments.dry_run is None:
+        findings, what = examine(config), "training can run here"
+    else:
+        findings, what = dry_run(config, arguments.dry_run)
+    print(render(findings, what))
     if arguments.json:
         write_json(arguments.json, record(findings, arguments.config))
         print(f"wrote {arguments.json}", file=sys.stderr)

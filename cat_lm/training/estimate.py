@@ -82,6 +82,8 @@ def device_peak_flops(device: torch.device) -> float | None:
 def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     """The configuration's model without its weights (on the meta device), in milliseconds.
 
+    For counting, so it does not matter whether the attention that it asks for is installed.
+
     Args:
         vocab_size: the tokenizer's; `model.vocab_size` comes before it.
 
@@ -90,6 +92,8 @@ def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     """
     from cat_lm.training.engine import build_model
 
+    section = config.model.model_copy(update={"attn_implementation": "eager"})
+    config = config.model_copy(update={"model": section})
     # Building draws from the generator, which is the run's.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return build_model(config, vocab_size)
@@ -159,6 +163,8 @@ def memory_per_rank(
     reserved = bucket_size * _BUCKET_ELEMENTS if on_gpu else 0.0
     in_bucket = min(parameters, _BUCKET_ELEMENTS)
     sent = in_bucket * (4.0 + (0.0 if on_gpu else bucket_size))
+    if stage == 3 and world_size > 1:  # it holds both while the activations are there
+        beside += in_bucket * ((4.0 if bf16 else 0.0) + (0.0 if on_gpu else bucket_size))
     if stage <= 1 and world_size == 1 and not buckets:
         sent = 0.0
     activations = _activations(config) + _loss_memory(config, vocab_size)

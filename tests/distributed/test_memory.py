@@ -55,7 +55,8 @@ def run_steps(engine: Engine, ranks) -> None:
 
 def measured(ranks, values: dict) -> tuple[int, Memory]:
     """(bytes that two steps take at their peak, weights and all; the estimate) of this rank."""
-    warm_up = case(ranks.world_size, {"hidden_size": 32, "num_hidden_layers": 1}, 32, 1, 64)
+    # What libraries take when they are first used is no part of a run's own.
+    warm_up = values | {"model": values["model"] | {"hidden_size": 32, "num_hidden_layers": 1}}
     for each in (warm_up, values):
         config = RunConfig.model_validate(each)
         gc.collect()
@@ -73,9 +74,9 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
 @pytest.mark.parametrize(
     ("world_size", "model", "shape", "train"),
     [
-        (1, {}, (1024, 2, 8000), {"zero_stage": 1}),
+        (1, {}, (1024, 1, 8000), {"zero_stage": 1}),
         (1, {"conv_type": "multihead"}, (256, 4, 16_000), {"zero_stage": 0, "precision": "bf16"}),
-        (2, {"conv_type": "none"}, (256, 4, 8000), {"zero_stage": 3, "precision": "bf16"}),
+        (2, {"conv_type": "none"}, (256, 3, 8000), {"zero_stage": 3, "precision": "bf16"}),
     ],
 )
 def test_the_estimate_is_what_runs_take(world_size, model, shape, train, monkeypatch):

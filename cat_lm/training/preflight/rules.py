@@ -172,7 +172,8 @@ def batch_advice(config: RunConfig, world_size: int) -> str:
     counts = [n for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
     near = [max((n for n in counts if n < world_size), default=None)]
     near.append(min((n for n in counts if n > world_size), default=None))
-    ways.append(" or ".join(str(n) for n in near if n is not None) + " ranks")
+    near = [n for n in near if n is not None]
+    ways.append(f"{' or '.join(map(str, near))} rank{'' if near == [1] else 's'}")
     return f"right would be {' or '.join(ways)}"
 
 

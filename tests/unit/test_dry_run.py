@@ -1,0 +1,131 @@
+"""launch.doctor --dry-run: a large run looked at on one machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from launch import doctor, dry_run, fake_group
+from launch.dry_run import DryRun
+
+ROOT = Path(__file__).parents[2]
+LARGE = str(ROOT / "configs/pretrain/cat_rope_7b.yaml")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch.doctor", *map(str, arguments)])
+        code = 0
+        try:
+            doctor.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def without_engine(monkeypatch):
+    """Without DeepSpeed's start, which takes seconds and has a test of its own."""
+    checks = tuple(check for check in dry_run.ALL if check is not dry_run.engine)
+    monkeypatch.setattr(dry_run, "ALL", checks)
+
+
+def test_a_large_run(command, without_engine, tmp_path):
+    path = tmp_path / "dry.json"
+    code, out, _ = command(LARGE, "--dry-run", "ranks=64,device=h100", "--json", path)
+    assert code == 0, out
+    assert out.splitlines()[-1] == "this run can start on 64 ranks"
+    assert "64 ranks on 8 nodes of 8 H100" in out
+    assert "2048 sequences of 2048 a step: 32 a rank, 1 at once, 32 micro-batches" in out
+    assert "6,857,366,528 parameters" in out and "238,418 steps" in out
+    assert "the ranks' samples are the global batch" in out
+    assert "note: data: data/pretraining-1t: no such folder" in out
+    found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
+    assert found["accumulation"] == 32 and found["checkpoint"] == 16 * found["parameters"]
+    assert 64 * sum(found["partitions"]) == pytest.approx(found["parameters"], rel=1e-6)
+
+
+def test_everything_wrong_at_once(command):
+    code, out, _ = command(
+        LARGE, "--dry-run", "ranks=60,device=l4", "train.zero_stage=0", "model.conv_window=3"
+    )
+    assert code == 1
+    broken = [line for line in out.splitlines() if line.startswith("BROKEN")]
+    assert len(broken) == 3, out
+    assert "BROKEN: ranks: ranks=60: is not a multiple of gpus-per-node=8" in broken[0]
+    assert broken[1].startswith("BROKEN: batch: train.global_batch_size=2048 is not a multiple")
+    assert broken[2].startswith("BROKEN: memory: about 1")
+    assert out.splitlines()[-1] == "3 broken: this run cannot start on 60 ranks"
+
+
+def test_real_data_are_read(command, without_engine, tiny_corpus):
+    arguments = (ROOT / "configs/quickstart.yaml", "--dry-run", "ranks=2,gpus-per-node=2")
+    code, out, err = command(*arguments, f"data.path={tiny_corpus}", "train.micro_batch_size=8")
+    assert code == 0 and "note" not in out, out + err
+    assert "epochs" in out and "2 ranks on 1 node\n" in out
+
+
+def test_wrong_samples_are_found():
+    class Overlapping:
+        samples_per_epoch = 10**6
+
+        def sample_ids(self, step, rank=0, world_size=1):
+            return np.arange(2048 // world_size) + (rank if world_size == 4 else rank * 1024)
+
+    found = dry_run._samples(load_config(LARGE), Overlapping(), 4)
+    assert found.broken and "step 0 among 4 ranks" in found.problem
+    assert "among 2 ranks" not in found.problem
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "'': must be one each of ranks=…, gpus-per-node=…, device=…"),
+        ("ranks=", "ranks=: must be a whole number of at least 1"),
+        ("ranks=0", "ranks=0: must be a whole number"),
+        ("device=h100", "ranks=: must be a whole number"),
+        ("ranks=8,device=h1", "device 'h1': is not known"),
+        ("ranks=8,ranks=9", "'ranks=9': must be one each of"),
+        ("ranks=8,nodes=2", "'nodes=2': must be one each of"),
+        ("ranks=8,gpus-per-node=x", "gpus-per-node=x: must be a whole number"),
+    ],
+)
+def test_wrong_options(command, text, named):
+    with pytest.raises(UserError, match="--dry-run"):
+        DryRun.parse(text)
+    code, out, err = command(LARGE, "--dry-run", text)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and named in err
+
+
+def test_a_configuration_is_needed(command):
+    code, _, err = command("--dry-run", "ranks=8")
+    assert code == 2 and "needs a run's configuration" in err
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "fp32")]
+)
+def test_deepspeed_partitions_as_computed(stage, precision):
+    """The real engine on a fake group of 64; a wrong formula would be reported as broken."""
+    config = load_config(LARGE, [f"train.zero_stage={stage}", f"train.precision={precision}"])
+    (found,) = dry_run.engine(config, DryRun(64))
+    assert found.problem is None and "starts with 64 ranks" in found.text
+    assert len(found.value) == 2, "decayed and exempt parameters"
+
+
+def test_partitions():
+    sizes = [[10, 7], [3]]
+    assert fake_group.partitions(sizes, 0, 4) == [17, 3]
+    assert fake_group.partitions(sizes, 1, 4) == fake_group.partitions(sizes, 2, 4) == [6, 2]
+    assert fake_group.partitions(sizes, 3, 4) == [3 + 2, 1]

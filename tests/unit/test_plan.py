@@ -1,0 +1,302 @@
+"""launch.plan: its arithmetic, its errors, measured records, and the tables of plan.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.training.devices import DEVICES, device_by_option, known_device
+from launch import plan
+from launch.costs import ASSUMED_MFU, Cluster, Run, communication_bytes, costs
+
+ROOT = Path(__file__).parents[2]
+SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")
+MEDIUM = str(ROOT / "configs/pretrain/cat_rope_1b4.yaml")
+H100 = device_by_option("h100")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch.plan", *map(str, arguments)])
+        code = 0
+        try:
+            plan.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return Run.of(load_config(MEDIUM), 0)
+
+
+def cluster(**changes) -> Cluster:
+    return replace(Cluster(H100, 8, 4e14, 25.0, 2.0), **changes)
+
+
+def test_pythias_shapes():
+    """Without convolutions the configurations have the parameters that Pythia reports."""
+    for name, parameters in (("base_1b4", 1_414_647_808), ("base_7b", 6_857_302_016)):
+        found = Run.of(load_config(ROOT / f"configs/pretrain/{name}.yaml"), 0).parameters
+        assert found == parameters
+        assert (
+            load_config(ROOT / f"configs/pretrain/cat_rope_{name[5:]}.yaml").train.zero_stage == 1
+        )
+
+
+def test_computing_is_flops_by_speed(run):
+    one, many = (costs(run, cluster(), gpus) for gpus in (1, 64))
+    tokens = run.config.tokens_per_step
+    assert one.compute_seconds == pytest.approx(tokens * run.flops_per_token / 4e14)
+    assert one.compute_seconds == pytest.approx(64 * many.compute_seconds)
+    assert one.exposed_seconds == one.communication_bytes == 0
+    assert many.step_seconds == many.compute_seconds + many.exposed_seconds
+    assert many.tokens_per_second == pytest.approx(tokens / many.step_seconds)
+    steps = run.config.total_steps
+    assert many.total_seconds == pytest.approx(
+        steps * many.step_seconds
+        + many.checkpoints * many.checkpoint_seconds
+        + many.validation_seconds
+    )
+    assert many.gpu_hours == pytest.approx(64 * 24 * many.days)
+    # 143 validations of 10M tokens, a third of a step's work each token.
+    work = 143 * 10**7 * run.flops_per_token / 3
+    assert many.validation_seconds == pytest.approx(work / (64 * 4e14))
+
+
+def test_checkpointing_computes_the_forward_pass_twice(run):
+    config = load_config(MEDIUM, ["train.activation_checkpointing=true"])
+    again = costs(replace(run, config=config), cluster(), 8)
+    assert again.compute_seconds == pytest.approx(4 / 3 * costs(run, cluster(), 8).compute_seconds)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "sent"),
+    [
+        (0, "bf16", 8),
+        (1, "bf16", 10),
+        (1, "fp32", 12),
+        (2, "bf16", 16 * 8 + 2),
+        (3, "bf16", 16 * (4 + 4)),
+    ],
+)
+def test_bytes_sent(stage, precision, sent):
+    """1,024 sequences on 8 GPUs, 8 at once: 16 micro-batches; a ring keeps an eighth at home."""
+    config = load_config(MEDIUM, [f"train.zero_stage={stage}", f"train.precision={precision}"])
+    assert communication_bytes(config, 1000, 8) == pytest.approx(1000 * sent * 7 / 8)
+    assert communication_bytes(config, 1000, 1) == 0
+
+
+def test_bandwidth_within_and_between_nodes():
+    assert cluster().bandwidth(8) == pytest.approx(0.7 * 450e9)
+    assert cluster().bandwidth(16) == pytest.approx(0.7 * 200e9)  # eight ways out of 25 GB/s
+    assert cluster(interconnect=400.0).bandwidth(16) == pytest.approx(0.7 * 450e9)
+    assert cluster(gpus_per_node=1).bandwidth(16) == pytest.approx(0.7 * 25e9)
+
+
+def test_only_zero_3_hides_communication(run):
+    def exposed(stage: int) -> float:
+        config = load_config(MEDIUM, [f"train.zero_stage={stage}"])
+        cost = costs(replace(run, config=config), cluster(), 16)
+        return cost.exposed_seconds / cost.communication_seconds
+
+    assert exposed(1) == exposed(2) == 1
+    assert exposed(3) == pytest.approx(0.5)
+    config = load_config(MEDIUM, ["train.zero_stage=3"])
+    fast = costs(replace(run, config=config), cluster(flops=1e30), 16)
+    assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)
+
+
+def test_one_number_of_gpus(command, tmp_path):
+    path = tmp_path / "plan.json"
+    code, out, err = command(
+        *(MEDIUM, "--gpus", 64, "--device", "H100", "train.max_tokens=30B"),
+        *("--price-per-gpu-hour", 2, "--json", path),
+    )
+    assert (code, err) == (0, f"wrote {path}\n"), err
+    assert max(map(len, out.splitlines())) <= 100
+    assert f"ASSUMED, nothing was measured: {ASSUMED_MFU:.0%} of 989 TFLOP/s" in out
+    record = json.loads(path.read_text(encoding="utf-8"))
+    (cost,) = record["costs"]
+    assert f"{cost['tokens_per_second']:,.0f} tokens/s" in out
+    assert f"{cost['days']:.2f} days, {cost['gpu_hours']:,.0f} GPU-hours" in out
+    assert cost["price"] == 2 * cost["gpu_hours"]
+    assert record["config"]["train"]["max_tokens"] == 30 * 10**9
+    assert "16 sequences a GPU and step: 8 at once, 2 micro-batches" in out
+    assert "64 H100 in 8 nodes" in out and "fits, about" in out
+    assert "1,024 GPUs, with a sequence each; 128 with train.micro_batch_size=8" in out
+
+
+def test_marks_of_a_table(command):
+    code, out, _ = command(
+        MEDIUM, "--gpus", "8,256,512", "--device", "l4", "--price-per-gpu-hour", "1.5"
+    )
+    assert code == 0
+    rows = {
+        int(line.split()[0]): line.split()
+        for line in out.splitlines()
+        if line[:4].strip()[:1].isdigit()
+    }
+    assert [rows[gpus][3].endswith("!") for gpus in (8, 256, 512)] == [True, False, False]
+    assert rows[256][1:3] == ["4", "1"], "the micro-batch that 256 GPUs leave"
+    assert "train.py needs train.micro_batch_size set to it" in out
+    assert "more than the device's 24 GiB; lower train.micro_batch_size=8" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--gpus", "64", "--device", "h1000"), "device 'h1000': is not known; known are b200,"),
+        (("--gpus", "", "--device", "h100"), "--gpus '': must be whole numbers"),
+        (("--gpus", "8,,16", "--device", "h100"), "--gpus '8,,16': must be whole numbers"),
+        (("--gpus", "0", "--device", "h100"), "--gpus '0': must be whole numbers"),
+        (("--gpus", "8,8", "--device", "h100"), "names a number twice"),
+        (("--gpus", "48", "--device", "h100"), "cannot be shared by 48 GPUs; 32 or 64 GPUs can"),
+        (("--gpus", "512", "--device", "h100"), "cannot be shared by 512 GPUs; 256 GPUs can"),
+        (("--gpus", "4", "--device", "h100", "--gpus-per-node", "3"), "is not a multiple of"),
+        (("--gpus", "8", "--device", "h100", "train.precision=fp32"), "give train.peak_tflops=X"),
+        (("--gpus", "8", "--device", "h100", "model.vocab_size=null"), "give model.vocab_size=N"),
+        (("--gpus", "8", "--device", "h100", "--measured", "no.json"), "no.json: cannot be read"),
+        (("--gpus", "8", "--device", "h100", "model.conv_windw=3"), "model.conv_window"),
+    ],
+)
+def test_wrong_input_is_one_line(command, arguments, named):
+    code, out, err = command(SMALL, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+
+
+def test_all_wrong_numbers_at_once(command):
+    code, out, err = command(SMALL, "--gpus", "7,8,12,512", "--device", "h100")
+    assert (code, out) == (2, "")
+    assert [line.split(":")[0] for line in err.splitlines()[1:]] == [
+        "  --gpus 7",
+        "  --gpus 12",
+        "  --gpus 512",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--mfu", "--interconnect", "--storage", "--price-per-gpu-hour"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "x", "inf"])
+def test_wrong_flags(command, flag, value):
+    code, _, err = command(SMALL, "--gpus", "8", "--device", "h100", f"{flag}={value}")
+    assert code == 2 and "must be a number greater than 0" in err
+
+
+def test_devices():
+    assert device_by_option("H100-PCIe").tflops == 756 and device_by_option("rtx_4090").link == 32
+    assert known_device("NVIDIA H100 80GB HBM3") == H100
+    assert known_device("NVIDIA GH200 480GB").name == "GH200"
+    assert known_device("cpu") is None
+    for number, device in enumerate(DEVICES):  # a name that holds another one comes before it
+        assert not any(earlier.name in device.name for earlier in DEVICES[:number])
+        assert device_by_option(device.name.lower().replace(" ", "-")) == device
+
+
+# Measured records
+
+
+def record(**changes) -> dict:
+    """What `eval.speed train --json` writes, as far as it is read."""
+    size = {"layers": 24, "hidden_size": 2048, "heads": 16, "vocab_size": 50304, "window": 21}
+    case = {"size": size | {"dtype": "bfloat16"}, "batch_size": 8, "context_length": 2048}
+    return {
+        "benchmark": "train",
+        "date": "2026-01-01",
+        "device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"},
+        "case": case | {"optimizer": True, "compile": False},
+        "results": {
+            "pythia": {"model": "Pythia", "tokens_per_second": 9e9, "flops_per_step": 1.0},
+            "cat": {
+                "model": "CAT",
+                "tokens_per_second": 50_000.0,
+                "flops_per_step": 9.1e9 * 8 * 2048,
+            },
+        },
+    } | changes
+
+
+def test_a_measured_record_decides_the_speed(command, tmp_path):
+    path = tmp_path / "h100.json"
+    path.write_text(json.dumps(record()), encoding="utf-8")
+    arguments = (MEDIUM, "--gpus", 1, "--device", "h100", "--measured", path)
+    code, out, err = command(*arguments, "--json", tmp_path / "plan.json")
+    assert code == 0, err
+    assert "measured on one NVIDIA H100 80GB HBM3 (h100.json, 2026-01-01): CAT, 50,000" in out
+    assert "ASSUMED, nothing was measured" not in out and "carried over" not in out
+    (cost,) = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["costs"]
+    assert cost["tokens_per_second"] == pytest.approx(50_000, rel=2e-3)  # 9.1 is rounded
+    code, out, _ = command(*arguments, "model.conv_window=4", "train.micro_batch_size=4")
+    text = " ".join(out.split())
+    assert "carried over to another case: batch 8 there, 4 here; window 21 there, 4 here" in text
+    path.write_text(json.dumps(record(case=record()["case"] | {"optimizer": False})), "utf-8")
+    assert "without the optimizer's update" in " ".join(command(*arguments)[1].split())
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("[]", "is no record of this version's"),
+        ('{"benchmark": "conv"}', "is no record of this version's"),
+        ("{", "cannot be read"),
+        (record(device={"name": "NVIDIA A100-SXM4-80GB"}), "was measured on NVIDIA A100"),
+        (record(device={"type": "cpu", "name": "cpu"}), "was measured on cpu, not on --device H1"),
+        (record(results={"pythia": {}}), "has no model with model.conv_type=head; it has pythia"),
+        (
+            record(case={"size": {"dtype": "float32"}}),
+            "was measured in float32, not in train.precision=bf16",
+        ),
+    ],
+)
+def test_records_that_do_not_fit(command, tmp_path, written, named):
+    path = tmp_path / "record.json"
+    path.write_text(written if isinstance(written, str) else json.dumps(written), "utf-8")
+    code, _, err = command(MEDIUM, "--gpus", 8, "--device", "h100", "--measured", path)
+    assert code == 2 and err.count("\n") == 1 and named in err, err
+
+
+# The page
+
+
+def test_the_page_shows_what_the_command_prints(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "launch/plan.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ python -m launch\.plan (.*)\n([^`]*)```", page)
+    assert len(blocks) == 4
+    for arguments, shown in blocks:
+        code, out, _ = command(*shlex.split(arguments))
+        assert code == 0 and shown == out, f"launch/plan.md: {arguments} now prints\n{out}"
+
+
+def test_the_page_states_the_assumptions():
+    page = (ROOT / "launch/plan.md").read_text(encoding="utf-8")
+    assert f"| MFU | {ASSUMED_MFU:.2f} |" in page
+    assert f"| {plan.ASSUMED_INTERCONNECT:g} GB/s a GPU |" in page
+    assert f"| file system | {plan.ASSUMED_STORAGE:g} GB/s |" in page
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv = ['plan', '--help']\nfrom launch import plan\ntry: plan.main()\n"
+    code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_gpus_are_parsed():
+    assert plan.parse_gpus("8, 16") == [8, 16]
+    with pytest.raises(UserError):
+        plan.parse_gpus("8;16")

@@ -1,0 +1,237 @@
+"""What preflight judges from the facts of many ranks, and the facts of this one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
+from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
+from cat_lm.training.preflight.facts import DataFacts, Facts
+from cat_lm.training.preflight.folder import FolderFacts, Probe
+from tests.runs import run_values
+
+GIB = 2**30
+
+
+def config(**train) -> RunConfig:
+    return RunConfig.model_validate(run_values("data", "run", global_batch_size=128, **train))
+
+
+def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
+    """The facts of ranks on hosts n000, n001, … that agree in everything."""
+    found = []
+    for rank in range(ranks):
+        leads = rank % per_host == 0
+        fact = Facts(
+            rank=rank,
+            host=f"n{rank // per_host:03}",
+            config=config().model_dump(mode="json"),
+            versions={"python": "3.11.7", "torch": "2.13.0"},
+            device="H100",
+            on_gpu=True,
+            driver="550.1",
+            free_memory=80 * GIB,
+            matmul_seconds=1e-3,
+            data=DataFacts("f" * 64, "p", 257) if leads else None,
+            folder=FolderFacts(None, 100 * GIB) if leads else None,
+        )
+        found.append(replace(fact, **changes))
+    return found
+
+
+def problems(found: list[Facts], **train) -> list[str]:
+    lines = rules.judge(config(**train), found).message().removeprefix("preflight:").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def test_nothing_wrong():
+    verdict = rules.judge(config(), sound())
+    assert not verdict.problems and not verdict.warnings
+    lines = verdict.lines()
+    assert lines[0] == (
+        "preflight: 32 ranks on 4 hosts (n000, n001, n002, n003); python 3.11.7, torch 2.13.0"
+    )
+    assert lines[-1].startswith("preflight: memory: about ")
+    assert "at least 80.00 GiB free" in lines[-1]
+
+
+def test_ranks_are_named_by_host():
+    found = sound()
+    for rank in (3, *range(24, 32)):
+        found[rank] = replace(found[rank], versions=found[0].versions | {"torch": "2.12.0"})
+    assert problems(found) == [
+        "n000 rank 3, n003 ranks 24–31: torch is 2.12.0, but 2.13.0 on 3 other hosts; "
+        "install the same torch on every host"
+    ]
+
+
+def test_many_hosts_are_counted():
+    found = [replace(fact, data_problem="data: no such folder") for fact in sound(128)]
+    found[0] = replace(found[0], data_problem=None)
+    (line,) = problems(found, micro_batch_size=1)
+    assert line.startswith("n000 ranks 1–7, n001 ranks 8–15,") and "and 8 more hosts: data" in line
+    assert problems(sound(32, data_problem="data: gone")) == ["all ranks: data: gone"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 0], "ranks 0–1"), ([0, 2, 3, 4, 9], "ranks 0, 2–4, 9")],
+)
+def test_ranges(ranks, text):
+    assert rules.ranges(ranks) == text
+
+
+def test_everything_is_told_at_once():
+    found = sound()
+    found[8] = replace(found[8], data=DataFacts("e" * 64, "p", 257))
+    found[16] = replace(found[16], data=DataFacts("f" * 64, "other", 257))
+    found[24] = replace(found[24], folder=FolderFacts("is not the folder that rank 0 writes to"))
+    found[9] = replace(found[9], free_memory=2**20)
+    found[5] = replace(found[5], config=config(seed=7).model_dump(mode="json"))
+    lines = problems(found, micro_batch_size=8)
+    assert [line.split(":")[0] for line in lines] == [
+        "n000 rank 5",
+        "all ranks",
+        "n001 rank 8",
+        "n002 rank 16",
+        "n003 rank 24",
+        "n001 rank 9",
+    ]
+    assert "train.seed=7, but 0 on rank 0" in lines[0]
+    assert "= 8 x 32 = 256; right would be train.micro_batch_size=4 or 16 ranks" in lines[1]
+    assert "fingerprint is eeeeeeeeeeee, but on n000 ffffffffffff" in lines[2]
+    assert "same samples read otherwise than on n000" in lines[3]
+    assert lines[4].endswith("train.output_dir=run: is not the folder that rank 0 writes to")
+    assert "of GPU memory are free for each; lower train.micro_batch_size=8" in lines[5]
+
+
+def test_disk_for_two_checkpoints_or_the_next_one():
+    one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
+
+    def with_room(free: float, checkpoints: int = 0) -> list[str]:
+        found = sound(2, 2)
+        found[0] = replace(found[0], folder=FolderFacts(None, int(free), checkpoints))
+        return problems(found)
+
+    assert with_room(2 * one) == with_room(one, checkpoints=1) == with_room(one, 5) == []
+    for line in (*with_room(2 * one - 1), *with_room(one - 1, checkpoints=1)):
+        assert "n000 rank 0: train.output_dir=run:" in line and "are free, but checkpoints" in line
+
+
+def test_ranks_of_a_host_share_its_memory():
+    need = rules.memory_per_rank(config(), 30_000, 4, 257, on_gpu=False).total
+    assert problems(sound(4, 4, on_gpu=False, free_memory=int(5 * need))) == []
+    (line,) = problems(sound(4, 4, on_gpu=False, free_memory=int(2 * need)))
+    assert line.startswith("all ranks: about 0.0")
+    # A little short is no proof: the estimate is not that close.
+    verdict = rules.judge(config(), sound(4, 4, on_gpu=False, free_memory=int(3.7 * need)))
+    assert not verdict.problems and len(verdict.warnings) == 1
+    assert problems(sound(4, 4, on_gpu=True, free_memory=2 * 10**9)) == []
+
+
+def test_what_only_slows_is_a_warning():
+    found = sound()
+    found[9] = replace(found[9], matmul_seconds=5e-3)
+    found[10] = replace(found[10], device="A100")
+    found[11] = replace(found[11], driver="535.2")
+    verdict = rules.judge(config(), found)
+    verdict.add_transport(bandwidth.Transport(2**20, 1.0, 32), "cuda")
+    lines = [line for line in verdict.lines() if "warning" in line]
+    assert not verdict.problems and len(lines) == 4
+    assert "n001 rank 10: the device is A100, but H100 on 4 other hosts" in lines[0]
+    assert "n001 rank 11: the driver is 535.2" in lines[1]
+    assert "n001 rank 9: the device multiplies 5.0 times as slowly" in lines[2]
+    assert "all ranks: the all-reduce's 0.002 GB/s are very little" in lines[3]
+
+
+def test_bus_bandwidth():
+    assert bandwidth.Transport(800, 2.0, 4).bus_bandwidth == 2 * 3 / 4 * 800 / 2.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "advice"),
+    [
+        (128, 8, 32, "train.micro_batch_size=4 or 16 ranks"),
+        (128, 2, 48, "32 or 64 ranks"),
+        (12, 2, 4, "train.micro_batch_size=1 or 3 or 6 ranks"),
+        (8, 8, 16, "1 rank"),
+    ],
+)
+def test_batch_advice(batch, micro, ranks, advice):
+    asked = RunConfig.model_validate(
+        run_values("data", "run", global_batch_size=batch, micro_batch_size=micro)
+    )
+    with pytest.raises(UserError):
+        asked.accumulation_steps(ranks)
+    assert rules.batch_advice(asked, ranks) == f"right would be {advice}"
+
+
+# The facts of this machine
+
+
+def test_one_rank_alone(tiny_corpus, tmp_path):
+    values = run_values(tiny_corpus, tmp_path / "run")
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    lines = check(RunConfig.model_validate(values), alone)
+    assert "1 rank on 1 host (" in lines[0] and f"torch {torch.__version__}" in lines[0]
+    assert not any("warning" in line or "all-reduce" in line for line in lines)
+    assert list((tmp_path / "run").iterdir()) == []
+    values["train"] |= {"output_dir": str(tmp_path / "file" / "run"), "micro_batch_size": 8}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^preflight: .* rank 0: train.output_dir=.*written to"):
+        check(RunConfig.model_validate(values), alone)
+
+
+def test_a_folder_without_write_permission(tmp_path, monkeypatch):
+    probe = Probe(tmp_path, "t", "n000")
+    probe.write()
+    assert probe.look(is_first=True).problem is None
+    real = Path.write_text
+
+    def refused(path: Path, *arguments, **keywords):
+        if path.parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    assert "cannot be written to" in probe.look(is_first=False).problem
+    probe.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "inactive", "left"),
+    [("1000", "900", 300, 400), ("max", "900", 0, None), ("500", "900", 0, 0)],
+)
+def test_the_limit_of_a_control_group(tmp_path, monkeypatch, limit, usage, inactive, left):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{usage}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    assert facts._room(tmp_path, "memory.max", "memory.current") == ([] if left is None else [left])
+
+
+def test_the_code_of_a_node_is_its_sources():
+    assert facts.code_hash() == facts.code_hash() and len(facts.code_hash()) == 12
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, is_memory):
+    assert dry_run._is_out_of_memory(error) is is_memory
