@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch.slurm import attempts, snapshot
+from launch.slurm import attempts, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.submit import plan_of, refuse_other_run
@@ -79,7 +79,7 @@ class Local:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self.torchrun = subprocess.Popen(
             [
-                *(sys.executable, "-m", "launch.slurm.torchrun", "--standalone"),
+                *(sys.executable, "-c", torchrun.START, "--standalone"),
                 *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "train.py"),
                 *(str(self.folder.config), "train.resume=auto"),
             ],

@@ -1,11 +1,11 @@
-"""torchrun that ends with the exit code of the rank that failed first; torchrun's own is always 1.
-
-`python -m launch.slurm.torchrun TORCHRUN-ARGUMENTS`
-"""
+"""torchrun that ends with the code of the rank that failed first; torchrun's own is always 1."""
 
 from __future__ import annotations
 
 import sys
+
+# What `python -c START TORCHRUN-ARGUMENTS` does in a process of its own.
+START = "import sys; from launch.slurm.torchrun import main; sys.exit(main())"
 
 
 def main() -> int:
@@ -21,7 +21,3 @@ def main() -> int:
         # Minus the signal's number where a signal ended it; shells add it to 128.
         return code if code > 0 else 128 - code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
