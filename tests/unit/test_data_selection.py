@@ -9,7 +9,7 @@ import pytest
 
 from cat_lm.data import TokenCorpus
 from cat_lm.errors import UserError
-from data_prep import planning
+from data_prep import planning, selection
 from data_prep.amounts import Limit, amount
 from data_prep.encode import hash_place
 from tests.conftest import generated_text
@@ -79,8 +79,11 @@ def manifest_of(out):
     return json.loads((out / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("budget", [1, 10_000, 60_000])
-def test_a_budget_is_the_documents_with_the_lowest_places(tmp_path, prepare, sets, budget):
+@pytest.mark.parametrize(("budget", "bits"), [(1, 16), (10_000, 16), (60_000, 1)])
+def test_a_budget_is_the_documents_with_the_lowest_places(
+    tmp_path, prepare, sets, monkeypatch, budget, bits
+):
+    monkeypatch.setattr(selection, "BUCKET_BITS", bits)  # few: many documents in each bucket
     out = prepare(tmp_path / "out", *flags(sets, "--tokens", budget, "--seed", 3))
     every = [text for _, text in input_documents(sets)]
     expected = lowest(every, budget, seed=3)
@@ -91,6 +94,17 @@ def test_a_budget_is_the_documents_with_the_lowest_places(tmp_path, prepare, set
     total = manifest_of(out)["splits"]["train"]["tokens"]
     assert budget <= total < budget + size(last)
     assert len(list(texts_of(out, "validation"))) == 4
+
+
+def test_a_budget_among_copies_of_one_text_takes_the_first_ones(tmp_path, prepare):
+    for name, count in (("train/a", 4), ("train/b", 6), ("validation/a", 1)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "copy!"}\n' * count)
+    for budget, documents in ((6, 1), (25, 5), (60, 10)):
+        out = prepare(tmp_path / f"{budget}", *flags(tmp_path, "--tokens", budget))
+        assert manifest_of(out)["splits"]["train"]["documents"] == documents
+    with pytest.raises(UserError, match="the training split has 60 tokens; ask for fewer"):
+        prepare(tmp_path / "61", *flags(tmp_path, "--tokens", 61))
 
 
 def test_a_budget_is_the_same_documents_in_any_order_of_the_files(tmp_path, prepare, sets):

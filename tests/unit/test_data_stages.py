@@ -247,24 +247,33 @@ def test_parts_of_other_work_are_never_taken(tmp_path, sets, prepare):
     """Even where someone has put them there."""
     out = tmp_path / "out"
     prepare(out, *set_flags(sets, "--stage", "encode"))
-    prepare(tmp_path / "other", *set_flags(sets, "--seed", 1, "--stage", "encode"))
+    prepare(tmp_path / "other", *set_flags(sets, "--sets", "Large", "--stage", "encode"))
     for file in (tmp_path / "other" / "parts").glob("part-*"):
         shutil.copy(file, out / "parts")
     prepare(out, *set_flags(sets))
     assert digests(out) == digests(prepare(tmp_path / "whole", *set_flags(sets)))
 
 
-def test_parts_go_when_the_shards_that_read_them_are_done(tmp_path, sets, prepare, monkeypatch):
+@pytest.mark.parametrize("own_validation", [True, False])
+def test_parts_go_when_the_shards_that_read_them_are_done(
+    tmp_path, sets, prepare, monkeypatch, own_validation
+):
     left = []
     real = parts.remove_part
 
     def remove(*given):
         real(*given)
-        left.append(len(list((tmp_path / "out" / "parts").glob("part-*.bin"))))
+        folder = tmp_path / "out"
+        left.append((len(list(folder.glob("parts/*.bin"))), len(list(folder.glob("train-*.idx")))))
 
     monkeypatch.setattr("data_prep.assemble.remove_part", remove)
-    prepare(tmp_path / "out", *set_flags(sets, "--shard-tokens", "5K"))
-    assert left == [6, 5, 4, 3, 2, 1, 0], "one unit after the other, validation's first"
+    arguments = set_flags(sets, "--shard-tokens", "5K")
+    if not own_validation:  # held-out documents come from all parts
+        arguments = ("--source", "files", "--path", sets / "train", *arguments[4:])
+    prepare(tmp_path / "out", *arguments)
+    numbers, shards = zip(*left, strict=True)
+    assert list(numbers) == [*range(6, 0, -1), 0][not own_validation :]
+    assert list(shards) == sorted(shards) and shards[-4] < shards[-1]
 
 
 def test_malformed_lines_are_counted_listed_and_limited(tmp_path, prepare, capsys):
@@ -363,6 +372,31 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
     assert done.returncode == 2
     assert "a worker process died (exit code -9), most likely for want of memory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path):
+    script = (
+        "from data_prep.workers import run_tasks\n"
+        "from tests.unit.test_data_stages import endless\n"
+        f"list(run_tasks(endless, [{str(tmp_path)!r}] * 2, 2, print))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, start_new_session=True
+    )
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while group_alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not group_alive(process.pid)
+
+
+def endless(folder, report):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(1000)
 
 
 def deadly(task, report):
