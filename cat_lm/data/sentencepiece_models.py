@@ -230,4 +230,9 @@ def _split_before_spaces(names: list[str], space: str):
 
     if any(re.search(f"[^{space}]{space}", name) for name in names):
         return None
-    return Split(Regex(f"{space}*[^{space}]+|{space}+"), behavior="isolated")
+    return Split(Regex(split_pattern(space)), behavior="isolated")
+
+
+def split_pattern(space: str) -> str:
+    """What stands between two cuts: a run of spaces and the word after it."""
+    return f"{space}*[^{space}]+|{space}+"
