@@ -22,7 +22,7 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
         UserError: there is no such data, or it does not fit the model or the context length.
     """
     data, asked = config.data, config.model.vocab_size
-    corpus = _open(data, "train")
+    corpus = open_split(data, "train")
     if asked is not None and asked < corpus.vocab_size:
         raise UserError(
             f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
@@ -37,14 +37,19 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
         packing=data.packing,
         cache_dir=data.cache_dir,
     )
-    held_out = _open(data, "validation")
+    held_out = open_split(data, "validation")
     if data.mask_documents:
         for split in (corpus, held_out):
             _check_ends(split)
     return corpus, held_out, loader
 
 
-def _open(data: DataSection, split: str) -> TokenCorpus | Mixture:
+def open_split(data: DataSection, split: str) -> TokenCorpus | Mixture:
+    """The corpora of one split, without any order: cheap, whatever `data.packing` says.
+
+    Raises:
+        UserError: there is no such data.
+    """
     corpora = [TokenCorpus.open(folder, split, data.cache_dir) for folder in data.folders]
     if data.mixture is None:
         return corpora[0]
