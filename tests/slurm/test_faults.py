@@ -13,7 +13,7 @@ import yaml
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values, write_config
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
@@ -220,7 +220,7 @@ def test_time_limit(limited, straight):
 def test_hung_rank(hung, straight):
     """The rank that waits for it ends the job with code 76 and says where it waits."""
     hung.wait_for_log("Exited with exit code 76")
-    assert "rank 0 on" in hung.log and "no progress for 1.0 minutes" in hung.log
+    assert re.search(r"rank 0 on \S+: no progress for 1\.\d minutes after step", hung.log)
     check_finished(hung, straight, restarts=1)
     assert "hung (exit code 76" in hung.log
 
@@ -237,13 +237,17 @@ def test_node_set_down(submit, straight, cluster):
     check_finished(job, straight, restarts=1)
 
 
-def test_node_daemon_killed(submit, straight, cluster):
-    """The node is lost; its rank lives on, and is in nobody's way when the node is back."""
+@pytest.mark.parametrize("node", NODES)
+def test_node_daemon_killed(node, submit, straight, cluster):
+    """The node is lost; its rank lives on, and is in nobody's way when the node is back.
+
+    On the first node so do the batch script, and the lock on the run's folder.
+    """
     job = submit()
     job.wait_for_step(FAULT)
     job.signal_ranks(signal.SIGSTOP)
-    cluster.kill_node("n1")
+    cluster.kill_node(node)
     job.wait_for_state("PENDING")
-    cluster.start_node("n1")
+    cluster.start_node(node)
     check_finished(job, straight, restarts=1)
     assert not job.ranks()
