@@ -45,11 +45,12 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
     lengths = [max(1, int(factor * trained)) for factor in FACTORS]
     limit = max_tokens or config.validation.max_tokens or MAX_TOKENS
     out = run / EVALUATION
-    rows = sweep([run], lengths, out, data=config.data.folders[0], max_tokens=max(limit, max(lengths)))
+    data = config.data.folders[0]
+    rows = sweep([run], lengths, out, data=data, max_tokens=max(limit, max(lengths)))
     print(table(rows), flush=True)
     print(f"{run}: sampling continuations of held-out documents", file=sys.stderr)
     model, tokenizer = load_model(run), load_tokenizer(run)
-    write_samples(model, tokenizer, config.data.folders[0], out / "samples.json", seed=seed)
+    write_samples(model, tokenizer, data, out / "samples.json", seed=seed)
 
 
 @command
