@@ -100,8 +100,8 @@ def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Bytes of a checkpoint: fp32 weights and AdamW's two moments, and the weights for export."""
-    return (12 + 4) * parameters
+    """Bytes of a checkpoint: the weights in fp32, stored once, and AdamW's two moments."""
+    return 12 * parameters
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,40 @@ from cat_lm.config import RunConfig, TrainSection
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError
 from cat_lm.training import preflight
+from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.estimate import checkpoint_bytes, count_parameters
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
 
 STEPS = 3
+
+
+def saved_bytes(ranks, folder: str) -> tuple[int, int]:
+    """(bytes of a checkpoint's weights and moments, the estimate)."""
+    values = run_values("unused", f"{folder}/run", precision="bf16")
+    values["model"] |= {"hidden_size": 128, "vocab_size": 2000}
+    config = RunConfig.model_validate(values)
+    engine = Engine(build_model(config, 0), config, ranks)
+    vocab_size = engine.model.config.vocab_size
+    batch = {
+        name: np.random.default_rng(0).integers(0, vocab_size, (8 // ranks.world_size, 32))
+        for name in ("input_ids", "labels")
+    }
+    engine.train_step(batch, 1e-3)
+    checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
+    state = {"step": 1, "data": {"fingerprint": "f"}}
+    saved = checkpoints.save(engine, state, Path(folder) / "tokenizer")
+    checkpoints.close()
+    files = saved.rglob("*.safetensors")
+    return sum(f.stat().st_size for f in files), checkpoint_bytes(count_parameters(engine.model))
+
+
+def test_a_checkpoint_is_as_large_as_estimated(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    for size, estimate in run_on_ranks(saved_bytes, 2, str(tmp_path)):
+        assert size == pytest.approx(estimate, rel=0.02)
 
 
 def losses_with_and_without(ranks, data, cases):

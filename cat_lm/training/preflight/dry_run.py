@@ -29,7 +29,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     afterwards what they were, bit for bit.
 
     Returns:
-        A line for the log: tokens, seconds, peak memory.
+        A line for the first rank's log: tokens, seconds, memory.
 
     Raises:
         UserError: the memory does not suffice; on the rank where it was so.
@@ -56,8 +56,8 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
         ) from error
     return (
         f"preflight: dry-run batch of {rows} x {config.data.context_length} tokens in "
-        f"{time.perf_counter() - start:.2f} s; peak memory of this rank {_peak(ranks.device)}, "
-        f"estimated {estimate.total / GIB:.2f} GiB"
+        f"{time.perf_counter() - start:.2f} s; estimated memory {estimate.total / GIB:.2f} GiB a "
+        f"rank, {_peak(ranks.device)}"
     )
 
 
@@ -105,6 +105,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _peak(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB"
+        return f"allocated on rank 0 {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB"
     # Kibibytes on Linux: the largest resident size so far, of the whole process.
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return f"rank 0's process {peak:.2f} GiB with its libraries"
