@@ -27,11 +27,12 @@ from data_prep.assembly import (
     token_counts_path,
     write_shard,
 )
+from data_prep.choosing import Chooser, Shortage
 from data_prep.job import Job
 from data_prep.manifest import build_manifest, print_summary
 from data_prep.parts import part_path, read_record, remove_part, write_record
 from data_prep.progress import TextProgress
-from data_prep.selection import Chooser, Selection, Shortage
+from data_prep.selection import Selection
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
 from data_prep.units import Unit
 from data_prep.workers import run_tasks

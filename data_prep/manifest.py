@@ -78,8 +78,10 @@ def print_summary(folder: Path, manifest: dict, known_sets: tuple[str, ...]) -> 
     total = manifest["splits"]["train"]["tokens"]
     for name, by_split in manifest["sources"].items():
         parts = ", ".join(f"{split} {c['tokens']:,} tokens" for split, c in by_split.items())
-        train = by_split.get("train", {"tokens": 0})["tokens"]
-        print(f"  {name}: {parts}, {train / total:.2%} of train{_copies(manifest, name)}")
+        share = (
+            f", {by_split['train']['tokens'] / total:.2%} of train" if "train" in by_split else ""
+        )
+        print(f"  {name}: {parts}{share}{_copies(manifest, name)}")
     _print_left_out(manifest)
     unknown = sorted(set(manifest["input"]) - set(known_sets)) if known_sets else []
     for name in unknown:

@@ -13,11 +13,12 @@ from pathlib import Path
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
 from cat_lm.files import sha256
+from data_prep.choosing import MARGIN, Shortage, place_for
 from data_prep.documents import Document
 from data_prep.encode import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.measure import Measured
 from data_prep.parts import read_record, write_record
-from data_prep.selection import MARGIN, Shortage, Wishes, place_for
+from data_prep.selection import Wishes
 from data_prep.sources import Source, sample_texts
 
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from

@@ -9,7 +9,7 @@ import pytest
 
 from cat_lm.data import TokenCorpus
 from cat_lm.errors import UserError
-from data_prep import planning, selection
+from data_prep import choosing, planning
 from data_prep.amounts import Limit, amount
 from data_prep.encode import hash_place
 from tests.conftest import generated_text
@@ -83,7 +83,7 @@ def manifest_of(out):
 def test_a_budget_is_the_documents_with_the_lowest_places(
     tmp_path, prepare, sets, monkeypatch, budget, bits
 ):
-    monkeypatch.setattr(selection, "BUCKET_BITS", bits)  # few: many documents in each bucket
+    monkeypatch.setattr(choosing, "BUCKET_BITS", bits)  # few: many documents in each bucket
     out = prepare(tmp_path / "out", *flags(sets, "--tokens", budget, "--seed", 3))
     every = [text for _, text in input_documents(sets)]
     expected = lowest(every, budget, seed=3)
