@@ -102,6 +102,12 @@ case $state in
         fi
         ;;
 esac
+# Where a node was lost, SLURM may have started the job anew while this script lived on there.
+now=$(scontrol show job "$job" 2>/dev/null | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p')
+if [ "${now:-$restarts}" != "$restarts" ]; then
+    say "$why; SLURM has started the job again meanwhile: not requeued from this start $restarts"
+    exit "$code"
+fi
 say "$why: requeued"
 if ! scontrol requeue "$job"; then
     say "SLURM refused to requeue it (see above). To go on: $resume, or: sbatch $run/slurm/job.sbatch"

@@ -117,6 +117,7 @@ exit "${SRUN_CODE:-0}"
 case "$*" in
     "show hostnames "*) printf 'n7\\nn8\\n' ;;
     "show node n7") echo "NodeName=n7 Arch=x86_64"; echo "   NodeAddr=10.0.0.7 NodeHostName=n7" ;;
+    "show job 20123") echo "   Requeue=1 Restarts=${RESTARTS:-${SLURM_RESTART_COUNT:-0}}" ;;
     requeue*) if [ -n "${NO_REQUEUE:-}" ]; then echo "Requeue disabled" >&2; exit 1; fi ;;
 esac
 """,
@@ -309,6 +310,14 @@ def test_signals_reach_the_ranks_and_the_shell_lives_on(job, number, state, requ
 
 def test_a_controller_that_does_not_answer_is_no_reason_to_stop(job):
     assert job.run(SRUN_CODE=1, JOB_STATE="") == 1
+    assert job.was_requeued
+
+
+def test_an_old_start_does_not_requeue_a_new_one(job):
+    """On a lost node a script lives on; SLURM has started the job on others meanwhile."""
+    assert job.run(SRUN_CODE=1, SLURM_RESTART_COUNT=2, RESTARTS=3) == 1
+    assert not job.was_requeued and "started the job again meanwhile" in job.log
+    assert job.run(SRUN_CODE=1, SLURM_RESTART_COUNT=3, RESTARTS=3) == 1
     assert job.was_requeued
 
 
