@@ -3,9 +3,7 @@
 The corpus is simulated: a manifest as large as the real one, and for every shard an index and a
 data file of the right size that are sparse, so that 600 billion tokens take a few megabytes of
 disk. Opening reads the manifest and a header of each shard; resuming makes the loader and the
-batch of the middle step. A fresh process does it, with no imports but the loader's:
-
-    python -m eval.speed.data_open FOLDER G T
+batch of the middle step. A fresh process does it, with no imports but the loader's.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from eval.speed.progress import say
 SHARD_TOKENS = 500_000_000  # the preparation's default
 MEAN_LENGTH = 1000  # tokens in a document: SlimPajama's are about as long
 OPENINGS = 3
+CHILD = "from eval.speed.data_open import child; child()"
 
 
 def open_speed(
@@ -34,7 +33,7 @@ def open_speed(
         say(f"opening {tokens / 1e9:.3g}B tokens")
         folder = scratch / f"sparse-{tokens}"
         shards = _write_sparse(folder, tokens)
-        command = [sys.executable, "-m", "eval.speed.data_open", str(folder)]
+        command = [sys.executable, "-c", CHILD, str(folder)]
         command += [str(global_batch_size), str(context_length)]
         found = [_child(command) for _ in range(OPENINGS)]
         middle = sorted(found, key=lambda one: one["resume_seconds"])[len(found) // 2]
@@ -115,5 +114,6 @@ def _resident(field: str) -> int:
     raise UserError(f"/proc/self/status has no {field}: memory cannot be measured on this system")
 
 
-if __name__ == "__main__":
+def child() -> None:
+    """The fresh process: prints what it found for the folder, G and T of its arguments."""
     print(json.dumps(_open(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
