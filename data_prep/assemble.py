@@ -19,6 +19,7 @@ from cat_lm.files import replacing
 from data_prep import output
 from data_prep.amounts import Limit
 from data_prep.assembly import (
+    ASSEMBLY,
     Assembly,
     Parts,
     ShardTask,
@@ -36,8 +37,6 @@ from data_prep.selection import Selection
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
 from data_prep.units import Unit
 from data_prep.workers import run_tasks
-
-ASSEMBLY = "assembly.json"
 
 
 class UselessInput(UserError):

@@ -22,6 +22,7 @@ from data_prep.parts import (
 )
 from data_prep.selection import Selection
 
+ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.
 ORDER = ("validation", "train")

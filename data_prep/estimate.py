@@ -12,6 +12,7 @@ import numpy as np
 
 from cat_lm.data.corpus import SPLITS
 from cat_lm.errors import UserError
+from data_prep.assembly import ASSEMBLY
 from data_prep.encode import PLACES
 from data_prep.job import Job
 from data_prep.parts import DOCUMENT
@@ -38,7 +39,8 @@ class Estimate:
     result_bytes: int
     parts_bytes: int
     parts_to_come: int
-    out_to_come: int
+    out_to_come: int  # where the parts make room on the same disk
+    all_out_to_come: int
     seconds: float | None
 
     @classmethod
@@ -58,7 +60,7 @@ class Estimate:
         )
         if measured.text_bytes is None:
             unknown = dict.fromkeys(("result_bytes", "parts_bytes"), 0)
-            unknown |= dict.fromkeys(("parts_to_come", "out_to_come"), 0)
+            unknown |= dict.fromkeys(("parts_to_come", "out_to_come", "all_out_to_come"), 0)
             return cls(**here, **unknown, result_tokens=None, seconds=None)
         tokens = _result_tokens(job)
         encoded = _encoded_share(job)
@@ -75,14 +77,17 @@ class Estimate:
         own = sum(r["text_bytes"] for unit in units if (r := job.record(unit, 0)))
         share = sum(unit.bytes for unit in units) / max(1, sum(unit.bytes for unit in job.units))
         text = max(0.0, measured.text_bytes * share - own)
+        if (job.work / ASSEMBLY).is_file():  # all was encoded, what is gone is in shards
+            text, parts_there = 0.0, parts * DISK_MARGIN
         speed = encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND
         return cls(
             **here,
             result_tokens=tokens,
             result_bytes=int(result),
             parts_bytes=int(parts),
-            parts_to_come=max(0, int(parts * DISK_MARGIN) - parts_there - out_there),
+            parts_to_come=max(0, int(parts * DISK_MARGIN - parts_there)),
             out_to_come=max(0, int(_peak(job, result, arguments) * DISK_MARGIN) - out_there),
+            all_out_to_come=max(0, int(result * DISK_MARGIN) - out_there),
             seconds=text * speed / arguments.workers,
         )
 
@@ -109,7 +114,7 @@ class Estimate:
         else:
             # Parts go as shards come only where they share the disk.
             places = [
-                ("--out", self.out, out, max(self.out_to_come, self.result_bytes)),
+                ("--out", self.out, out, self.all_out_to_come),
                 ("--scratch", self.work, work, self.parts_to_come),
             ]
         for flag, folder, existing, size in places:
