@@ -9,10 +9,18 @@ import torch
 
 
 def save_random_states(path: Path) -> None:
+    """Writes the states, and reads them again.
+
+    Raises:
+        OSError: they could not be written, or are not in the file as they are.
+    """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     torch.save(states, path)
+    stored = torch.load(path, weights_only=True)
+    if not all(stored[device].equal(state) for device, state in states.items()):
+        raise OSError(f"{path.name} was not stored as it is")
 
 
 def restore_random_states(path: Path) -> None:

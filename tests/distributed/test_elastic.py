@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.training import state
 from cat_lm.training.checkpoint import is_complete
 from cat_lm.training.generators import seed_of
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
@@ -47,7 +48,7 @@ def values_of(data: str, run: Path, variant: str, stage: int, **train) -> dict:
     """A model of odd sizes without dropout; `one`: with convolution filters of one element."""
     precision = "bf16" if variant == "bf16" else "fp32"
     train = {"max_steps": STEPS, "zero_stage": stage, "precision": precision, **train}
-    values = run_values(data, run, **train)
+    values = run_values(data, run, **{"micro_batch_size": 4, **train})
     values["model"] |= {"hidden_size": 12, "intermediate_size": 13, "num_attention_heads": 1}
     values["model"] |= {"conv_window": 1 if variant == "one" else 3, "rotary_pct": 0.5}
     values["model"]["hidden_dropout"] = 0.0
@@ -124,6 +125,7 @@ def resumed_runs(ranks, data: str, folder: str):
         found["damaged"] = damaged_starts(ranks, data, folder)
         found["undivided"] = undivided_start(ranks, data, folder)
         found["seeds"] = seeds_after_load(ranks, data, folder)
+        found["zeros"] = negative_zeros(ranks, data, folder)
     return found
 
 
@@ -216,8 +218,6 @@ def test_a_run_interrupted_twice_with_changes(runs):
 
 def forgetful_runs(ranks, data: str, folder: str) -> None:
     """Losses of runs that load all but one part of the optimizer's state."""
-    from cat_lm.training import state
-
     original = state.read_state
 
     def without(part, engine, *arguments):
@@ -360,3 +360,26 @@ def test_other_ranks_are_seeded_by_a_function_of_their_numbers(runs):
     numbers = [(0, 4, 0, 2), (0, 4, 1, 2), (0, 5, 0, 2), (0, 4, 0, 3), (1, 4, 0, 2)]
     assert len({seed_of(*of_rank) for of_rank in numbers}) == len(numbers)
     assert seed_of(0, 4, 0, 2) == 6814219399319092787  # the formula must stay
+
+
+def negative_zeros(ranks, data: str, folder: str) -> dict[int, bool]:
+    """Whether weights that are all -0.0 are gathered as -0.0, at each stage."""
+    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
+    found = {}
+
+    def gather(trainer):
+        for fragment in state.fragments(trainer.engine):
+            fragment.of(fragment.stepped).fill_(-0.0)
+        weights = trainer.engine.full_precision_weights().values()
+        stage = trainer.config.train.zero_stage
+        found[stage] = all(w.signbit().all() and not w.any() for w in weights)
+
+    for stage in STAGES:
+        values = values_of(data, Path(folder) / "zeros", "fp32", stage, resume=str(start))
+        values["train"]["max_steps"] = SAVED_AT  # nothing to do
+        train(ranks, values, after_load=gather)
+    return found
+
+
+def test_weights_are_gathered_bit_for_bit(runs):
+    assert runs[1][2][0]["zeros"] == dict.fromkeys(STAGES, True)
