@@ -125,7 +125,7 @@ def test_deepspeed_partitions_as_computed(stage, precision):
 
 
 def test_partitions():
-    sizes = [[10, 7], [3]]
-    assert fake_group.partitions(sizes, 0, 4) == [17, 3]
-    assert fake_group.partitions(sizes, 1, 4) == fake_group.partitions(sizes, 2, 4) == [6, 2]
+    sizes = [[9, 5], [3]]
+    assert fake_group.partitions(sizes, 0, 4) == [14, 3]
+    assert fake_group.partitions(sizes, 1, 4) == fake_group.partitions(sizes, 2, 4) == [4, 2]
     assert fake_group.partitions(sizes, 3, 4) == [3 + 2, 1]

@@ -121,7 +121,8 @@ def test_disk_for_two_checkpoints_or_the_next_one():
         return problems(found)
 
     assert with_room(2 * one) == with_room(one, checkpoints=1) == with_room(one, 5) == []
-    for line in (*with_room(2 * one - 1), *with_room(one - 1, checkpoints=1)):
+    for found in (with_room(2 * one - 1), with_room(one - 1, checkpoints=1)):
+        (line,) = found
         assert "n000 rank 0: train.output_dir=run:" in line and "are free, but checkpoints" in line
 
 
