@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
@@ -16,11 +17,15 @@ class UserError(Exception):
     """Bad input: the message names the key or file, the value, and what would be right."""
 
 
+class SharedError(UserError):
+    """Raised on every rank alike; the first one speaks for all."""
+
+
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    So does a disk that is full or not writable. Ends quietly with code 130 on Ctrl-C, and when the
-    reader of a pipe has gone.
+    So does a disk that is full or not writable. What all ranks share, the first one prints. Ends
+    quietly with code 130 on Ctrl-C, and when the reader of a pipe has gone.
     """
 
     @functools.wraps(main)
@@ -28,7 +33,12 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
+                time.sleep(
+                    2
+                )  # launchers end all ranks with the first that leaves, even in mid-word
+            else:
+                print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

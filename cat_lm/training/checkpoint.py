@@ -53,8 +53,8 @@ MARKER = "complete.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # A run that changes one of these is another run. Others (rates, lengths, micro-batches) may change
 # on resuming; the log then says which.
-_FIXED_KEYS = ("model.", "data.context_length", "data.mask_documents", "train.seed")
-_FIXED_KEYS += ("train.global_batch_size", "train.precision")
+_FIXED_KEYS = ("model.", "data.context_length", "data.mask_documents", "data.packing")
+_FIXED_KEYS += ("train.seed", "train.global_batch_size", "train.precision")
 # The result does not depend on it, so the same run may go on with another one.
 _FREE_KEYS = ("model.attn_implementation",)
 
@@ -289,7 +289,7 @@ class Checkpoints:
         if state["data"]["fingerprint"] != fingerprint:
             raise UserError(
                 f"{folder}: was trained on other data: its fingerprint is "
-                f"{state['data']['fingerprint'][:12]}, data.path={self.config.data.path} has "
+                f"{state['data']['fingerprint'][:12]}, {' + '.join(self.config.data.folders)} has "
                 f"{fingerprint[:12]}"
             )
         if not (folder / "state").is_dir():
@@ -320,18 +320,31 @@ class Checkpoints:
 
 
 def _code_version() -> dict[str, str | None]:
-    """cat_lm's version, and its git commit (`+`: with changes) where it runs from a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    """cat_lm's version, and its git commit (`+`: with changes) where it is known."""
+    checkout = Path(__file__).resolve().parents[2]
+    return {"cat_lm": __version__, "commit": _copied_commit(checkout) or _git_commit(checkout)}
+
+
+def _copied_commit(checkout: Path) -> str | None:
+    """The commit of a copy that `launch.slurm` made; its code.json stands beside it."""
+    try:
+        record = json.loads((checkout.parent / "code.json").read_text(encoding="utf-8"))
+        return record["commit"] + ("+" if record["dirty"] else "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _git_commit(checkout: Path) -> str | None:
     try:
         found = subprocess.run(
-            ["git", "-C", str(package), "describe", "--always", "--dirty=+", "--abbrev=40"],
+            ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--abbrev=40"],
             capture_output=True,
             text=True,
             timeout=60,
         ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        found = ""
-    return {"cat_lm": __version__, "commit": found or None}
+        return None
+    return found or None
 
 
 def _random_file(rank: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from cat_lm.errors import UserError
+from cat_lm.errors import SharedError, UserError
 
 # Of a collective: long enough for one rank to write a large checkpoint while the others wait.
 TIMEOUT_MINUTES = 30.0
@@ -78,7 +78,7 @@ class Ranks:
         """Runs `action` on every rank and returns its result; a collective.
 
         Raises:
-            UserError: it failed on some rank; raised on all of them, so that none waits for the
+            SharedError: it failed on some rank; raised on all of them, so that none waits for the
                 others. So `action` itself must hold no collective.
         """
         result, error = None, None
@@ -88,7 +88,7 @@ class Ranks:
             error = str(raised) if isinstance(raised, UserError) else describe_error(raised)
         errors = [error for error in self.gather(error) if error is not None]
         if errors:
-            raise UserError(errors[0])
+            raise SharedError(errors[0])
         return result
 
     def on_first(self, action: Callable[[], Any]) -> Any:

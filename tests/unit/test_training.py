@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cat_lm.config import ModelSection, RunConfig
-from cat_lm.errors import UserError, command
+from cat_lm.errors import SharedError, UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed
 from cat_lm.training.engine import _check_compiler, build_model
@@ -282,3 +282,33 @@ def test_every_model_key_changes_the_model(key):
     else:
         first, second = outputs(usual), outputs(changed)
         assert first.shape != second.shape or not torch.allclose(first, second, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "error: no data\n"), ("1", "")])
+def test_what_all_ranks_share_is_said_once(rank, printed, monkeypatch, capfd):
+    def fails():
+        raise SharedError("no data")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as ended:
+        command(fails)()
+    assert ended.value.code == 2 and capfd.readouterr().err == printed
+
+
+def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
+    from cat_lm.training import checkpoint
+
+    module = tmp_path / "slurm/code/cat_lm/training/checkpoint.py"
+    monkeypatch.setattr(checkpoint, "__file__", str(module))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    module.parent.mkdir(parents=True)
+    assert checkpoint._code_version()["commit"] is None
+    record = tmp_path / "slurm/code.json"
+    for content, commit in (
+        ('{"commit": "abc", "dirty": true}', "abc+"),
+        ('{"commit": "abc", "dirty": false}', "abc"),
+        ('{"commit": null, "dirty": null}', None),
+    ):
+        record.write_text(content)
+        assert checkpoint._code_version()["commit"] == commit

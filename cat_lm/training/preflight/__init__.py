@@ -3,7 +3,7 @@
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch
 and the collectives. `dry_run_batch` comes after: one micro-batch of the largest shape.
 
-    lines = preflight.check(config, ranks)                    # raises one UserError for everything
+    lines = preflight.check(config, ranks)                    # raises one error for everything
     ...                                                       # build the model and the engine
     lines = [preflight.dry_run_batch(engine, loader)]
 
@@ -19,7 +19,7 @@ import secrets
 from pathlib import Path
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import SharedError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import bandwidth, facts, rules
 from cat_lm.training.preflight.dry_run import dry_run_batch
@@ -38,10 +38,9 @@ def check(config: RunConfig, ranks: Ranks) -> list[str]:
         Lines for the log; those that begin with "warning: " name what works but should not be so.
 
     Raises:
-        UserError: something is wrong; on every rank, the same. A line for each problem names the
+        SharedError: something is wrong; on every rank, the same. A line for each problem names the
             host and the ranks, the key or value, and what would be right.
     """
-    output = Path(config.train.output_dir).absolute()
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(facts.host_name())
     probe = Probe(output, ranks.agree_on(secrets.token_hex(8)), hosts[0])
@@ -61,7 +60,7 @@ def check(config: RunConfig, ranks: Ranks) -> list[str]:
     if verdict.problems:
         if ranks.is_first and not existed:
             _remove_if_empty(output)
-        raise UserError(verdict.message())
+        raise SharedError(verdict.message())
     return verdict.lines()
 
 
