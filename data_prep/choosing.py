@@ -66,6 +66,7 @@ class Chooser:
         elif self.wishes.tokens is not None:
             train = self._budget(wanted)
         else:
+            self._need_all(wanted)  # a budget of earlier arguments may have left some out
             train = {name: Copies(1) for name in wanted}
         held_out = [name for name in self.names if self.wishes.holds_out(name)]
         return Selection(self.names, train, held_out)

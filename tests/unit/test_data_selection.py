@@ -204,6 +204,31 @@ def test_another_choice_of_an_unfinished_preparation_keeps_what_is_encoded(
     assert digests(tmp_path / "more") == expected
 
 
+CHOICES = {
+    "all": (),
+    "tokens": ("--tokens", "10K"),
+    "sets": ("--sets", "Middle,Small"),
+    "mixture": ("--mixture", "Large=1,Small=1", "--tokens", "6K"),
+    "repeat": ("--repeat", "Small=2", "--sets", "Small,Large"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_choices(tmp_path_factory, prepare, sets):
+    folder = tmp_path_factory.mktemp("choices")
+    return {c: digests(prepare(folder / c, *flags(sets, *CHOICES[c]))) for c in CHOICES}
+
+
+@pytest.mark.parametrize("first", CHOICES)
+def test_any_choice_after_any_other_is_as_from_a_fresh_folder(
+    tmp_path, prepare, sets, of_choices, first
+):
+    for then in CHOICES.keys() - {first}:
+        out = prepare(tmp_path / then, *flags(sets, *CHOICES[first], "--stage", "encode"))
+        prepare(out, *flags(sets, *CHOICES[then], "--overwrite"))
+        assert digests(out) == of_choices[then], f"{then} after {first}"
+
+
 def test_repetitions(tmp_path, prepare, sets):
     out = prepare(tmp_path / "out", *flags(sets, "--repeat", "Small=2.5,Middle=2"))
     of_set = {name: [t for s, t in input_documents(sets) if s == name] for name in SETS}
