@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,9 +29,10 @@ class RunLog:
     def line(self, text: str = "") -> None:
         if self._file is None:
             return
-        # Through tqdm, so that a progress bar below is not torn.
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        # Through tqdm, so that a progress bar below is not torn. A closed terminal ends no run.
+        with contextlib.suppress(OSError):
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
         self._file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -37,9 +38,10 @@ class StopSignal:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = INTERRUPTED_EXIT_CODE if number == signal.SIGINT else REQUEUE_EXIT_CODE
         self._exit_code = self._exit_code or code
-        # Not print: the signal may have come in the middle of another one.
+        # Not print: the signal may come in the middle of another one. The terminal may be gone.
         name = signal.Signals(number).name
-        os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
 
     def agreed(self, ranks: Ranks) -> int:
         """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""

@@ -51,7 +51,7 @@ class Watchdog:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        rank, host = os.environ.get("RANK", "0"), socket.gethostname()
+        rank, host = os.environ.get("RANK", "0"), host_name()
         sys.__stderr__.write(
             f"rank {rank} on {host}: no progress for {waited / 60:.1f} minutes after {self._what} "
             f"(train.hang_minutes); the run ends here with code {HUNG_EXIT_CODE}, its checkpoints "
@@ -60,3 +60,8 @@ class Watchdog:
         faulthandler.dump_traceback(file=sys.__stderr__)
         sys.__stderr__.flush()
         os._exit(HUNG_EXIT_CODE)
+
+
+def host_name() -> str:
+    """SLURM's name of the node where there is one, else the machine's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -7,6 +7,33 @@ restarts=${SLURM_RESTART_COUNT:-0}
 
 say() { echo "$(date '+%Y-%m-%d %H:%M:%S') job $job: $*"; }
 
+# One job at a time in a run's folder. An older start of this very job may live on on a lost node.
+lock=$run/slurm/.lock
+exec 9>>"$lock"
+flock -n -E 99 9 2>/dev/null
+if [ $? = 99 ] && [ "$(cat "$lock")" != "$job" ]; then
+    say "job $(cat "$lock") is at work on this run: not started"
+    exit 2
+fi
+echo "$job" >"$lock"
+
+# A time limit hardly longer than the lead of its signal would end every start after one step.
+left=$(squeue --noheader --jobs="$job" --format=%L 2>/dev/null)
+case $left in
+    '' | *[!0-9:-]*) ;; # none
+    *)
+        days=0 seconds=0
+        case $left in *-*) days=${left%%-*} left=${left#*-} ;; esac
+        for part in ${left//:/ }; do seconds=$((60 * seconds + 10#$part)); done
+        seconds=$((86400 * days + seconds))
+        if [ $((4 * lead)) -gt $((3 * seconds)) ]; then
+            say "$seconds s are left of the time limit, and the ranks would be told to stop $lead s" \
+                "before it: not started. Give --time or --lead-seconds: $resume"
+            exit 2
+        fi
+        ;;
+esac
+
 # The meeting point: the first node, by the address that the cluster itself uses for it, and a port
 # below the ephemeral ones that differs between jobs. Another launcher's variables mean nothing.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
@@ -59,16 +86,27 @@ pass_on() {
 trap 'pass_on' USR1
 trap 'terminated=1; pass_on' TERM
 
+# Seconds after the time limit SLURM kills this shell, too: ranks that are busy must not be waited for.
+requeued=
+# shellcheck disable=SC2317
+requeue_at_limit() {
+    case $(squeue --noheader --jobs="$job" --format=%r 2>/dev/null) in
+        *TimeLimit) say "the time limit: requeued" && scontrol requeue "$job" && requeued=1 ;;
+    esac
+}
+
 begin=$(stat -c %s "$run/slurm/job.log" 2>/dev/null || echo 0)
 srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 \
-    "$python" -u train.py "$run/slurm/config.yaml" train.resume=auto &
+    "$python" -u train.py "$run/slurm/config.yaml" train.resume=auto 9>&- &
 srun_pid=$!
 while :; do
     interrupted=
     wait "$srun_pid"
     code=$?
     if [ -z "$interrupted" ]; then break; fi
+    if [ -n "$terminated" ] && [ -z "$requeued" ]; then requeue_at_limit; fi
 done
+if [ -n "$requeued" ]; then exit "$code"; fi
 
 # One rank that fails makes srun kill the others and return their code. Its messages tell the first.
 first=$(tail -c "+$((begin + 1))" "$run/slurm/job.log" 2>/dev/null |
@@ -80,6 +118,12 @@ case $code:$first in
     *:signal) ;;
     *) code=$first ;;
 esac
+
+# Ranks of an earlier start, on a node that was lost, may still hold the run's checkpoints.
+if [ "$code" = 2 ] && [ "$restarts" -gt 0 ] &&
+    tail -c "+$((begin + 1))" "$run/slurm/job.log" | grep -q 'another process trains in it'; then
+    code=1
+fi
 
 case $code in
     0) say "finished" && exit 0 ;;

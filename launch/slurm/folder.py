@@ -21,7 +21,8 @@ class RunFolder:
 
     @classmethod
     def of(cls, run: Path | str) -> RunFolder:
-        return cls(Path(os.path.abspath(Path(run).expanduser())))
+        # Without links, so that a run has one name, and one job.
+        return cls(Path(os.path.realpath(Path(run).expanduser())))
 
     @property
     def slurm(self) -> Path:

@@ -17,7 +17,7 @@ from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.submit import plan_of, refuse_other_run
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def local(arguments: argparse.Namespace) -> None:
@@ -106,6 +106,8 @@ class Local:
     def forward(self, number: int, frame: object) -> None:
         """torchrun does not know USR1, so the ranks themselves are signalled."""
         self.told_to_end = self.told_to_end or number != signal.SIGUSR1
+        if number == signal.SIGHUP:  # the terminal was closed; ranks know TERM
+            number = signal.SIGTERM
         if self.torchrun is None:
             return
         ranks = ranks_of(self.torchrun.pid)

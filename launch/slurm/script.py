@@ -100,6 +100,7 @@ def values(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str
         # The code is a copy: git must not take a checkout around it for its version.
         "export GIT_CEILING_DIRECTORIES=$run/slurm",
         f"python={shlex.quote(python_of(options, site))}",
+        f"lead={options.lead}",
         f"max_restarts={options.max_restarts}",
         f"resume={shlex.quote(resume)}",
         array("environment", environment),

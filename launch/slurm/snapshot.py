@@ -67,7 +67,7 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         data["path"] = _absolute(data["path"])
     if data.get("mixture"):
         data["mixture"] = {_absolute(path): weight for path, weight in data["mixture"].items()}
-    train["output_dir"] = _absolute(train["output_dir"])
+    train["output_dir"] = str(RunFolder.of(train["output_dir"]).run)
     if train["init_from"]:
         train["init_from"] = _absolute(train["init_from"])
     return values

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 
+PR_SET_PDEATHSIG = 1
 # What `python -c START TORCHRUN-ARGUMENTS` does in a process of its own.
 START = "import sys; from launch.slurm.torchrun import main; sys.exit(main())"
 
@@ -12,6 +15,9 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    if sys.platform == "linux":
+        # A launcher that is killed cannot end its ranks; they would train on with nobody watching.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,7 +119,19 @@ def hung(submit) -> Job:
     return job
 
 
-def test_uninterrupted(submit, straight, limited, hung):
+@pytest.fixture(scope="module")
+def busy(submit, tmp_path_factory) -> Job:
+    """A job whose ranks, at its first start, do nothing and hear no signal but KILL."""
+    python = tmp_path_factory.mktemp("busy") / "python"
+    python.write_text(
+        '#!/bin/sh\nif [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then\n'
+        f"    trap '' USR1 TERM\n    exec sleep 1000\nfi\nexec {sys.executable} \"$@\"\n"
+    )
+    python.chmod(0o755)
+    return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
+
+
+def test_uninterrupted(submit, straight, limited, hung, busy):
     check_finished(submit(), straight, restarts=0)
 
 
@@ -215,6 +228,14 @@ def test_time_limit(limited, straight):
     """SLURM's own signal before the limit reaches the ranks; the job requeues itself."""
     limited.wait_for_log("stopped by a signal after step")
     check_finished(limited, straight, restarts=1)
+
+
+def test_time_limit_of_busy_ranks(busy, straight):
+    """They are in the middle of something long; the job goes on all the same."""
+    busy.wait_for_log("the time limit: requeued")
+    busy.wait_for_state("PENDING")
+    busy.scontrol("update", f"JobId={busy.id}", "TimeLimit=10")
+    check_finished(busy, straight, restarts=1)
 
 
 def test_hung_rank(hung, straight):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -101,6 +102,12 @@ STUBS = {
     "srun": STUB
     + """
 env >"$STUBS/environment"
+if [ -n "${SRUN_BUSY:-}" ]; then
+    trap 'echo "$SRUN_BUSY" >>"$STUBS/signals"' USR1
+    touch "$STUBS/waits"
+    until grep -q "scontrol requeue" "$STUBS/calls"; do sleep 0.02; done
+    exit 137
+fi
 if [ -n "${SRUN_WAITS:-}" ]; then
     trap 'echo USR1 >>"$STUBS/signals"; code=75' USR1
     trap 'echo TERM >>"$STUBS/signals"; exit 137' TERM
@@ -111,7 +118,13 @@ fi
 printf '%b' "${SRUN_SAYS:-}" >&2
 exit "${SRUN_CODE:-0}"
 """,
-    "squeue": STUB + 'echo "${JOB_STATE-RUNNING None}"\n',
+    "squeue": STUB
+    + """
+case "$*" in
+    *%L*) echo "${TIME_LEFT:-UNLIMITED}" ;;
+    *) echo "${JOB_STATE-RUNNING None}" ;;
+esac
+""",
     "scontrol": STUB
     + """
 case "$*" in
@@ -306,6 +319,50 @@ def test_signals_reach_the_ranks_and_the_shell_lives_on(job, number, state, requ
     assert set((job.stubs / "signals").read_text(encoding="utf-8").split()) == {"USR1"}
     assert job.was_requeued == requeued
     assert ("not requeued from here" in job.log) == (not requeued)
+
+
+def test_busy_ranks_are_not_waited_for_at_the_time_limit(job):
+    """SLURM kills the shell, too, some seconds after the limit: it must have requeued by then."""
+    process = job.start(SRUN_BUSY="ignored", JOB_STATE="COMPLETING TimeLimit")
+    wait_for(job.stubs / "waits")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 137
+    assert job.calls.count("scontrol requeue 20123\n") == 1
+    assert "ignored" in (job.stubs / "signals").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("left", "starts"),
+    [("6:40", True), ("6:39", False), ("2:00:00", True), ("1-00:00:00", True), ("08", False)],
+)
+def test_a_limit_that_the_lead_fills_starts_nothing(job, left, starts):
+    """Or each start would end after one step, and the job would be requeued for ever."""
+    assert job.run(TIME_LEFT=left) == (0 if starts else 2)
+    assert ("srun " in job.calls) == starts and not job.was_requeued
+    assert starts or "told to stop 300 s before it: not started" in job.log
+
+
+@pytest.mark.parametrize(("holder", "code"), [("20999", 2), ("20123", 0)])
+def test_one_job_at_a_time(job, holder, code):
+    """But for an earlier start of the same job, on a node that was lost."""
+    lock = job.folder.slurm / ".lock"
+    with open(lock, "w", encoding="utf-8") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.write(f"{holder}\n")
+        stream.flush()
+        assert job.run() == code
+    assert (job.stubs / "calls").exists() == (code == 0)
+    assert ("at work on this run: not started" in job.log) == (code == 2)
+    assert job.folder.attempts.exists() == (code == 0)
+    assert job.run() == 0
+
+
+def test_a_run_still_held_by_an_earlier_start_is_tried_again(job):
+    held = "error: train.output_dir=/r: another process trains in it\n"
+    assert job.run(SRUN_CODE=2, SRUN_SAYS=held, SLURM_RESTART_COUNT=1, RESTARTS=1) == 1
+    assert job.was_requeued
+    assert job.run(SRUN_CODE=2, SRUN_SAYS=held) == 2
+    assert not job.was_requeued
 
 
 def test_a_controller_that_does_not_answer_is_no_reason_to_stop(job):

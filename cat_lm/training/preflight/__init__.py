@@ -24,6 +24,7 @@ from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import bandwidth, facts, rules
 from cat_lm.training.preflight.dry_run import dry_run_batch
 from cat_lm.training.preflight.folder import Probe
+from cat_lm.training.watchdog import host_name
 
 __all__ = ["check", "dry_run_batch"]
 
@@ -42,7 +43,7 @@ def check(config: RunConfig, ranks: Ranks) -> list[str]:
             host and the ranks, the key or value, and what would be right.
     """
     output = Path(config.train.output_dir).absolute()
-    hosts = ranks.gather(facts.host_name())
+    hosts = ranks.gather(host_name())
     probe = Probe(output, ranks.agree_on(secrets.token_hex(8)), hosts[0])
     existed = output.exists()
     if ranks.is_first:

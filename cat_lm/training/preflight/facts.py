@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import re
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.distributed import Ranks, describe_error
 from cat_lm.training.preflight.folder import FolderFacts, Probe
+from cat_lm.training.watchdog import host_name
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "safetensors")
 
@@ -94,11 +94,6 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error)
     except Exception as error:
         return None, describe_error(error)
-
-
-def host_name() -> str:
-    """SLURM's name of the node where there is one, else the machine's."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def versions(on_gpu: bool) -> dict[str, str]:
