@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cat_lm.data.corpus import MANIFEST, SPLITS, TokenCorpus, read_manifest
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.files import sync_directory, write_json
 from data_prep.locks import Busy, file_lock
 
 LOCK = ".prepare.lock"
@@ -101,9 +101,10 @@ def work_folder(folder: Path, scratch: Path | None) -> Path:
 def begin(folder: Path, work: Path, identity: dict, overwrite: bool) -> None:
     """Takes up an unfinished preparation, or marks the folder and removes what is in it.
 
-    The marker stands before the first file goes and until the last one has come, so that a kill at
-    any moment leaves either a complete folder or one that the next run continues. Where only the
-    choice of documents has changed, the parts stay and what was made of them goes.
+    A marker stands before the first finished file goes and until the last one has come, so that a
+    kill at any moment leaves either a complete folder or one that the next run continues. What
+    other arguments have left in the work folder goes before there is a marker with the new ones.
+    Where only the choice of documents has changed, the parts stay.
     Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`.
     """
     marker = _read_marker(folder)
@@ -123,13 +124,15 @@ def begin(folder: Path, work: Path, identity: dict, overwrite: bool) -> None:
                 "same --scratch to continue it, or --overwrite"
             )
         if there == work and work.is_dir() and reusable:
-            if differing:
-                write_json(folder / MARKER, {"identity": identity, "work": str(work)})
-                _remove_shards(folder)
-                shutil.rmtree(work / "shards", ignore_errors=True)
+            if differing:  # what was chosen and made of it goes while the old marker stands
                 (work / "assembly.json").unlink(missing_ok=True)
+                _remove(work / "shards")
+                _remove_shards(folder)
+                write_json(folder / MARKER, {"identity": identity, "work": str(work)})
             return
-        shutil.rmtree(there, ignore_errors=True)
+    # Before the new marker, under which a restart would take it for its own.
+    for stale in {work, Path(marker["work"]) if marker else work}:
+        _remove(stale)
     write_json(folder / MARKER, {"identity": identity, "work": str(work)})
     (folder / MANIFEST).unlink(missing_ok=True)
     _remove_data(folder, work)
@@ -171,8 +174,17 @@ def discard(folder: Path, work: Path) -> None:
 
 def _remove_data(folder: Path, work: Path) -> None:
     _remove_shards(folder)
-    shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
-    shutil.rmtree(work, ignore_errors=True)
+    _remove(folder / TOKENIZER)
+    _remove(work)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder; raises `UserError` where it stays, since it must not be taken for new."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        raise UserError(f"{folder}: cannot be removed; remove it and try again")
+    if folder.parent.is_dir():
+        sync_directory(folder.parent)
 
 
 def _remove_shards(folder: Path) -> None:

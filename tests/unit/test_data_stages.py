@@ -164,6 +164,64 @@ def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepar
     assert digests(tmp_path / "out") == expected
 
 
+class Killed(BaseException):
+    """Passes through all that handles errors."""
+
+
+def killed(*_):
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    ("until", "then", "stride"),
+    [("finish", ("--sets", "Small"), 1), ("tidy", ("--seed", 1, "--sets", "Small"), 5)],
+)
+def test_killed_at_any_step_of_replacing_other_data(
+    tmp_path, sets, prepare, monkeypatch, until, then, stride
+):
+    """Nothing that other arguments have left is taken for the new ones' own."""
+    out, kept, then = tmp_path / "out", tmp_path / "kept", set_flags(sets, *then)
+    expected = digests(prepare(tmp_path / "whole", *then))
+    real = {name: getattr(os, name) for name in ("unlink", "rmdir", "replace")}
+
+    def overwrite(steps):
+        left = [steps]
+
+        def counted(name):
+            def act(*given, **more):
+                real[name](*given, **more)
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Killed
+
+            return act
+
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr("data_prep.pipeline.Plan.load", killed)
+            for name in real:
+                patch.setattr(os, name, counted(name))
+            prepare(out, *then, "--overwrite")
+        return left[0] > 0
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(output, until, killed)
+        prepare(out, *set_flags(sets, "--sets", "Large"))
+    shutil.copytree(out, kept)
+    for steps in range(1, 100, stride):
+        whole = overwrite(steps)
+        try:
+            prepare(out, *then)
+        except UserError as error:
+            assert "--overwrite" in str(error)
+            prepare(out, *then, "--overwrite")
+        assert digests(out) == expected, f"after {steps} steps"
+        if whole:
+            break
+        shutil.rmtree(out)
+        shutil.copytree(kept, out)
+    assert 10 < steps < 90
+
+
 def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected):
     """Three tasks at once, one of them submitted twice, one never run, on a scratch folder."""
     arguments = (*set_flags(sets, *WISHES), "--out", tmp_path / "out", "--scratch", tmp_path / "s")
