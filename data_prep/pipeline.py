@@ -75,8 +75,10 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
                 output.remove_temporary(arguments.out)
                 output.remove_temporary(work)
             plan = Plan.load(work, arguments.out / output.TOKENIZER)
-            if new := plan is None:
-                plan = _plan(arguments, source, arguments.out / output.TOKENIZER)
+            fraction = _held_out_fraction(arguments, source)
+            # Among few documents the fraction depends on the sets, which --overwrite may change.
+            if new := plan is None or plan.validation_fraction != fraction:
+                plan = _plan(arguments, source, arguments.out / output.TOKENIZER, fraction)
             job = _job(arguments, source, plan, work)
             estimate = Estimate.of(job, arguments)
             estimate.check_disk()
@@ -145,15 +147,17 @@ def _encoding(arguments: argparse.Namespace, source: Source, fraction: float) ->
     )
 
 
-def _plan(arguments: argparse.Namespace, source: Source, folder: Path) -> Plan:
-    wishes = _wishes(arguments)
-    first = _encoding(arguments, source, arguments.validation_fraction)
-    fraction = held_out_fraction(source, first, wishes)
-    encoding = dataclasses.replace(first, validation_fraction=fraction)
+def _held_out_fraction(arguments: argparse.Namespace, source: Source) -> float:
+    encoding = _encoding(arguments, source, arguments.validation_fraction)
+    return held_out_fraction(source, encoding, _wishes(arguments))
+
+
+def _plan(arguments: argparse.Namespace, source: Source, folder: Path, fraction: float) -> Plan:
+    encoding = _encoding(arguments, source, fraction)
     info = make_tokenizer(arguments.tokenizer, arguments.eod_token, folder, source, encoding)
     measured = measure(source, encoding, folder, info)
     held_out = _held_out_below(source, fraction)
-    ranges = first_round(wishes, measured, held_out)
+    ranges = first_round(_wishes(arguments), measured, held_out)
     return Plan(info, dtype_name(info), fraction, [ranges], measured)
 
 
@@ -184,7 +188,8 @@ def _job(arguments: argparse.Namespace, source: Source, plan: Plan, work: Path) 
 
 def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        plan = _plan(arguments, source, Path(folder) / output.TOKENIZER)
+        fraction = _held_out_fraction(arguments, source)
+        plan = _plan(arguments, source, Path(folder) / output.TOKENIZER, fraction)
     job = _job(arguments, source, plan, output.work_folder(arguments.out, arguments.scratch))
     estimate = Estimate.of(job, arguments)
     print(*estimate.lines(), sep="\n")

@@ -229,6 +229,22 @@ def test_any_choice_after_any_other_is_as_from_a_fresh_folder(
         assert digests(out) == of_choices[then], f"{then} after {first}"
 
 
+def test_another_choice_among_few_documents_holds_out_what_it_would_by_itself(tmp_path, prepare):
+    lines = [
+        json.dumps({"text": f"{n} of {name}", "meta": {"redpajama_set_name": name}}) + "\n"
+        for name in "AB"
+        for n in range(4)
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(lines))
+    given = ("--source", "files", "--path", tmp_path / "x.jsonl", "--tokenizer", "bytes")
+    for seed in range(3):
+        more = (*given, "--workers", 1, "--seed", seed)
+        out = prepare(tmp_path / f"out{seed}", *more, "--sets", "A", "--stage", "encode")
+        prepare(out, *more, "--sets", "B", "--overwrite")
+        whole = prepare(tmp_path / f"whole{seed}", *more, "--sets", "B")
+        assert digests(out) == digests(whole)
+
+
 def test_repetitions(tmp_path, prepare, sets):
     out = prepare(tmp_path / "out", *flags(sets, "--repeat", "Small=2.5,Middle=2"))
     of_set = {name: [t for s, t in input_documents(sets) if s == name] for name in SETS}
