@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import platform
 import re
 import sys
@@ -186,13 +187,20 @@ class Files(Source):
         if validation_path is None:
             self.parts = _find_files(path, "--path")
             return
+        found = {
+            "train": _find_files(path, "--path"),
+            "validation": _find_files(validation_path, "--validation-path"),
+        }
+        held_out = {part.path.resolve() for part in found["validation"]}
+        if both := [part.path for part in found["train"] if part.path.resolve() in held_out]:
+            raise UserError(
+                f"--validation-path {validation_path}: --path has {both[0]} too; what is held out "
+                "must not be trained on"
+            )
         self.parts = [
             Part(part.path, f"{split}/{part.name}", split, part.size)
-            for split, given, flag in (
-                ("train", path, "--path"),
-                ("validation", validation_path, "--validation-path"),
-            )
-            for part in _find_files(given, flag)
+            for split in found
+            for part in found[split]
         ]
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
@@ -333,6 +341,18 @@ def in_natural_order(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=key)
 
 
+def _below(root: Path) -> Iterator[Path]:
+    """All that is below a folder, and behind links to folders; not a link's own folders above."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
+
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+        here = Path(folder).resolve()
+        folders[:] = [n for n in folders if not here.is_relative_to(Path(folder, n).resolve())]
+        yield from (Path(folder, name) for name in names)
+
+
 def _find_files(path: str, flag: str) -> list[Part]:
     """Files that `path` (a file, folder or glob) stands for, with names relative to it.
 
@@ -345,15 +365,19 @@ def _find_files(path: str, flag: str) -> list[Part]:
             raise UserError(f"{flag} {path}: unknown kind of file; known are {known}")
         return [Part(root, root.name, None, root.stat().st_size)]
     if root.is_dir():
-        candidates: Iterable[Path] = root.rglob("*")
+        candidates = _below(root)
     else:
-        candidates = [Path(name) for name in glob.glob(path, recursive=True)]
+        candidates = {Path(name) for name in glob.glob(path, recursive=True)}  # ** may match twice
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
     found = []
     for file in candidates:
-        if suffix_of(file) and not file.name.startswith(".") and file.is_file():
+        if not suffix_of(file) or file.name.startswith("."):
+            continue
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{flag} {path}: {file} is a link to nothing")
+        if file.is_file():
             found.append(Part(file, file.relative_to(root).as_posix(), None, file.stat().st_size))
     if not found:
         raise UserError(f"{flag} {path}: no file of a known kind in it ({known})")

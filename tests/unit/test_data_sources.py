@@ -1,5 +1,6 @@
 """Sources: which documents come out of which files, in which order; and what cannot be read."""
 
+import errno
 import gzip
 import json
 import os
@@ -79,8 +80,10 @@ def test_separators_keys_and_own_validation_text(tmp_path):
     ]
     (tmp_path / "b.jsonl").write_bytes(json_lines(["x"], key="content"))
     assert texts("files", tmp_path / "b.jsonl", Reading("content")) == ["x"]
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.txt").write_text("held out")
     source = open_source(
-        *("files", str(tmp_path / "a.txt"), Reading()), validation_path=str(tmp_path / "a.txt")
+        *("files", str(tmp_path / "a.txt"), Reading()), validation_path=str(tmp_path / "held")
     )
     assert [document.split for document in documents(source)] == ["train", "validation"]
     assert [part.name for part in source.parts] == ["train/a.txt", "validation/a.txt"]
@@ -223,6 +226,49 @@ def test_paths_that_hold_nothing_are_refused(tmp_path):
         open_source("python-stdlib", "x", Reading())
     with pytest.raises(UserError, match="no folder with train/"):
         open_source("slimpajama", str(tmp_path), Reading())
+
+
+def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
+    there, root = tmp_path / "other disk", tmp_path / "mirror"
+    for folder in (there / "deep", root / "chunk1"):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_bytes(json_lines([folder.name]))
+    (root / "chunk2").symlink_to(there)
+    (root / "chunk1" / "up").symlink_to(root)
+    (there / "deep" / "here").symlink_to(there / "deep")
+    (root / "chunk1" / "b.jsonl").symlink_to(there / "deep" / "a.jsonl")
+    source = open_source("files", str(root), Reading())
+    names = [part.name for part in source.parts]
+    assert names == ["chunk1/a.jsonl", "chunk1/b.jsonl", "chunk2/deep/a.jsonl"]
+    assert texts("files", root) == ["chunk1", "deep", "deep"]
+    (root / "chunk2").unlink()
+    (root / "chunk1" / "c.jsonl").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"--path .*c\.jsonl is a link to nothing"):
+        texts("files", root)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    real = os.scandir
+
+    def scandir(folder):  # the tests may run as root, whom no mode stops
+        if str(folder).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"closed: cannot be read \(Permission denied\)"):
+        texts("files", tmp_path)
+
+
+def test_a_file_is_taken_once_and_for_one_split(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("x")
+    assert texts("files", f"{tmp_path}/**/**/*.txt") == ["x"]
+    (tmp_path / "b.txt").write_text("y")
+    with pytest.raises(UserError, match=r"--validation-path .*: --path has .*sub/a.txt too"):
+        texts("files", tmp_path, validation_path=f"{tmp_path}/sub")
 
 
 def slimpajama(folder, validation=True):
