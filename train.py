@@ -16,6 +16,7 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError, command
+from cat_lm.training import launcher
 from cat_lm.training.checkpoint import find_checkpoint
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
@@ -41,7 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
-    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) == 1:
+    if launcher.world_size() == 1:
         open_data(config)
         if config.train.resume not in ("auto", "never"):
             find_checkpoint(config.train.resume)

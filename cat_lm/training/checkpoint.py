@@ -42,7 +42,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig, changed_values
-from cat_lm.errors import UserError
+from cat_lm.errors import SharedError, UserError
 from cat_lm.files import sync_directory, write_json, write_text
 
 if TYPE_CHECKING:
@@ -134,9 +134,8 @@ class Checkpoints:
         """Saves the state after `state["step"]` steps (a collective) and prunes old ones.
 
         Raises:
-            UserError: it could not be written; older checkpoints are untouched. On every rank, but
-                for an error inside the gathering of the weights, which has collectives: there on
-                the rank that failed, whose exit makes the launcher end the others.
+            SharedError: it could not be written; older checkpoints are untouched.
+            RuntimeError: a collective failed, most likely because another rank has ended.
         """
         final = self.folder / f"step-{state['step']:08d}"
         if final == self._current:
@@ -147,11 +146,11 @@ class Checkpoints:
             weights = engine.full_precision_weights()
             self.ranks.everywhere(lambda: self._write(temporary, engine, weights, state, tokenizer))
             self.ranks.on_first(lambda: self._publish(temporary, final, engine))
-        except Exception as error:
+        except UserError as error:
             if self.ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             kept = complete_checkpoints(self.folder)
-            raise UserError(
+            raise SharedError(
                 f"{final}: the checkpoint could not be written "
                 f"({' '.join(str(error).split()) or type(error).__name__}); "
                 f"newest complete one: {kept[-1].name if kept else 'none'}"

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ import torch
 import torch.distributed
 
 from cat_lm.errors import SharedError, UserError
+from cat_lm.training.launcher import join_launcher
 
 # Of a collective: long enough for one rank to write a large checkpoint while the others wait.
 TIMEOUT_MINUTES = 30.0
@@ -115,7 +114,7 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     Raises:
         UserError: the launcher's variables are incomplete or contradict the machine.
     """
-    rank, local_rank, world_size = _place_from_environment()
+    rank, local_rank, world_size = join_launcher()
     on_gpu = torch.cuda.is_available()
     if on_gpu and local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -140,50 +139,6 @@ def leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _place_from_environment() -> tuple[int, int, int]:
-    """(rank, local rank, world size), and the variables that torch reads set to match."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed
-        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        local_rank = int(env.get("LOCAL_RANK", "0"))
-    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:  # srun
-        rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
-        local_rank = int(env.get("SLURM_LOCALID", "0"))
-        if "MASTER_ADDR" not in env:
-            env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
-        # Jobs that share a node get ports of their own, below those that systems hand out; all
-        # ranks compute the same one.
-        env.setdefault("MASTER_PORT", str(12_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
-    else:
-        rank, local_rank, world_size = 0, 0, 1
-    if world_size > 1:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing:
-            raise UserError(
-                f"{world_size} ranks were started without {' and '.join(missing)}: "
-                "set them to the first node's name and a free port"
-            )
-    else:
-        # A group of one needs no meeting point that others could find.
-        env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(_free_port())
-    env.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
-    return rank, local_rank, world_size
-
-
-def _first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: `n[003-004,9],m1` begins with `n003`."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^\[,]*))?", nodelist)
-    if not match:
-        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
-    return "".join(part or "" for part in match.groups())
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:

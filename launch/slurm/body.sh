@@ -127,8 +127,6 @@ fi
 
 case $code in
     0) say "finished" && exit 0 ;;
-    2) say "wrong input or setting (exit code 2, see above): not requeued. Then: $resume" && exit 2 ;;
-    130) say "interrupted (exit code 130): not requeued. To go on: $resume" && exit 130 ;;
     75) why="stopped by a signal, with a checkpoint" ;;
     76) why="hung (exit code 76, see the stacks above)" ;;
     *) why="failed (exit code $code)" ;;
@@ -145,6 +143,10 @@ case $state in
             exit "$code"
         fi
         ;;
+esac
+case $code in
+    2) say "wrong input or setting (exit code 2, see above): not requeued. Then: $resume" && exit 2 ;;
+    130) say "interrupted (exit code 130): not requeued. To go on: $resume" && exit 130 ;;
 esac
 # Where a node was lost, SLURM may have started the job anew while this script lived on there.
 now=$(scontrol show job "$job" 2>/dev/null | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p')

@@ -13,6 +13,10 @@ from cat_lm.errors import UserError
 from launch.slurm.folder import RunFolder
 
 
+class NoSlurm(UserError):
+    """There is no SLURM here, or none that answers."""
+
+
 @dataclass(frozen=True)
 class JobState:
     """A job as SLURM knows it; None or empty where it does not say."""
@@ -32,17 +36,28 @@ _ACTIVE = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQU
 _ACTIVE |= {"REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STOPPED", "RESIZING", "SPECIAL_EXIT"}
 
 
+_NOBODY = re.compile("configuration source|contact slurm controller|munge|Authentication", re.I)
+
+
 def command(*arguments: str) -> str:
     """Runs one of SLURM's commands and returns its output.
 
     Raises:
-        UserError: there is no SLURM here, or the command failed, with what it said.
+        UserError: the command failed, with what it said; `NoSlurm` where it has nobody to ask.
     """
     done = _run(*arguments)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UserError(f"{arguments[0]}: {said}")
+        kind = NoSlurm if _NOBODY.search(said) else UserError
+        raise kind(f"{arguments[0]}: {said}")
     return done.stdout
+
+
+def check(script: str) -> None:
+    """Raises UserError where SLURM would not take this script, with its reason."""
+    done = _run("sbatch", "--test-only", input=script)
+    if done.returncode:
+        raise UserError(f"sbatch: {' '.join(done.stderr.split()) or 'refuses the job'}")
 
 
 def submit(script: Path, *options: str) -> str:
@@ -96,7 +111,7 @@ def job_state(job_id: str) -> JobState | None:
     return None
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             arguments,
@@ -105,16 +120,16 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
             errors="replace",
             timeout=120,
             env=_environment(),
-            stdin=subprocess.DEVNULL,
+            input=input,
         )
     except FileNotFoundError:
-        raise UserError(
+        raise NoSlurm(
             f"{arguments[0]}: not found: this machine has no SLURM; use a login node of the "
             "cluster (Debian and Ubuntu: package slurm-client), or run on one machine without "
             "SLURM: python -m launch.slurm local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"{arguments[0]}: SLURM's controller does not answer; try again") from None
+        raise NoSlurm(f"{arguments[0]}: SLURM's controller does not answer; try again") from None
 
 
 def _environment() -> dict[str, str]:

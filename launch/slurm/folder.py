@@ -112,3 +112,8 @@ def read_record(folder: RunFolder) -> JobRecord:
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder.record}: cannot be read: {error}; submit the run again") from None
+
+
+def earlier_jobs(folder: RunFolder) -> list[dict[str, Any]]:
+    """The jobs that this run has had, as far as they are known."""
+    return read_record(folder).jobs if folder.record.is_file() else []

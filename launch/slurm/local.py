@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch.slurm import attempts, snapshot, torchrun
+from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
-from launch.slurm.submit import plan_of, refuse_other_run
+from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -24,6 +24,8 @@ def local(arguments: argparse.Namespace) -> None:
     """Runs until the run is finished; leaves with its exit code where it is not."""
     arguments.tasks_per_node = arguments.tasks
     plan = plan_of(arguments.config, arguments.overrides, options_from(arguments))
+    with suppress(cluster.NoSlurm):
+        refuse_second_job(plan.folder, cluster.active_job(plan.folder))
     refuse_other_run(plan)
     snapshot.save_code(plan.folder, snapshot.PROJECT)
     snapshot.save_config(plan.folder, plan.values)

@@ -15,7 +15,7 @@ DEFAULT_LEAD_SECONDS = 300
 MOST_LEAD_SECONDS = 65535
 # Help texts that `local` shares.
 CORES = "cores of a rank; sets OMP_NUM_THREADS"
-ENV = "variable of the ranks"
+ENV = "variable of the ranks; written into the run's folder, so nothing secret"
 ATTEMPTS = "attempts in a row from the same checkpoint, after which the job gives up (default 3)"
 
 

@@ -31,9 +31,13 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     """Copies the checkout into RUN/slurm/code, with code.json and code.diff; returns code.json.
 
     Raises:
-        UserError: what git does not ignore is too large to be code.
+        UserError: what git does not ignore is too large to be code, or git refuses the checkout.
     """
     commit, files = _git_files(project) or (None, _all_files(project))
+    untracked = _untracked(project, files) if commit else []
+    # A stray file at the top may be anything, keys and passwords among it.
+    strays = {name for name in untracked if not _is_code(name)}
+    untracked, files = ([n for n in names if n not in strays] for names in (untracked, files))
     own = (folder.run, folder.slurm)
     files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
@@ -42,7 +46,6 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)
     diff = _git(project, "diff", "--binary", "HEAD") if commit else None
-    untracked = _untracked(project, files) if commit else []
     record = {
         "cat_lm": __version__,
         "commit": commit,
@@ -68,6 +71,8 @@ def resolved(config: RunConfig) -> dict[str, Any]:
     if data.get("mixture"):
         data["mixture"] = {_absolute(path): weight for path, weight in data["mixture"].items()}
     train["output_dir"] = str(RunFolder.of(train["output_dir"]).run)
+    if data.get("cache_dir"):
+        data["cache_dir"] = _absolute(data["cache_dir"])
     if train["init_from"]:
         train["init_from"] = _absolute(train["init_from"])
     return values
@@ -109,12 +114,22 @@ def _git_files(project: Path) -> tuple[str, list[str]] | None:
     """The commit and all files that are tracked or not ignored; None where git knows none."""
     top = _git(project, "rev-parse", "--show-toplevel")
     commit = _git(project, "rev-parse", "HEAD")
+    if top is None and (project / ".git").exists() and shutil.which("git"):
+        raise UserError(
+            f"{project}: git refuses to tell the commit that this run is of; "
+            f"`git -C {project} status` says why"
+        )
     # A copy without .git inside some other repository is none of that repository's versions.
     if not top or not commit or Path(top.strip()).resolve() != project.resolve():
         return None
     names = _git(project, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
     files = sorted({name for name in names.split("\0") if (project / name).is_file()})
     return commit.strip(), files
+
+
+def _is_code(name: str) -> bool:
+    """Whether an untracked file belongs to a run: in one of the project's parts, and not hidden."""
+    return name.split("/")[0] in PARTS and not any(p.startswith(".") for p in name.split("/"))
 
 
 def _untracked(project: Path, files: Iterable[str]) -> list[str]:

@@ -15,7 +15,8 @@ from cat_lm.errors import UserError
 from cat_lm.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import attempts, cluster, script, snapshot
-from launch.slurm.folder import JobRecord, RunFolder, read_record
+from launch.slurm.cluster import JobState
+from launch.slurm.folder import JobRecord, RunFolder, earlier_jobs, read_record
 from launch.slurm.options import Options, options_from
 from launch.slurm.site import Site, load_site
 
@@ -40,8 +41,9 @@ def submit(arguments: argparse.Namespace) -> None:
     if arguments.print:
         print(plan.text(), end="")
         return
-    refuse_second_job(plan.folder)
+    refuse_second_job(plan.folder, cluster.active_job(plan.folder))
     refuse_other_run(plan)
+    cluster.check(plan.text())
     snapshot.save_code(plan.folder, snapshot.PROJECT)
     start(plan, "submitted")
 
@@ -60,7 +62,8 @@ def resume(arguments: argparse.Namespace) -> None:
     if arguments.print:
         print(plan.text(), end="")
         return
-    refuse_second_job(folder)
+    refuse_second_job(folder, cluster.active_job(folder))
+    cluster.check(plan.text())
     if arguments.new_code or not folder.code.is_dir():
         snapshot.save_code(folder, snapshot.PROJECT)
     start(plan, "resumed")
@@ -110,13 +113,13 @@ def plan_of(
         overrides=[*(earlier.overrides if earlier else ()), *overrides],
         options=options,
         site=str(site_file) if site_file else None,
-        jobs=earlier.jobs if earlier else [],
+        jobs=earlier_jobs(folder),
     )
     return Plan(folder, values, record, merged, site)
 
 
-def refuse_second_job(folder: RunFolder) -> None:
-    job = cluster.active_job(folder)
+def refuse_second_job(folder: RunFolder, job: JobState | None) -> None:
+    """Raises UserError where `job`, the run's queued or running one, is there."""
     if job is not None:
         raise UserError(
             f"{folder.run}: job {job.id} of this run is {job.state.lower()}; "

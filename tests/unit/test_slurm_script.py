@@ -331,6 +331,12 @@ def test_busy_ranks_are_not_waited_for_at_the_time_limit(job):
     assert "ignored" in (job.stubs / "signals").read_text(encoding="utf-8")
 
 
+def test_what_ranks_say_when_slurm_takes_their_node_is_no_wrong_input(job):
+    assert job.run(SRUN_CODE=2, JOB_STATE="COMPLETING NodeFail") == 2
+    assert not job.was_requeued  # SLURM does it
+    assert "wrong input" not in job.log and "SLURM ends the job (COMPLETING NodeFail)" in job.log
+
+
 @pytest.mark.parametrize(
     ("left", "starts"),
     [("6:40", True), ("6:39", False), ("2:00:00", True), ("1-00:00:00", True), ("08", False)],

@@ -96,7 +96,10 @@ def test_submit(place):
     out = place.submit("--time", "2:00:00", "train.seed=5", "--env", "A=b=c", "train.max_steps=9")
     folder = place.run_folder
     assert "submitted job 41: 2 x 1 ranks" in out and str(folder.log) in out
-    assert place.calls.read_text() == f"sbatch --parsable {folder.script}\n"
+    assert place.calls.read_text().splitlines() == [
+        "sbatch --test-only",
+        f"sbatch --parsable {folder.script}",
+    ]
     assert "--signal=USR1@300" in folder.script.read_text() and "A=b=c" in folder.script.read_text()
     config = load_config(folder.config)
     assert (config.train.seed, config.train.max_steps) == (5, 9)
@@ -216,6 +219,7 @@ def test_slurm_that_refuses_or_is_not_there(place, monkeypatch):
     monkeypatch.setenv("SBATCH_FAILS", "1")
     code, _, err = place("submit", place.config, "--nodes", 1)
     assert (code, err) == (2, "error: sbatch: sbatch: error: invalid account\n")
+    assert not place.run_folder.slurm.exists()  # refused before anything is written
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, err = place("submit", place.config, "--nodes", 1)
     assert code == 2 and "this machine has no SLURM" in err and "launch.slurm local" in err
@@ -497,20 +501,31 @@ def test_snapshot_of_a_dirty_checkout(project, tmp_path):
     """Modified, added, staged and removed files; the diff brings the commit to the copy."""
     committed(project)
     (project / "train.py").write_text("changed ü\n")
-    (project / "näw.py").write_text("new\n")
+    (project / "cat_lm" / "näw.py").write_text("new\n")
     (project / "cat_lm" / "a.py").unlink()
+    # What nobody added to git may be a secret, unless it is code.
+    (project / ".env").write_text("PASSWORD=1\n")
+    (project / "id_rsa").write_text("key\n")
+    (project / "cat_lm" / ".netrc").write_text("password\n")
     folder = RunFolder(tmp_path / "run")
     record = snapshot.save_code(folder, project)
-    assert copied(folder) == {".gitignore", "train.py", "näw.py"}
+    assert copied(folder) == {".gitignore", "train.py", "cat_lm/näw.py"}
     assert (folder.code / "train.py").read_text() == "changed ü\n"
-    assert (record["dirty"], record["untracked"]) == (True, ["näw.py"])
+    assert (record["dirty"], record["untracked"]) == (True, ["cat_lm/näw.py"])
     assert "+changed ü" in folder.code_diff.read_text()
     # Later edits do not reach the run, a new copy drops what is gone.
     (project / "train.py").write_text("later\n")
     assert (folder.code / "train.py").read_text() == "changed ü\n"
-    (project / "näw.py").unlink()
+    (project / "cat_lm" / "näw.py").unlink()
     snapshot.save_code(folder, project)
     assert copied(folder) == {".gitignore", "train.py"}
+
+
+def test_a_checkout_that_git_refuses_is_no_checkout_without_git(project, tmp_path):
+    committed(project)
+    (project / ".git/HEAD").write_text("damaged\n")
+    with pytest.raises(UserError, match="git refuses to tell the commit"):
+        snapshot.save_code(RunFolder(tmp_path / "run"), project)
 
 
 def test_snapshot_without_git(project, tmp_path):
@@ -549,7 +564,8 @@ def test_a_run_folder_inside_the_checkout_is_not_copied_into_itself(project):
 def test_data_in_the_checkout_is_refused(project, tmp_path, monkeypatch):
     committed(project)
     monkeypatch.setattr(snapshot, "MOST_BYTES", 1000)
-    (project / "tokens.bin").write_bytes(bytes(2000))
-    with pytest.raises(UserError, match=r"largest file is tokens.bin: move data out"):
+    (project / "eval").mkdir(exist_ok=True)
+    (project / "eval/tokens.bin").write_bytes(bytes(2000))
+    with pytest.raises(UserError, match=r"largest file is eval/tokens.bin: move data out"):
         snapshot.save_code(RunFolder(tmp_path / "run"), project)
     assert not (tmp_path / "run").exists()

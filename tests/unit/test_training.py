@@ -15,7 +15,7 @@ import torch
 from cat_lm.config import ModelSection, RunConfig
 from cat_lm.errors import SharedError, UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.training import distributed
+from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model
 from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
@@ -68,14 +68,14 @@ def test_ranks_meet_at_the_first_slurm_host(nodelist, host, monkeypatch):
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     for name, value in {
-        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_PROCID": "3",
         "SLURM_LOCALID": "1",
         "SLURM_JOB_ID": "70001",
         "SLURM_STEP_NODELIST": nodelist,
     }.items():
         monkeypatch.setenv(name, value)
-    assert distributed._place_from_environment() == (3, 1, 4)
+    assert launcher.join_launcher() == (3, 1, 4)
     assert os.environ["MASTER_ADDR"] == host and os.environ["MASTER_PORT"] == "22001"
 
 
@@ -85,7 +85,29 @@ def test_ranks_without_a_meeting_point_are_an_error(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
-        distributed._place_from_environment()
+        launcher.join_launcher()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("RANK", "7"), ("MASTER_PORT", "99999")],
+)
+def test_wrong_variables_of_a_launcher_are_one_line(name, value, monkeypatch):
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "12000"}
+    for key, text in {**good, name: value}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(UserError, match=f"{name}={value}: a launcher sets it to a number from"):
+        launcher.join_launcher()
+
+
+def test_a_batch_script_itself_is_one_rank(monkeypatch):
+    """It has the job's variables, but only srun starts the job's tasks."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.world_size() == 1 and launcher.join_launcher() == (0, 0, 1)
 
 
 def test_records_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):

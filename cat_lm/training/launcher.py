@@ -1,0 +1,91 @@
+"""What a launcher says about this process: torchrun, deepspeed and srun in the same variables.
+
+Reads the environment only, and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from cat_lm.errors import UserError
+
+_PORTS = range(1, 65536)
+
+
+def world_size() -> int:
+    """The number of ranks that were started.
+
+    Raises:
+        UserError: a launcher's variable is not a number.
+    """
+    if _under_srun():
+        return _number("SLURM_STEP_NUM_TASKS", range(1, 1 << 31))
+    return _number("WORLD_SIZE", range(1, 1 << 31)) if "WORLD_SIZE" in os.environ else 1
+
+
+def join_launcher() -> tuple[int, int, int]:
+    """(rank, local rank, world size), and the variables that torch reads set to match.
+
+    Raises:
+        UserError: the launcher's variables are incomplete or wrong.
+    """
+    env, ranks = os.environ, world_size()
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed
+        rank, local_rank = _number("RANK", range(ranks)), _number("LOCAL_RANK", range(ranks), 0)
+    elif _under_srun():
+        rank = _number("SLURM_PROCID", range(ranks))
+        local_rank = _number("SLURM_LOCALID", range(ranks), 0)
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        # Jobs that share a node get ports of their own, below those that systems hand out; all
+        # ranks compute the same one.
+        env.setdefault("MASTER_PORT", str(12_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
+    else:
+        rank, local_rank, ranks = 0, 0, 1
+    if ranks > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            raise UserError(
+                f"{ranks} ranks were started without {' and '.join(missing)}: "
+                "set them to the first node's name and a free port"
+            )
+        _number("MASTER_PORT", _PORTS)
+    else:
+        # A group of one needs no meeting point that others could find.
+        env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+    env.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(ranks))
+    return rank, local_rank, ranks
+
+
+def _under_srun() -> bool:
+    """Whether srun started this process; a batch script itself has no step's variables."""
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return not torchrun and "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PROCID" in os.environ
+
+
+def _number(name: str, allowed: range, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit() or int(text) not in allowed:
+        raise UserError(
+            f"{name}={text}: a launcher sets it to a number from {allowed[0]} to {allowed[-1]}; "
+            "unset it to start one rank"
+        )
+    return int(text)
+
+
+def _first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: `n[003-004,9],m1` begins with `n003`."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^\[,]*))?", nodelist)
+    if not match:
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
+    return "".join(part or "" for part in match.groups())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
