@@ -204,9 +204,7 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
         yield None if size > MAX_LINE else b"".join(rest)
 
 
-def _parquet_rows(
-    stream: IO[bytes], path: str, reading: Reading
-) -> Iterator[dict | UnicodeDecodeError]:
+def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[dict | Exception]:
     import pyarrow
     import pyarrow.parquet
 
@@ -226,19 +224,26 @@ def _parquet_rows(
         raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None
 
 
-def _rows(batch) -> Iterator[dict | UnicodeDecodeError]:
-    """The rows of a batch; the error in the place of one with text that is not UTF-8."""
+def _rows(batch) -> Iterator[dict | Exception]:
+    """The rows of a batch; the error in the place of one with a value that Python cannot hold.
+
+    Such as text that is not UTF-8, or a time after the year 9999.
+    """
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):
         for index in range(batch.num_rows):
             try:
                 yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
+            except (ValueError, OverflowError) as error:
                 yield error
+    else:
+        yield from rows
 
 
-def _parse_row(row: dict | UnicodeDecodeError, where: str, reading: Reading) -> Record | Malformed:
+def _parse_row(row: dict | Exception, where: str, reading: Reading) -> Record | Malformed:
     if isinstance(row, UnicodeDecodeError):
         return Malformed(where, _not_utf8(row))
+    if isinstance(row, Exception):
+        return Malformed(where, _one_line(f"not readable ({row})"))
     return record_of(row, where, reading)

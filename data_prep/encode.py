@@ -223,10 +223,11 @@ def _candidates(task: UnitTask, tally: Tally, writer: PartWriter) -> Iterator[Ca
                 item = too_large(item, part.name)
             if isinstance(item, Malformed):
                 tally.malformed += 1
-                line = f"{item.where}: {item.reason}"
-                tally.first_malformed = tally.first_malformed or line
+                # Keys that are quoted may hold what UTF-8 cannot.
+                line = f"{item.where}: {item.reason}".encode("utf-8", "backslashreplace")
+                tally.first_malformed = tally.first_malformed or line.decode()
                 if task.round == 0:
-                    writer.write("malformed", f"{line}\n".encode())
+                    writer.write("malformed", line + b"\n")
                 continue
             if not item.text:
                 tally.empty += 1

@@ -186,6 +186,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.validation_fraction < 1:
         value = arguments.validation_fraction
         raise UserError(f"--validation-fraction {value}: must lie between 0 and 1")
+    if abs(arguments.seed) >= 2**63:
+        raise UserError(f"--seed {arguments.seed}: must lie between -2^63 and 2^63")
+    if not all((key := arguments.set_key).split(".")):
+        raise UserError(f"--set-key {key!r}: give a key, or several with dots between")
     for name in ("workers", "max_documents", "max_bytes", "max_repeats"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

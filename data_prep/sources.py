@@ -275,17 +275,20 @@ def open_source(
 def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
     """The named set that a record belongs to; `default` where it names none.
 
-    The objects on the way to it may be written out as JSON, as in some parquet mirrors.
+    The objects on the way to it may be written out as JSON, as in some parquet mirrors. A name
+    that cannot be printed comes with escapes.
     """
     value: object = record
     for key in reading.set_key.split("."):
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return default
         value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, str) and value else default
+    if not isinstance(value, str) or not value:
+        return default
+    return value if value.isprintable() else value.encode("unicode_escape").decode()
 
 
 def sample_texts(
@@ -378,6 +381,8 @@ def _find_files(path: str, flag: str) -> list[Part]:
         if file.is_symlink() and not file.exists():
             raise UserError(f"{flag} {path}: {file} is a link to nothing")
         if file.is_file():
+            if str(file) != str(file).encode(errors="replace").decode():
+                raise UserError(f"{flag} {path}: the name {str(file)!a} is not UTF-8; rename it")
             found.append(Part(file, file.relative_to(root).as_posix(), None, file.stat().st_size))
     if not found:
         raise UserError(f"{flag} {path}: no file of a known kind in it ({known})")

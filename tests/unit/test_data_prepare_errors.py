@@ -139,6 +139,9 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
     [
         (("--validation-fraction", 0), "--validation-fraction 0.0: must lie between 0 and 1"),
         (("--workers", 0), "--workers 0: must be at least 1"),
+        (("--seed", 10**64), f"--seed {10**64}: must lie between -2^63 and 2^63"),
+        (("--set-key", ""), "--set-key '': give a key"),
+        (("--set-key", "meta..x"), "--set-key 'meta..x': give a key"),
         (("--max-bytes", -1), "--max-bytes -1: must be at least 1"),
         (("--tokens", "15X"), "--tokens 15X: give a whole number of at least 1, such as 500M"),
         (("--tokens", "0"), "--tokens 0: give a whole number"),

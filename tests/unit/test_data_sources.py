@@ -156,6 +156,15 @@ def test_bad_parquet_rows_are_named_and_the_others_are_read(tmp_path):
     assert bad[1].reason == "not UTF-8 (byte 0xff at 0)"
 
 
+def test_parquet_times_that_python_does_not_have_are_named(tmp_path):
+    times = pyarrow.array([0, 2**40, 1], pyarrow.timestamp("s"))
+    table = pyarrow.table({"text": ["a", "b", "c"], "meta": times})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    first, bad, last = documents(open_source("files", str(tmp_path), Reading()))
+    assert (first.text, last.text) == ("a", "c")
+    assert bad.where == "a.parquet: row 2" and bad.reason.startswith("not readable (")
+
+
 BAD_FILES = {
     "x.txt": (b"ab\xffcd", r"x\.txt: not UTF-8 \(byte 0xff at 2\)"),
     "g.jsonl.gz": (gzip.compress(json_lines())[:-9], "g.jsonl.gz: broken gzip file"),
@@ -271,6 +280,13 @@ def test_a_file_is_taken_once_and_for_one_split(tmp_path):
         texts("files", tmp_path, validation_path=f"{tmp_path}/sub")
 
 
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as stream:
+        stream.write("x")
+    with pytest.raises(UserError, match=r"--path .*: the name '.*udcff\.txt' is not UTF-8"):
+        texts("files", tmp_path)
+
+
 def slimpajama(folder, validation=True):
     for split in ("train", "validation", "test"):
         if split == "validation" and not validation:
@@ -327,6 +343,9 @@ SET_NAMES = [
     ({"redpajama_set_name": "Another"}, "Another"),
     ({}, "unknown"),
     (None, "unknown"),
+    ("[" * 100_000, "unknown"),
+    ({"redpajama_set_name": "a\n\x1b[31mb"}, r"a\n\x1b[31mb"),
+    ('{"redpajama_set_name": "\\ud800x"}', r"\ud800x"),
 ]
 
 

@@ -338,9 +338,10 @@ def test_malformed_lines_are_counted_listed_and_limited(tmp_path, prepare, capsy
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {n}" for n in range(40)])
     with open(tmp_path / "1.jsonl", "a") as stream:
-        stream.write('{broken\n{"text": 5}\n')
+        stream.write('{"\\ud800": 1}\n{"text": 5}\n')
     arguments = ("--source", "files", "--path", tmp_path, "--tokenizer", "bytes", "--workers", 1)
-    with pytest.raises(UserError, match=r"2 of 122 records are malformed, more than .* 0.01% .*"):
+    complaint = r"2 of 122 records are malformed, more than .* 0.01% .* keys are \\ud800 "
+    with pytest.raises(UserError, match=complaint):
         prepare(tmp_path / "out", *arguments)
     out = prepare(tmp_path / "out", *arguments, "--max-malformed", "2%")
     assert "left out: 2 malformed records, see malformed.log" in capsys.readouterr().out
