@@ -162,9 +162,7 @@ def _check_input(
         )
     if not documents:
         raise UselessInput(f"{_where(arguments)}: empty input, no document with any text")
-    for flag, name in job.wishes.named:
-        if name not in seen:
-            raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(seen))}")
+    job.wishes.check_names(seen)
 
 
 def _where(arguments: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from cat_lm.data.corpus import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
 from data_prep import output
@@ -69,6 +70,8 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
     """Takes up what an earlier run has left, or begins; then prints the estimates."""
     start = time.monotonic()
     with file_lock(arguments.out / output.SETUP_LOCK):
+        if (arguments.out / MANIFEST).is_file():
+            _rehearse(arguments, source, identity)
         output.begin(arguments.out, work, identity, arguments.overwrite)
         try:
             if arguments.stage != "encode":
@@ -91,6 +94,17 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")
     print(*estimate.lines(), sep="\n", flush=True)
     return job
+
+
+def _rehearse(arguments: argparse.Namespace, source: Source, identity: dict) -> None:
+    """Raises `UserError` for what shows before the work, so that no finished data go for it."""
+    _estimate(arguments, source).check_disk()
+    manifest = read_manifest(arguments.out)
+    same_sets = all(
+        manifest.get("arguments", {}).get(key) == identity[key] for key in ("source", "set_key")
+    )
+    if same_sets and "input" in manifest:
+        _wishes(arguments).check_names(manifest["input"])
 
 
 def _run(arguments: argparse.Namespace, job: Job, identity: dict) -> None:
@@ -187,10 +201,15 @@ def _job(arguments: argparse.Namespace, source: Source, plan: Plan, work: Path) 
 
 
 def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
+    estimate = _estimate(arguments, source)
+    print(*estimate.lines(), sep="\n")
+    estimate.check_disk()
+
+
+def _estimate(arguments: argparse.Namespace, source: Source) -> Estimate:
+    """What the work would take, from a plan that is not kept."""
     with tempfile.TemporaryDirectory() as folder:
         fraction = _held_out_fraction(arguments, source)
         plan = _plan(arguments, source, Path(folder) / output.TOKENIZER, fraction)
     job = _job(arguments, source, plan, output.work_folder(arguments.out, arguments.scratch))
-    estimate = Estimate.of(job, arguments)
-    print(*estimate.lines(), sep="\n")
-    estimate.check_disk()
+    return Estimate.of(job, arguments)

@@ -12,10 +12,13 @@ document once, then again those that come twice, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 
 import numpy as np
+
+from cat_lm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,12 @@ class Wishes:
             "--repeat": self.repeat or (),
         }
         return [(flag, name) for flag, found in flags.items() for name in found]
+
+    def check_names(self, there: Collection[str]) -> None:
+        """Raises `UserError` where a set is named that is not among those of the input."""
+        for flag, name in self.named:
+            if name not in there:
+                raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(there))}")
 
     def shares(self) -> dict[str, Fraction]:
         """The mixture's weights, adding up to 1."""

@@ -11,7 +11,7 @@ from cat_lm.data import TokenCorpus, shards
 from cat_lm.errors import UserError
 from data_prep import encode, estimate, output, parts
 from data_prep.prepare import main
-from tests.conftest import REPOSITORY, write_jsonl
+from tests.conftest import REPOSITORY, many_texts, write_jsonl
 from tests.unit.test_data_prepare import digests, flags, texts_of
 
 
@@ -71,6 +71,25 @@ def test_a_disk_that_would_not_do_is_refused_beforehand(
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: usage(10**9))
     prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (("--tokens", "999999B"), "GB are needed"),
+        (("--text-key", "body"), "no text under the key 'body'"),
+        (("--eod-token", "<nowhere>"), "--eod-token"),
+        (("--sets", "nowhere"), "--sets nowhere: no such set; there are jsonl"),
+    ],
+)
+def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mistake, message):
+    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
+    out = prepare(tmp_path / "out", *given)
+    before = digests(out)
+    with pytest.raises(UserError, match=message):
+        prepare(out, *given, "--overwrite", *mistake)
+    (out / output.SETUP_LOCK).unlink()
+    assert digests(out) == before
 
 
 @pytest.mark.parametrize("calls", [1, 2, 7])
