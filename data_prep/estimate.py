@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ from data_prep.units import task_units
 
 DISK_MARGIN = 1.1
 INDEX_BYTES = 20  # of a document in an .idx
+FAR_BEYOND = 10  # times the measured tokens: no error of the estimate is as large
 READ_BYTES_PER_SECOND = 100e6  # of text: reading, parsing and hashing what is not encoded
 
 
@@ -35,7 +37,8 @@ class Estimate:
     text_bytes: int | None
     bytes_per_second: float
     workers: int
-    result_tokens: float | None
+    train_tokens: float | None
+    held_out_tokens: float | None
     result_bytes: int
     parts_bytes: int
     parts_to_come: int
@@ -61,8 +64,10 @@ class Estimate:
         if measured.text_bytes is None:
             unknown = dict.fromkeys(("result_bytes", "parts_bytes"), 0)
             unknown |= dict.fromkeys(("parts_to_come", "out_to_come", "all_out_to_come"), 0)
-            return cls(**here, **unknown, result_tokens=None, seconds=None)
-        tokens = _result_tokens(job)
+            unknown |= dict.fromkeys(("train_tokens", "held_out_tokens", "seconds"))
+            return cls(**here, **unknown)
+        train, held_out = _result_tokens(job)
+        tokens = train + held_out
         encoded = _encoded_share(job)
         item, document = np.dtype(job.plan.dtype).itemsize, 1 / max(1.0, measured.document_bytes)
         result = tokens * item
@@ -80,13 +85,15 @@ class Estimate:
         if (job.work / ASSEMBLY).is_file():  # all was encoded, what is gone is in shards
             text, parts_there = 0.0, parts * DISK_MARGIN
         speed = encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND
+        peak = _peak(job, result, held_out / max(1.0, tokens), arguments)
         return cls(
             **here,
-            result_tokens=tokens,
+            train_tokens=train,
+            held_out_tokens=held_out,
             result_bytes=int(result),
             parts_bytes=int(parts),
             parts_to_come=max(0, int(parts * DISK_MARGIN - parts_there)),
-            out_to_come=max(0, int(_peak(job, result, arguments) * DISK_MARGIN) - out_there),
+            out_to_come=max(0, int(peak * DISK_MARGIN) - out_there),
             all_out_to_come=max(0, int(result * DISK_MARGIN) - out_there),
             seconds=text * speed / arguments.workers,
         )
@@ -99,7 +106,8 @@ class Estimate:
             return [f"{size}; how much text that is, and what it takes, is not known beforehand"]
         return [
             f"{size}, about {_bytes(self.text_bytes)} of text in all, "
-            f"about {self.result_tokens:,.0f} training tokens come out",
+            f"about {self.train_tokens:,.0f} training tokens and {self.held_out_tokens:,.0f} "
+            "held-out ones come out",
             f"disk: about {_bytes(self.result_bytes)} in {self.out}, "
             f"{_bytes(self.parts_bytes)} for a time in {self.work}",
             f"time: about {_duration(self.seconds)} still to encode with {self.workers} workers "
@@ -126,37 +134,65 @@ class Estimate:
                 )
 
 
-def _result_tokens(job: Job) -> float:
-    """About how many training tokens come out."""
+def _result_tokens(job: Job) -> tuple[float, float]:
+    """About how many training and held-out tokens come out.
+
+    Raises `UserError` for --tokens far beyond what there is.
+    """
     wishes, measured = job.wishes, job.plan.measured
+    share = _held_out_share(job)
+    of_set = {name: measured.text_bytes * rate for name, rate in measured.set_tokens.items()}
+    train = {name: (1 - share) * n for name, n in of_set.items() if wishes.includes(name)}
+    held_out = sum(share * n for name, n in of_set.items() if wishes.holds_out(name))
     if wishes.tokens is not None:
-        return float(wishes.tokens)
-    of_set = {
-        name: measured.text_bytes * rate
-        for name, rate in measured.set_tokens.items()
-        if wishes.includes(name)
-    }
+        there = sum(train.values())
+        repeats = 1 if wishes.mixture is None else wishes.max_repeats
+        if train and wishes.tokens > FAR_BEYOND * repeats * there:
+            raise UserError(
+                f"--tokens {wishes.tokens}: the input has about {there:,.0f} training tokens of "
+                "these sets; ask for fewer"
+            )
+        return float(wishes.tokens), held_out
     if wishes.mixture is not None:
         shares = wishes.shares()
-        return min((tokens / float(shares[name]) for name, tokens in of_set.items()), default=0.0)
+        sizes = (tokens / float(shares[name]) for name, tokens in train.items())
+        return min(sizes, default=0.0), held_out
     repeat = wishes.repeat or {}
-    return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in of_set.items())
+    return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in train.items()), held_out
+
+
+def _held_out_share(job: Job) -> float:
+    """About which share of the text is held out: of all sets, since only --sets leaves any out."""
+    if job.held_out_below:
+        return job.held_out_below / PLACES
+    sizes = Counter()
+    for unit in job.units:
+        sizes[unit.split] += unit.bytes
+    share = sizes["validation"] / max(1, sizes.total())
+    limited = job.encoding.max_documents or job.encoding.max_bytes
+    return min(share, job.encoding.validation_fraction) if limited else share
 
 
 def _encoded_share(job: Job) -> float:
     """About which share of the text the rounds encode."""
-    shares = job.plan.measured.set_tokens
-    encoded = sum(rate * job.plan.covered(name) / PLACES for name, rate in shares.items())
-    return encoded / max(1e-12, sum(shares.values()))
+    rates, held_out = job.plan.measured.set_tokens, _held_out_share(job)
+    encoded = 0.0
+    for name, rate in rates.items():
+        train = job.plan.covered(name) - job.held_out_below
+        encoded += rate * (1 - held_out) * max(0, train) / (PLACES - job.held_out_below)
+        encoded += rate * held_out * job.wishes.holds_out(name)
+    return encoded / max(1e-12, sum(rates.values()))
 
 
-def _peak(job: Job, result: float, arguments: argparse.Namespace) -> float:
-    """What the output folder grows by before the parts make room, in bytes."""
+def _peak(job: Job, result: float, held_out: float, arguments: argparse.Namespace) -> float:
+    """What the output folder grows by before the parts make room, in bytes.
+
+    `held_out`: which share of the result that is.
+    """
     if job.wishes.mixture or job.wishes.repeat:  # the parts are read more than once
         return result
     shard = arguments.shard_tokens * np.dtype(job.plan.dtype).itemsize
-    held_out = job.plan.validation_fraction * result
-    return min(result, held_out + (arguments.workers + 1) * shard)
+    return min(result, held_out * result + (arguments.workers + 1) * shard)
 
 
 def _existing(folder: Path) -> Path:

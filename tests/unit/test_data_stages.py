@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -370,9 +371,26 @@ def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
 def test_the_estimate_writes_nothing(tmp_path, sets, prepare, capsys):
     prepare(tmp_path / "out", *set_flags(sets, "--estimate", "--tokens", "20K"))
     printed = capsys.readouterr().out
-    assert "7 units" in printed and "about 20,000 training tokens come out" in printed
+    assert "7 units" in printed and "about 20,000 training tokens and " in printed
     assert "disk: about" in printed and "time: about" in printed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("own_validation", [True, False])
+def test_the_estimate_counts_what_is_held_out(tmp_path, sets, prepare, capsys, own_validation):
+    """A budget leaves the held-out documents be; so they may be most of the result."""
+    given = set_flags(sets, "--tokens", "2K")
+    if not own_validation:
+        given = ("--source", "files", "--path", sets, "--tokenizer", "bytes", "--tokens", "2K")
+        given += ("--validation-fraction", "0.3")
+    out = prepare(tmp_path / "out", *given, "--workers", 1)
+    splits = json.loads((out / "manifest.json").read_text())["splits"]
+    printed = capsys.readouterr().out
+    told = int(re.search(r"([0-9,]+) held-out ones come out", printed)[1].replace(",", ""))
+    assert 0.5 < told / splits["validation"]["tokens"] < (6 if own_validation else 1.5)
+    size = sum(file.stat().st_size for split in splits for file in out.glob(f"{split}-*"))
+    told = float(re.search(r"disk: about ([0-9.]+) kB in", printed)[1]) * 1000
+    assert 0.6 < told / size < 1.5
 
 
 @pytest.mark.parametrize(("kind", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
