@@ -40,6 +40,7 @@ def main() -> None:
     # DeepSpeed's launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    stop = StopSignal()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
@@ -50,7 +51,7 @@ def main() -> None:
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    stop, watchdog = StopSignal(), Watchdog(config.train.hang_minutes)
+    watchdog = Watchdog(config.train.hang_minutes)
     # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed
 

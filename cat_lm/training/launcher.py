@@ -39,9 +39,10 @@ def join_launcher() -> tuple[int, int, int]:
         local_rank = _number("SLURM_LOCALID", range(ranks), 0)
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
-        # Jobs that share a node get ports of their own, below those that systems hand out; all
-        # ranks compute the same one.
-        env.setdefault("MASTER_PORT", str(12_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
+        # Jobs that share a node get ports of their own, below those that systems hand out, and
+        # starts of a job, too; all ranks compute the same one.
+        job, start = (int(env.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "RESTART_COUNT"))
+        env.setdefault("MASTER_PORT", str(12_000 + (job + 7919 * start) % 20_000))
     else:
         rank, local_rank, ranks = 0, 0, 1
     if ranks > 1:

@@ -35,12 +35,13 @@ case $left in
 esac
 
 # The meeting point: the first node, by the address that the cluster itself uses for it, and a port
-# below the ephemeral ones that differs between jobs. Another launcher's variables mean nothing.
+# below the ephemeral ones that differs between jobs, and between starts, where it may be taken.
+# Another launcher's variables mean nothing.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$first_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 export MASTER_ADDR=${MASTER_ADDR:-$first_node}
-export MASTER_PORT=$((12000 + job % 20000))
+export MASTER_PORT=$((12000 + (job + 7919 * restarts) % 20000))
 
 # Since SLURM 22.05 srun takes a task's number of cores only from this variable.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
@@ -140,6 +141,8 @@ case $state in
         if [ -n "$terminated" ] || [ -n "$state" ]; then
             say "$why; SLURM ends the job (${state:-state unknown}): not requeued from here." \
                 "To go on after a cancel: $resume"
+            # No fault of the run's, so no part of a crash loop.
+            echo "# $(date -u '+%Y-%m-%dT%H:%M:%SZ') job=$job ended by SLURM" >>"$attempts"
             exit "$code"
         fi
         ;;

@@ -63,6 +63,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--out {parsed.out}: is being prepared by SLURM jobs; `scancel {jobs}` ends them"
         )
+    for text in texts.values():
+        cluster.check(text)
     snapshot.save_code(folder, snapshot.PROJECT)
     encode, assemble = texts
     for path, text in texts.items():

@@ -15,6 +15,9 @@ from cat_lm.errors import UserError
 
 VARIABLE = "CAT_LM_SITE"
 USUAL_PLACE = Path("~/.config/cat_lm/site.yaml")
+# Options of #SBATCH lines that the script's own logic rests on.
+OURS = ("nodes", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "output", "error")
+OURS += ("array", "chdir", "export", "time", "job-name")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -92,6 +95,8 @@ def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
     for option in site.sbatch:
         if not option.startswith("-") or "\n" in option:
             raise UserError(f"{path}: sbatch: {option!r}: must be one option such as --hint=…")
+        if re.split("[= ]", option.lstrip("-"), maxsplit=1)[0].startswith(OURS):
+            raise UserError(f"{path}: sbatch: {option!r}: launch.slurm sets this one itself")
     for argument in site.srun:
         if not argument.startswith("-") or "\n" in argument:
             raise UserError(f"{path}: srun: {argument!r}: must be one argument such as --mpi=none")

@@ -197,8 +197,10 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def test_how_ranks_are_started(job):
-    assert job.run(SLURM_CPUS_PER_TASK=6) == 0
+@pytest.mark.parametrize(("restarts", "port"), [(0, 12000 + 123), (1, 12000 + 8042)])
+def test_how_ranks_are_started(job, restarts, port):
+    """At another port each time: one that is taken by others must not end every attempt."""
+    assert job.run(SLURM_CPUS_PER_TASK=6, SLURM_RESTART_COUNT=restarts) == 0
     started = next(line for line in job.calls.splitlines() if line.startswith("srun"))
     assert started == (
         "srun --mpi=none --export=ALL --kill-on-bad-exit=1 "
@@ -207,7 +209,7 @@ def test_how_ranks_are_started(job):
     environment = (job.stubs / "environment").read_text(encoding="utf-8").splitlines()
     for expected in (
         "MASTER_ADDR=10.0.0.7",
-        f"MASTER_PORT={12000 + 123}",
+        f"MASTER_PORT={port}",
         "SRUN_CPUS_PER_TASK=6",
         "OMP_NUM_THREADS=6",
         "OF_RUN=1 2",
@@ -374,6 +376,12 @@ def test_a_run_still_held_by_an_earlier_start_is_tried_again(job):
 def test_a_controller_that_does_not_answer_is_no_reason_to_stop(job):
     assert job.run(SRUN_CODE=1, JOB_STATE="") == 1
     assert job.was_requeued
+
+
+def test_what_slurm_ends_is_no_crash_loop(job):
+    for _ in range(4):
+        assert job.run(SRUN_CODE=75, JOB_STATE="COMPLETING Preempted") == 75
+    assert job.run() == 0 and len(attempts.lines(job.folder)) == 5
 
 
 def test_an_old_start_does_not_requeue_a_new_one(job):

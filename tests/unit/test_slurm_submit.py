@@ -298,6 +298,7 @@ def test_prepare_submits_an_array_and_a_job_after_it(place, monkeypatch):
     assert (code, err) == (0, "")
     folder = place.folder / "corpus.slurm"
     assert place.calls.read_text().splitlines() == [
+        *("sbatch --test-only", "sbatch --test-only"),
         f"sbatch --parsable {folder}/encode.sbatch",
         f"sbatch --parsable --dependency=afterok:41 --kill-on-invalid-dep=yes "
         f"{folder}/assemble.sbatch",
@@ -404,6 +405,8 @@ def site_file(folder: Path, text: str) -> Path:
         ("- a", "must hold keys such as"),
         ("a: [", "not valid YAML"),
         ("sbatch: [nodes]", "sbatch: 'nodes': must be one option"),
+        ("sbatch: [--no-requeue]", "launch.slurm sets this one itself"),
+        ("sbatch: [--output=x.log]", "launch.slurm sets this one itself"),
         ('srun: ["--a\\n b"]', "srun: '--a\\n b'"),
         ("time: 2:00:00", "time=7200: must be text; put it in quotes"),
         ("env: {A: 1}", "env.A=1: must be text; put it in quotes"),

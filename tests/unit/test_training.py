@@ -71,7 +71,8 @@ def test_ranks_meet_at_the_first_slurm_host(nodelist, host, monkeypatch):
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_PROCID": "3",
         "SLURM_LOCALID": "1",
-        "SLURM_JOB_ID": "70001",
+        "SLURM_JOB_ID": "62082",
+        "SLURM_RESTART_COUNT": "1",
         "SLURM_STEP_NODELIST": nodelist,
     }.items():
         monkeypatch.setenv(name, value)
