@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,11 +76,20 @@ def suffix_of(path: PurePath | str) -> str | None:
     return next((suffix for suffix in TEXT_PER_FILE_BYTE if name.endswith(suffix)), None)
 
 
-def read_file(path: Path, name: str, reading: Reading) -> Iterator[Record | Malformed]:
-    """The documents of a file on disk in order, as `read_records` gives them."""
+def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Record | Malformed]:
+    """The documents of a file on disk in order, as `read_records` gives them.
+
+    Raises `UserError` too where it has not `size` bytes, or is written to while it is read: what
+    the manifest says of the input would not be true.
+    """
     try:
         with open(path, "rb") as stream:
-            yield from read_records(stream, str(path), name, reading)
+            before = os.fstat(stream.fileno())
+            if before.st_size == size:
+                yield from read_records(stream, str(path), name, reading)
+            after = os.stat(path)
+            if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
+                raise UserError(f"{path}: has changed since the preparation began; start it again")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 

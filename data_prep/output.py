@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, SPLITS, TokenCorpus, read_manifest
+from cat_lm.data.corpus import MANIFEST, PACKING, SPLITS, TokenCorpus, read_manifest
 from cat_lm.errors import UserError
 from cat_lm.files import sync_directory, write_json
 from data_prep.locks import Busy, file_lock
@@ -98,14 +98,17 @@ def work_folder(folder: Path, scratch: Path | None) -> Path:
     return scratch.resolve() / f"cat-lm-prepare-{name}"
 
 
-def begin(folder: Path, work: Path, identity: dict, overwrite: bool) -> None:
+def begin(
+    folder: Path, work: Path, identity: dict, overwrite: bool, together: bool = False
+) -> None:
     """Takes up an unfinished preparation, or marks the folder and removes what is in it.
 
     A marker stands before the first finished file goes and until the last one has come, so that a
     kill at any moment leaves either a complete folder or one that the next run continues. What
     other arguments have left in the work folder goes before there is a marker with the new ones.
     Where only the choice of documents has changed, the parts stay.
-    Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`.
+    Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`, and
+    where one that several machines may work on `together` has its parts where this one has none.
     """
     marker = _read_marker(folder)
     if marker and not (folder / MANIFEST).is_file():
@@ -122,6 +125,11 @@ def begin(folder: Path, work: Path, identity: dict, overwrite: bool) -> None:
             raise UserError(
                 f"--out {folder}: its unfinished preparation keeps its parts in {there}; give the "
                 "same --scratch to continue it, or --overwrite"
+            )
+        if together and there == work and not work.is_dir() and not overwrite:
+            raise UserError(
+                f"--scratch {work.parent}: the parts that were begun ({work.name}) are not there; "
+                "several machines need one that they share (to begin anew: --overwrite)"
             )
         if there == work and work.is_dir() and reusable:
             if differing:  # what was chosen and made of it goes while the old marker stands
@@ -174,7 +182,8 @@ def discard(folder: Path, work: Path) -> None:
 
 def _remove_data(folder: Path, work: Path) -> None:
     _remove_shards(folder)
-    _remove(folder / TOKENIZER)
+    for name in (TOKENIZER, PACKING):
+        _remove(folder / name)
     _remove(work)
 
 

@@ -72,7 +72,8 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
     with file_lock(arguments.out / output.SETUP_LOCK):
         if (arguments.out / MANIFEST).is_file():
             _rehearse(arguments, source, identity)
-        output.begin(arguments.out, work, identity, arguments.overwrite)
+        together = arguments.stage != "all" and arguments.scratch is not None
+        output.begin(arguments.out, work, identity, arguments.overwrite, together)
         try:
             if arguments.stage != "encode":
                 output.remove_temporary(arguments.out)

@@ -141,7 +141,12 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
-    add("--scratch", type=Path, metavar="DIR", help="folder for the parts (default: in --out)")
+    add(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="folder for the parts (default: in --out); several machines need one that they share",
+    )
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=int, default=cores, metavar="N", help="processes (default: all cores)")
     add(

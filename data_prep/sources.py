@@ -205,7 +205,7 @@ class Files(Source):
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
         kind = suffix_of(part.path).removeprefix(".")
-        for item in read_file(part.path, part.name, self.reading):
+        for item in read_file(part.path, part.name, part.size, self.reading):
             if isinstance(item, Malformed):
                 yield item
             else:
@@ -241,7 +241,7 @@ class SlimPajama(Source):
         ]
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
-        for item in read_file(part.path, part.name, self.reading):
+        for item in read_file(part.path, part.name, part.size, self.reading):
             if isinstance(item, Malformed):
                 yield item
             else:

@@ -19,6 +19,7 @@ from cat_lm.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+PACKING = "packing"  # folder of what `cat_lm.data.packing` keeps beside the shards
 DEFAULT_CACHE = "~/.cache/cat_lm/data"
 # Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16

@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
-from cat_lm.data.corpus import TokenCorpus, cache_folder
+from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
 from cat_lm.data.shards import Shard
 from cat_lm.data.windows import IGNORE, Batch
 from cat_lm.errors import UserError
@@ -130,7 +130,7 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
         "context_length": context_length,
         "group": GROUP,
     }
-    places = [corpus.folder / "packing" / name, cache_dir / "packing" / name]
+    places = [corpus.folder / PACKING / name, cache_dir / PACKING / name]
     for place in places:
         if _is_whole(place, identity):
             return place

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from cat_lm.data import TokenCorpus, shards
+from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
 from data_prep import encode, estimate, output, parts
 from data_prep.prepare import main
@@ -90,6 +91,15 @@ def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mist
         prepare(out, *given, "--overwrite", *mistake)
     (out / output.SETUP_LOCK).unlink()
     assert digests(out) == before
+
+
+def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
+    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
+    out = prepare(tmp_path / "out", *given)
+    PackedWindows(TokenCorpus.open(out, "train"), 64)
+    with pytest.raises(UserError, match="the validation split comes out empty"):
+        prepare(out, *given, "--overwrite", "--max-documents", 1)
+    assert not list(out.iterdir()), "and the same command may begin again"
 
 
 @pytest.mark.parametrize("calls", [1, 2, 7])

@@ -287,6 +287,22 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path):
         texts("files", tmp_path)
 
 
+def test_a_file_that_changes_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    source = open_source("files", str(tmp_path), Reading())
+    (part,) = source.parts
+    found = source.read(part)
+    next(found)
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))  # written to, with as many bytes
+    with pytest.raises(UserError, match=r"a\.jsonl: has changed since the preparation began"):
+        list(found)
+    assert len(list(source.read(part))) == len(TEXTS)
+    with open(tmp_path / "a.jsonl", "ab") as stream:
+        stream.write(json_lines(["late"]))
+    with pytest.raises(UserError, match="has changed"):
+        next(source.read(part))
+
+
 def slimpajama(folder, validation=True):
     for split in ("train", "validation", "test"):
         if split == "validation" and not validation:

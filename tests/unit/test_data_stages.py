@@ -245,6 +245,19 @@ def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected
     assert not list((tmp_path / "s").iterdir())
 
 
+def test_a_scratch_folder_that_another_machine_does_not_have_is_an_error(tmp_path, sets, prepare):
+    arguments = set_flags(sets, "--scratch", tmp_path / "s", "--stage")
+    prepare(tmp_path / "out", *arguments, "encode", "--task", "0/2")
+    shutil.move(tmp_path / "s", tmp_path / "of another machine")
+    before = digests(tmp_path / "out" / "tokenizer")
+    for stage in (("encode", "--task", "1/2"), ("assemble",)):
+        with pytest.raises(UserError, match=r"--scratch .* need one that they share"):
+            prepare(tmp_path / "out", *arguments, *stage)
+    assert digests(tmp_path / "out" / "tokenizer") == before
+    shutil.move(tmp_path / "of another machine", tmp_path / "s")
+    prepare(tmp_path / "out", *arguments, "assemble")
+
+
 def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepare):
     encode = (*set_flags(sets), "--stage", "encode", "--task", "0/2")
     with output.locked(tmp_path / "out", shared=True):
