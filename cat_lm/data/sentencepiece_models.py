@@ -212,7 +212,9 @@ class SentencePieceModel:
         if spec.precompiled_charsmap:
             steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
         if spec.remove_extra_whitespaces:
-            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+            # Spaces only: sentencepiece keeps the line ends at a text's ends.
+            for pattern, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
+                steps.append(normalizers.Replace(Regex(pattern), content))
         if spec.add_dummy_prefix:
             steps.append(normalizers.Prepend(SPACE))
         steps.append(normalizers.Replace(" ", SPACE))

@@ -34,6 +34,7 @@ from cat_lm.data.tokenizer_kinds import (
     from_transformers,
     read_tokenizer_json,
 )
+from cat_lm.data.unigram_ids import UnigramIds
 from cat_lm.data.word_cache import WordCache
 from cat_lm.errors import UserError
 from cat_lm.files import sha256, write_json, write_text
@@ -136,6 +137,7 @@ class DocumentEncoder:
         self.eod_id = eod_id
         self.vocab_size = vocab_size
         self._words = WordCache.of(self.tokenizer, eod_id)
+        self._unigram = UnigramIds.of(Path(folder) / MODEL_FILE, self.tokenizer, eod_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text without any token added."""
@@ -166,6 +168,12 @@ class DocumentEncoder:
 
     def _encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts, each closed by EOD, uint32; and how many each has, int32."""
+        tokens, lengths = self._fast_ids(texts)
+        if self._unigram is not None:
+            return self._unigram.corrected(texts, tokens, lengths)
+        return tokens, lengths
+
+    def _fast_ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if self._words is not None:
             return self._words.encode(texts)
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
