@@ -212,8 +212,8 @@ class SentencePieceModel:
         if spec.precompiled_charsmap:
             steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
         if spec.remove_extra_whitespaces:
-            # Spaces only: sentencepiece keeps the line ends at a text's ends.
-            for pattern, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            # Spaces, and their sign at the end: sentencepiece keeps line ends.
+            for pattern, content in ((rf"\A +|[ {SPACE}]+\z", ""), (" {2,}", " ")):
                 steps.append(normalizers.Replace(Regex(pattern), content))
         if spec.add_dummy_prefix:
             steps.append(normalizers.Prepend(SPACE))

@@ -185,7 +185,7 @@ def test_names_of_pieces_in_a_text_are_spelled_out_as_sentencepiece_does(tmp_pat
     """`tokenizers` takes them for the pieces; "＜" becomes "<" by NFKC."""
     path = unigram_model(tmp_path / "x.model", normalization_rule_name=normalization)
     _, encoder = build(tmp_path, path)
-    names = ["<s>", "</s>", "<unk>", "<0x0A>", "＜s＞", "\n", "漢"]
+    names = ["<s>", "</s>", "<unk>", "<0x0A>", "＜s＞", "\n", "漢", "\u2581 "]
     texts = [
         f"{before}{name}{after}" for name in names for before in ("", "a ") for after in ("", "b")
     ]
