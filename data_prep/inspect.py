@@ -74,6 +74,18 @@ def _check(arguments: argparse.Namespace) -> None:
         folder = getattr(arguments, flag)
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"--{flag} {folder}: is a file, a folder is needed")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise UserError(f"--json {arguments.json}: is a folder, a file is needed")
+    # Before the work of which they take the result.
+    for flag, folder in (
+        ("out", arguments.out),
+        ("json", arguments.json and arguments.json.parent),
+    ):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--{flag} {folder}: cannot be made ({error.strerror})") from None
     if arguments.scratch is not None and not arguments.scratch.is_dir():
         raise UserError(f"--scratch {arguments.scratch}: no such folder")
 

@@ -25,7 +25,11 @@ DEFAULT_CACHE = "~/.cache/cat_lm/data"
 OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
-REQUIRED = ("dtype", "fingerprint", "source", "sources", "splits", "tokenizer", "unigram_loss")
+REQUIRED = {
+    **{"dtype": str, "fingerprint": str, "source": dict, "sources": dict, "splits": dict},
+    **{"tokenizer": dict, "unigram_loss": (int, float)},
+}
+REQUIRED_OF_SPLIT = {"documents": int, "tokens": int, "bytes": int, "shards": list}
 
 
 def read_manifest(folder: Path | str) -> dict:
@@ -54,7 +58,31 @@ def parse_manifest(text: bytes, name: str) -> dict:
         raise UserError(f"{name}: format_version {version}, this version reads {FORMAT_VERSION}")
     if missing:
         raise UserError(f"{name}: not a manifest of prepared data (no {', '.join(missing)})")
+    if wrong := _wrong_types(manifest):
+        raise UserError(f"{name}: damaged, {wrong} is not what it should be")
     return manifest
+
+
+def _wrong_types(manifest: dict) -> str | None:
+    """The first entry that is not of its type."""
+    places = [("", manifest, REQUIRED)]
+    if isinstance(manifest["splits"], dict):
+        splits = manifest["splits"].items()
+        places += [(f"splits.{split}.", counts, REQUIRED_OF_SPLIT) for split, counts in splits]
+    for where, found, required in places:
+        for key, kind in required.items():
+            if not isinstance(found, dict) or not isinstance(found.get(key), kind):
+                return where + key
+    shards = ((split, counts["shards"]) for split, counts in manifest["splits"].items())
+    return next(
+        (
+            f"splits.{split}.shards"
+            for split, listed in shards
+            for s in listed
+            if type(s) is not dict
+        ),
+        None,
+    )
 
 
 def is_remote(folder: Path | str) -> bool:

@@ -182,6 +182,28 @@ def test_other_tokenizers_counts_and_fingerprints_are_noticed(copy):
         inspect(copy, "--no-duplicates")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": None}, "tokenizer"),
+        ({"splits": []}, "splits"),
+        ({"splits": {"train": None}}, "splits.train.documents"),
+        (
+            {"splits": {"train": {"documents": 1, "tokens": 1, "bytes": 1, "shards": None}}},
+            "shards",
+        ),
+        ({"splits": {"train": {"documents": 1, "tokens": 1, "bytes": 1, "shards": [7]}}}, "shards"),
+    ],
+)
+def test_entries_of_other_types_are_damage(copy, monkeypatch, capsys, change, message):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, copy)
+    assert ended.value.code == 2
+    assert f"{message} is not what it should be" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_prepared_data(tmp_path):
     with pytest.raises(UserError, match="no finished data"):
         inspect(tmp_path)
@@ -314,6 +336,9 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
         (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
         (["--out", __file__], "is a file, a folder is needed"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere: cannot be made"),
+        (["--json", "/"], "--json /: is a folder, a file is needed"),
+        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: cannot be made"),
     ],
 )
 def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):
