@@ -54,8 +54,10 @@ def join_launcher() -> tuple[int, int, int]:
             )
         _number("MASTER_PORT", _PORTS)
     else:
-        # A group of one needs no meeting point that others could find.
+        # A group of one needs no meeting point that others could find. torchrun would have it wait
+        # for the store of its own agent, which does not listen there.
         env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+        env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     env.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(ranks))
     return rank, local_rank, ranks
 

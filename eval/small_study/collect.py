@@ -10,7 +10,7 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from eval.provenance import provenance
-from eval.runs import EVALUATION, Run, read_run
+from eval.runs import EVALUATION, Run, read_run, unigram_loss
 from eval.small_study import statistics
 from eval.small_study.execute import RESULT, commands, read_result, unfinished
 from eval.small_study.plan import BASELINE, MODELS, Job, Study
@@ -47,8 +47,8 @@ def collect(study: Study) -> dict[str, Any]:
         "training_tokens": config.total_steps * config.tokens_per_step,
         "scored_tokens": rows[0]["tokens"] if rows else None,
         "documents": rows[0]["document_count"] if rows else None,
-        "unigram_loss": runs[jobs[0]].manifest.get("unigram_loss"),
-        "data_fingerprint": runs[jobs[0]].manifest.get("fingerprint"),
+        "unigram_loss": unigram_loss([runs[jobs[0]]]),
+        "data_fingerprint": next(iter(runs[jobs[0]].data), None),
         "seeds": list(study.seeds),
         "missing": sorted(missing),
         "diverged": [job.name for job in diverged],

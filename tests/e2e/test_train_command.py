@@ -85,9 +85,10 @@ def test_a_signal_saves_and_exits_with_the_requeue_code(tiny_corpus, tmp_path):
 
 
 def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
-    """torchrun, deepspeed and srun's variables: two ranks each, equal losses; so does one rank."""
+    """torchrun, deepspeed and srun's variables: two ranks each, equal losses; so does one rank,
+    by itself and under torchrun."""
     configs = {}
-    for launcher in ("torchrun", "deepspeed", "srun", "alone"):
+    for launcher in ("torchrun", "deepspeed", "srun", "alone", "torchrun-one"):
         (tmp_path / launcher).mkdir()
         values = run_values(tiny_corpus, tmp_path / launcher / "run", max_steps=4)
         values["model"]["hidden_dropout"] = 0.0  # or one rank would draw another mask than two
@@ -112,7 +113,7 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
             *(sys.executable, "train.py", configs["srun"]),
             SLURM_PROCID=str(rank),
             SLURM_LOCALID=str(rank),
-            SLURM_NTASKS="2",
+            SLURM_STEP_NUM_TASKS="2",
             SLURM_JOB_ID=str(port + 2),
             SLURM_STEP_NODELIST="127.0.0.1",
         )
@@ -121,6 +122,9 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
     for task in tasks:
         finish(task)
     finish(start(sys.executable, "train.py", configs["alone"]))
+    one = (BIN / "torchrun", "--standalone", "--nproc-per-node=1", "train.py")
+    finish(start(*one, configs["torchrun-one"]))
+    assert losses(tmp_path / "torchrun-one/run") == losses(tmp_path / "alone/run")
     expected = losses(tmp_path / "torchrun/run")
     assert len(expected) == 5
     for launcher in ("deepspeed", "srun"):
