@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,14 +81,27 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
 
 
 def _differing(found: dict, identity: dict) -> list[str]:
-    return [key for key in identity if found.get(key) != identity[key]]
+    return [k for k in identity if _decisive(k, found.get(k)) != _decisive(k, identity[k])]
+
+
+def _decisive(key: str, value: object) -> object:
+    """What of an argument decides the result: not where the source lies, if its contents say all"""
+    if key != "source" or not isinstance(value, dict) or not value.get("path"):
+        return value
+    if "contents_sha256" in value:
+        return {k: v for k, v in value.items() if k != "path"}
+    return {**value, "path": os.path.normpath(value["path"])}
 
 
 def _changes(found: dict, identity: dict, differing: list[str]) -> str:
-    return "; ".join(
-        f"{key} was {json.dumps(found.get(key))}, now {json.dumps(identity[key])}"
-        for key in differing
-    )
+    changes = []
+    for key in differing:
+        was, now = found.get(key), identity[key]
+        if key == "source" and isinstance(was, dict):
+            keys = [k for k in now if was.get(k) != now[k]]
+            was, now = ({k: source.get(k) for k in keys} for source in (was, now))
+        changes.append(f"{key} was {json.dumps(was)}, now {json.dumps(now)}")
+    return "; ".join(changes)
 
 
 def work_folder(folder: Path, scratch: Path | None) -> Path:

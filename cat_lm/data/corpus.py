@@ -26,8 +26,13 @@ OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
 REQUIRED = {
-    **{"dtype": str, "fingerprint": str, "source": dict, "sources": dict, "splits": dict},
-    **{"tokenizer": dict, "unigram_loss": (int, float)},
+    "dtype": str,
+    "fingerprint": str,
+    "source": dict,
+    "sources": dict,
+    "splits": dict,
+    "tokenizer": dict,
+    "unigram_loss": (int, float),
 }
 REQUIRED_OF_SPLIT = {"documents": int, "tokens": int, "bytes": int, "shards": list}
 
@@ -73,16 +78,10 @@ def _wrong_types(manifest: dict) -> str | None:
         for key, kind in required.items():
             if not isinstance(found, dict) or not isinstance(found.get(key), kind):
                 return where + key
-    shards = ((split, counts["shards"]) for split, counts in manifest["splits"].items())
-    return next(
-        (
-            f"splits.{split}.shards"
-            for split, listed in shards
-            for s in listed
-            if type(s) is not dict
-        ),
-        None,
-    )
+    for split, counts in manifest["splits"].items():
+        if not all(isinstance(shard, dict) for shard in counts["shards"]):
+            return f"splits.{split}.shards"
+    return None
 
 
 def is_remote(folder: Path | str) -> bool:

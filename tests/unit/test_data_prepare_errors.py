@@ -93,6 +93,20 @@ def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mist
     assert digests(out) == before
 
 
+def test_where_the_source_lies_decides_nothing(tmp_path, prepare, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "x.jsonl", many_texts())
+    out = prepare(tmp_path / "out", *flags(tmp_path / "a", "--workers", 1))
+    for path in (f"{tmp_path}/a/", tmp_path / "b"):
+        prepare(out, *flags(path, "--workers", 1))
+        assert "already complete" in capsys.readouterr().out
+    write_jsonl(tmp_path / "b" / "x.jsonl", many_texts()[1:])
+    with pytest.raises(UserError, match=r"source was .*file_bytes") as raised:
+        prepare(out, *flags(tmp_path / "b", "--workers", 1))
+    assert '"kind"' not in str(raised.value)
+
+
 def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
     given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
     out = prepare(tmp_path / "out", *given)
