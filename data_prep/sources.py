@@ -376,7 +376,8 @@ def _find_files(path: str, flag: str) -> list[Part]:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
     found = []
     for file in candidates:
-        if not suffix_of(file) or file.name.startswith("."):
+        hidden = any(piece.startswith(".") for piece in file.relative_to(root).parts)
+        if hidden or not suffix_of(file):
             continue
         if file.is_symlink() and not file.exists():
             raise UserError(f"{flag} {path}: {file} is a link to nothing")

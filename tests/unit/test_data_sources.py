@@ -271,6 +271,14 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
         texts("files", tmp_path)
 
 
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    for name in ("a.txt", ".b.txt", ".trash/c.txt", "sub/.ipynb_checkpoints/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts("files", tmp_path) == ["a.txt"]
+    assert texts("files", tmp_path / ".trash") == [".trash/c.txt"]
+
+
 def test_a_file_is_taken_once_and_for_one_split(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("x")
