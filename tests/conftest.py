@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# A shell's `&` has INT ignored, and so have all processes below it; tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 WORDS = "the a cat sat saw heard on under near mat dog bird tree house and then slept ran 7 12"
 
 

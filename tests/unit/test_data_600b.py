@@ -26,7 +26,9 @@ middle = loader.samples_per_epoch // 256 // 2
 for step in range(middle, middle + 20):
     loader.batch(step)
 read = sum("_mapping" in shard.__dict__ for shard in corpus.shards)
-print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+# Not ru_maxrss: a process begins with that of the one that started it.
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(read, int(peak.split()[1]) / 1024)
 """
 
 
