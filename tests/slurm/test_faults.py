@@ -121,12 +121,19 @@ def hung(submit) -> Job:
 
 @pytest.fixture(scope="module")
 def busy(submit, tmp_path_factory) -> Job:
-    """A job whose ranks, at its first start, do nothing and hear no signal but KILL."""
+    """A job whose ranks, at its first start, do nothing and hear no signal but KILL.
+
+    At the second they have the time that training takes.
+    """
     python = tmp_path_factory.mktemp("busy") / "python"
-    python.write_text(
-        '#!/bin/sh\nif [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then\n'
-        f"    trap '' USR1 TERM\n    exec sleep 1000\nfi\nexec {sys.executable} \"$@\"\n"
-    )
+    python.write_text(f"""#!/bin/sh
+if [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ]; then
+    trap '' USR1 TERM
+    exec sleep 1000
+fi
+scontrol update JobId="$SLURM_JOB_ID" TimeLimit=10
+exec {sys.executable} "$@"
+""")
     python.chmod(0o755)
     return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
 
@@ -233,8 +240,6 @@ def test_time_limit(limited, straight):
 def test_time_limit_of_busy_ranks(busy, straight):
     """They are in the middle of something long; the job goes on all the same."""
     busy.wait_for_log("the time limit: requeued")
-    busy.wait_for_state("PENDING")
-    busy.scontrol("update", f"JobId={busy.id}", "TimeLimit=10")
     check_finished(busy, straight, restarts=1)
 
 
