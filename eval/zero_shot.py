@@ -71,6 +71,10 @@ def main() -> None:
             # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.
             raise SystemExit(2) from None
         raise
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from cat_lm.training.distributed import leave
+
+        leave(0)
 
 
 def _main(arguments: argparse.Namespace) -> None:
