@@ -104,6 +104,10 @@ def run(options: argparse.Namespace, device: Any) -> dict[str, Any]:
             f"--loader-tokens {options.loader_tokens}: must be more than a batch of "
             f"{options.batch_size} x {options.context_length}"
         )
+    from cat_lm.data.tokenizers import check_spec
+
+    for spec in options.tokenizer or ():
+        check_spec(spec)
     # Before tokenizers loads: what is compared is one core against one core.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -36,6 +36,9 @@ _ACTIVE = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQU
 _ACTIVE |= {"REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STOPPED", "RESIZING", "SPECIAL_EXIT"}
 
 
+_ELSEWHERE = (
+    "use a login node of the cluster, or train on this machine: python -m launch.slurm local"
+)
 _NOBODY = re.compile("configuration source|contact slurm controller|munge|Authentication", re.I)
 
 
@@ -48,8 +51,10 @@ def command(*arguments: str) -> str:
     done = _run(*arguments)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        kind = NoSlurm if _NOBODY.search(said) else UserError
-        raise kind(f"{arguments[0]}: {said}")
+        if _NOBODY.search(said):
+            last = done.stderr.strip().splitlines()[-1]
+            raise NoSlurm(f"{last}; no SLURM answers here: {_ELSEWHERE}")
+        raise UserError(f"{arguments[0]}: {said}")
     return done.stdout
 
 
@@ -124,9 +129,8 @@ def _run(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
         )
     except FileNotFoundError:
         raise NoSlurm(
-            f"{arguments[0]}: not found: this machine has no SLURM; use a login node of the "
-            "cluster (Debian and Ubuntu: package slurm-client), or run on one machine without "
-            "SLURM: python -m launch.slurm local"
+            f"{arguments[0]}: not found: this machine has no SLURM (Debian and Ubuntu: package "
+            f"slurm-client); {_ELSEWHERE}"
         ) from None
     except subprocess.TimeoutExpired:
         raise NoSlurm(f"{arguments[0]}: SLURM's controller does not answer; try again") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import shlex
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ def prepare(arguments: argparse.Namespace) -> None:
     parsed = check_flags(flags)
     site, _ = load_site(arguments.site)
     options = options_from(arguments, Options(nodes=1)).with_site(site).check()
+    if not options.container:  # which may know other paths
+        check_inputs(parsed)
     folder = PrepareFolder.of(parsed.out)
     inputs = [os.path.abspath(v) for v in _values(parsed) if os.path.exists(v)]
     stages = (
@@ -88,6 +91,17 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
     from data_prep.prepare import parse_arguments
 
     return parse_arguments(list(flags))
+
+
+def check_inputs(parsed: argparse.Namespace) -> None:
+    """Raises UserError for a source or tokenizer that is not there, before it has queued."""
+    from cat_lm.data.tokenizers import check_spec
+
+    check_spec(parsed.tokenizer)
+    for name in ("path", "validation_path"):
+        path = getattr(parsed, name)
+        if path and not path.startswith("hub:") and not glob.glob(path):
+            raise UserError(f"--{name.replace('_', '-')} {path}: no such file or folder")
 
 
 def _values(parsed: argparse.Namespace) -> list[str]:

@@ -294,6 +294,7 @@ FLAGS = ("--source", "files", "--path", "a b.txt", "--tokenizer", "bytes", "--ou
 
 def test_prepare_submits_an_array_and_a_job_after_it(place, monkeypatch):
     monkeypatch.chdir(place.folder)
+    (place.folder / "a b.txt").write_text("text")
     code, _, err = place("prepare", "--tasks", 3, "--cpus-per-task", 4, "--", *FLAGS)
     assert (code, err) == (0, "")
     folder = place.folder / "corpus.slurm"
@@ -313,6 +314,7 @@ def test_prepare_submits_an_array_and_a_job_after_it(place, monkeypatch):
 def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
     """With srun replaced by the ranks' own command line."""
     monkeypatch.chdir(place.folder)
+    (place.folder / "a b.txt").write_text("text")
     place("prepare", "--tasks", 3, "--env", "A=1 2", "--", *FLAGS)
     srun = place.folder / "bin" / "srun"
     srun.write_text('#!/bin/bash\nprintf "%s|" "$A" "$PYTHONPATH" "$PYTHONSAFEPATH" "$@"')
@@ -347,6 +349,8 @@ def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
         (["--tasks", 2, "--", "--out", "x"], "--source"),
         (["--tasks", 2, "--", *FLAGS, "--stage=all"], "--stage=all: does not go with"),
         (["--tasks", 2, "--", *FLAGS, "--work", 2], "--work: does not go with"),
+        (["--tasks", 2, "--", *FLAGS], "--path a b.txt: no such file or folder"),
+        (["--tasks", 2, "--", *FLAGS, "--tokenizer", "nope"], "--tokenizer nope: no such file"),
         (["--tasks", 2, "--", *FLAGS, "--overwrite"], "--overwrite: does not go with"),
         (["--tasks", 2, "--", *FLAGS, "--validation-fraction", 2], "between 0 and 1"),
     ],
