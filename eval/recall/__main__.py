@@ -138,6 +138,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
         landmark_tradeoff(arguments.out, trials)
         return
+    from eval.recall.execution import Execution
     from eval.recall.grid import figure
     from eval.recall.training import choose_device
 
@@ -145,9 +146,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         arguments.name,
         arguments.scale,
         arguments.out,
-        device=choose_device(arguments.device),
-        workers=workers,
-        estimate_only=arguments.estimate_only,
+        Execution(choose_device(arguments.device), workers, arguments.estimate_only),
     )
     if record:
         print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
@@ -174,6 +173,7 @@ def _streams(arguments: argparse.Namespace) -> None:
 
     workers = _workers(arguments)
     read_manifest(arguments.data)  # an error before torch loads
+    from eval.recall.execution import Execution
     from eval.recall.streams import ablation
     from eval.recall.training import choose_device
 
@@ -181,9 +181,7 @@ def _streams(arguments: argparse.Namespace) -> None:
         arguments.scale,
         arguments.data,
         arguments.out,
-        device=choose_device(arguments.device),
-        workers=workers,
-        estimate_only=arguments.estimate_only,
+        Execution(choose_device(arguments.device), workers, arguments.estimate_only),
     )
 
 

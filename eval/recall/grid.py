@@ -1,54 +1,35 @@
-"""`python -m eval.recall figure`: runs a grid in parallel processes, and draws all points."""
+"""`python -m eval.recall figure`: runs a grid, and draws all points."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
-import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from cat_lm.files import write_json
 from eval.figures import MARKERS, MUTED, RUN_COLOURS, STYLE
 from eval.provenance import provenance
 from eval.recall import cells
+from eval.recall.execution import Execution, run_unfinished
 from eval.recall.plan import FIGURES, SCALES, Run, plan
 from eval.recall.theory.figures import save
 
-if TYPE_CHECKING:
-    from eval.recall.cells import AnyCell
-
-TIMED_STEPS = 3
 CONTROL_AT_LEAST = 0.99
 
 
-def figure(
-    name: str, scale_name: str, out: Path, *, device: str, workers: int, estimate_only: bool
-) -> dict[str, Any] | None:
+def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and draws a figure.
-
-    Args:
-        workers: processes at once.
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
     """
     runs = plan(name, SCALES[scale_name])
-    todo = [run for run in runs if cells.finished(out, run.cell) is None]
-    print(f"{name} at {scale_name} scale: {len(runs)} runs, {len(todo)} to do", flush=True)
-    hours = estimate([run.cell for run in todo], device)
-    print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
-    if estimate_only:
+    if not run_unfinished(f"{name} at {scale_name} scale", runs, out, execution):
         return None
-    execute(todo, out, device, workers)
     rows = [(run, cells.finished(out, run.cell)) for run in runs]
     record = {
         "figure": name,
@@ -67,48 +48,6 @@ def figure(
             "training was too short or small to compare the models that failed"
         )
     return record
-
-
-def estimate(todo: Sequence[AnyCell], device: str) -> float:
-    """Hours of all cells without early stops: each kind of step is timed once, twice at most."""
-    seconds: dict[AnyCell, float] = {}
-    total = 0.0
-    for cell in tqdm(todo, desc="timing steps", disable=None, leave=False):
-        kind = cell.timed(TIMED_STEPS)
-        if kind not in seconds:
-            record = kind.run(device, quiet=True)
-            seconds[kind] = record["seconds"]["training"] / TIMED_STEPS
-        total += seconds[kind] * cell.all_steps
-    return total / 3600
-
-
-def execute(todo: Sequence[Run], out: Path, device: str, workers: int) -> None:
-    """Runs cells in processes of one thread each; a finished one has its file."""
-    context = multiprocessing.get_context("spawn")
-    started = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
-        futures = {pool.submit(cells.run, out, run.cell, device, quiet=True): run for run in todo}
-        bar = tqdm(total=len(todo), desc="runs", disable=None)
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                run, record = futures[future], future.result()
-                bar.update()
-                if bar.disable:
-                    where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
-                    left = (time.monotonic() - started) / done * (len(todo) - done)
-                    accuracy = f"accuracy {record['accuracy']:.3f}"
-                    print(f"{done}/{len(todo)} {where}: {accuracy}, {left / 60:.0f} min left")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        finally:
-            bar.close()
-
-
-def _start() -> None:
-    """One thread a process: the processes share the cores."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def points(run: Run, record: dict[str, Any]) -> dict[int, float]:

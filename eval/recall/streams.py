@@ -25,7 +25,8 @@ from cat_lm.data.corpus import read_manifest
 from cat_lm.files import write_json, write_text
 from eval.figures import MARKERS, RUN_COLOURS, STYLE
 from eval.provenance import provenance
-from eval.recall import cells, grid
+from eval.recall import cells
+from eval.recall.execution import Execution, run_unfinished
 from eval.recall.language import LanguageCell
 from eval.recall.plan import Run
 from eval.recall.theory.figures import save
@@ -133,22 +134,15 @@ def _cells(
             )
 
 
-def ablation(
-    scale_name: str, data: str, out: Path, *, device: str, workers: int, estimate_only: bool
-) -> dict[str, Any] | None:
+def ablation(scale_name: str, data: str, out: Path, execution: Execution) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes streams.json, .csv, .md and a picture.
 
     Returns:
         What streams.json got, or none after an estimate alone.
     """
     runs = plan(SCALES[scale_name], data)
-    todo = [run for run in runs if cells.finished(out, run.cell) is None]
-    print(f"streams at {scale_name} scale: {len(runs)} runs, {len(todo)} to do", flush=True)
-    hours = grid.estimate([run.cell for run in todo], device)
-    print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
-    if estimate_only:
+    if not run_unfinished(f"streams at {scale_name} scale", runs, out, execution):
         return None
-    grid.execute(todo, out, device, workers)
     lines = summary([(run, cells.finished(out, run.cell)) for run in runs])
     record = {"scale": scale_name, "data": data, "lines": lines, "provenance": provenance()}
     write_json(out / "streams.json", record)

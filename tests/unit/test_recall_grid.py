@@ -11,6 +11,7 @@ import pytest
 from cat_lm.errors import UserError
 from eval.recall import cells, grid
 from eval.recall.__main__ import FIGURES as NAMES
+from eval.recall.execution import Execution
 from eval.recall.mixers import make_mixer
 from eval.recall.plan import FIGURES, NEGATIVE, SCALES, plan
 
@@ -66,7 +67,7 @@ def test_a_figure_runs_restarts_and_shows_every_run(name, tmp_path, monkeypatch,
     for run in runs[1:]:  # all but one are there already
         cells.run(tmp_path, run.cell, "cpu", quiet=True)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    record = grid.figure(name, "smoke", tmp_path, device="cpu", workers=1, estimate_only=False)
+    record = grid.figure(name, "smoke", tmp_path, Execution("cpu", workers=1))
     said = capsys.readouterr().out
     assert f"{len(runs)} runs, 1 to do" in said and "hours" in said and "positive control" in said
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
