@@ -1,4 +1,7 @@
-"""Data that tests share: real data where a machine has them, and a tiny prepared corpus."""
+"""Data that tests share: real data where a machine has them, and a tiny prepared corpus.
+
+And pytest-xdist's hooks, where it is installed: tests/workers.py says how work is spread.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,31 @@ from pathlib import Path
 
 import pytest
 
+from tests import workers
+
+workers.one_thread_each()
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A shell's `&` has INT ignored, and so have all processes below it; tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 WORDS = "the a cat sat saw heard on under near mat dog bird tree house and then slept ran 7 12"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    given = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ
+    return None if given else workers.worker_count(config.args)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    # Another than -n's own `load` was asked for by --dist.
+    return workers.scheduler(config, log) if config.option.dist == "load" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        workers.longest_first(items)
 
 
 @pytest.fixture(scope="session")
