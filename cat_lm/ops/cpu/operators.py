@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from cat_lm.ops import stacked
 from cat_lm.ops.cpu import multihead, shifts, toeplitz
 from cat_lm.ops.cpu.kernel import load_kernel
 
@@ -107,3 +108,21 @@ def _backward(ctx, dy):
 
 
 cpu_conv.register_autograd(_backward, setup_context=_setup_context)
+
+
+@cpu_conv.register_vmap
+def _(info, axes, conv_type, *tensors):
+    def apply(*tensors):
+        return cpu_conv(conv_type, *tensors)
+
+    mixes = conv_type == "multihead"
+    return stacked.forward(info.batch_size, axes[1:], apply, *tensors, mixes_heads=mixes)
+
+
+@cpu_conv_backward.register_vmap
+def _(info, axes, conv_type, dy, x, filters, positions, wanted):
+    def apply(*tensors):
+        return cpu_conv_backward(conv_type, *tensors, wanted)
+
+    tensors, mixes = (dy, x, filters, positions), conv_type == "multihead"
+    return stacked.backward(info.batch_size, axes[1:5], apply, *tensors, mixes_heads=mixes)

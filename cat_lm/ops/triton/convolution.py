@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cat_lm.ops import stacked
 from cat_lm.ops.triton.backward import backward_kernel
 from cat_lm.ops.triton.forward import forward_kernel
 from cat_lm.ops.triton.launch import (
@@ -133,3 +134,17 @@ def _backward(ctx, dy):
 
 
 conv.register_autograd(_backward, setup_context=_setup_context)
+
+
+@conv.register_vmap
+def _(info, axes, *tensors):
+    return stacked.forward(info.batch_size, axes, conv, *tensors, mixes_heads=False)
+
+
+@conv_backward.register_vmap
+def _(info, axes, dy, x, filters, positions, *needs):
+    def apply(*tensors):
+        return conv_backward(*tensors, *needs)
+
+    tensors = (dy, x, filters, positions)
+    return stacked.backward(info.batch_size, axes[:4], apply, *tensors, mixes_heads=False)
