@@ -327,6 +327,32 @@ def test_compiled_without_a_graph_break(kind):
     assert torch.equal(compiled(*arguments), loss(*arguments))
 
 
+@pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
+def test_stacked_equals_a_loop(kind):
+    """Under torch.vmap, forward, backward, and the backward operator itself under vmap."""
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(3, *shape, requires_grad=True)
+        for shape in ((1, 4, 2, 16), filter_shape(kind, 2, 16, 3), (2, 16))
+    ]
+
+    def convolve(x, filters, bias):
+        return backend.convolve(kind, x, filters, bias, None)
+
+    y = torch.vmap(convolve)(*leaves)
+    wanted = torch.stack([convolve(*parts) for parts in zip(*leaves, strict=True)])
+    torch.testing.assert_close(y, wanted)
+    dy = torch.randn_like(y)
+    found, right = (torch.autograd.grad(output, leaves, dy) for output in (y, wanted))
+    torch.testing.assert_close(found, right)
+    single = [leaf.detach()[0].requires_grad_() for leaf in leaves]
+    y = convolve(*single)
+    many = torch.autograd.grad(y, single, dy, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        right = torch.autograd.grad(y, single, dy[i], retain_graph=True)
+        torch.testing.assert_close(tuple(gradient[i] for gradient in many), right)
+
+
 def test_packed_compiled_without_a_graph_break():
     def loss(qkv, taps, bias, cos, sin):
         return sum(
