@@ -14,7 +14,7 @@ MODELS += ("mamba",)
 NEGATIVE = "none"
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
-COPYING = "cat:window=16,position=learned"
+COPYING = "cat:window={copies},position=learned"
 
 # name -> what it shows and its number in the three versions of the paper (000 AAAI, 001 workshop,
 # 003 arXiv), in that order.
@@ -32,14 +32,18 @@ class Scale:
     """How large the grids are.
 
     Attributes:
+        models: mixers, without the negative control.
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
         rates, length_rates: learning rates; seeds, length_seeds: runs with each.
         trained, tested: lengths of the length figures.
-        examples: training rows; MQNAR has twice as many.
+        examples, bigram_examples, copy_examples: training rows of MQAR, MQNAR and copying.
         batch_size: none for Zoology's.
+        control_len, control_epochs: of the positive control.
+        copies, signals: tokens to copy, and different ones to choose from.
     """
 
     vocab_size: int
+    models: tuple[str, ...]
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     bigram_lengths: tuple[int, ...]
@@ -51,58 +55,101 @@ class Scale:
     trained: int
     tested: tuple[int, ...]
     examples: int
+    bigram_examples: int
+    copy_examples: int
     epochs: int
     batch_size: int | None
+    control_len: int
+    control_epochs: int
     copies: int = 16
+    signals: int = 16
 
 
 SCALES = {
     "smoke": Scale(
-        64, (16,), (16, 32), (24,), (16,), (1e-2,), (1e-2,), 1, 1, 16, (16, 32), 1280, 2, 64, 4
+        vocab_size=64,
+        models=MODELS,
+        widths=(16,),
+        lengths=(16, 32),
+        bigram_lengths=(24,),
+        copy_lengths=(16,),
+        rates=(1e-2,),
+        length_rates=(1e-2,),
+        seeds=1,
+        length_seeds=1,
+        trained=16,
+        tested=(16, 32),
+        examples=1280,
+        bigram_examples=1280,
+        copy_examples=1280,
+        epochs=2,
+        batch_size=64,
+        control_len=32,
+        control_epochs=2,
+        copies=4,
+        signals=4,
     ),
+    # Small enough for two cores, and long enough that two layers of attention find the answer.
     "cpu": Scale(
-        512,
-        (64,),
-        (32, 64),
-        (36, 60),
-        (64, 128),
-        (1e-3, 1e-2),
-        (1e-3, 1e-2),
-        3,
-        3,
-        64,
-        (32, 64, 128, 256, 512),
-        6_400,
-        8,
-        64,
+        vocab_size=128,
+        models=tuple(name for name in MODELS if "rope" not in name),
+        widths=(64,),
+        lengths=(16, 32),
+        bigram_lengths=(16, 32),
+        copy_lengths=(16, 32),
+        rates=(3e-3, 1e-2),
+        length_rates=(3e-3, 1e-2),
+        seeds=3,
+        length_seeds=3,
+        trained=32,
+        tested=(16, 32, 64, 128, 256),
+        examples=16_000,
+        bigram_examples=16_000,
+        copy_examples=8_000,
+        epochs=12,
+        batch_size=64,
+        control_len=32,
+        control_epochs=16,
+        copies=4,
+        signals=8,
     ),
     "paper": Scale(
-        8192,
-        (32, 64, 128),
-        (64, 128, 256, 512),
-        (64, 128, 256),
-        (64, 128, 256, 512),
-        (1e-3, 1e-2, 1e-1),
-        (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-        3,
-        5,
-        128,
-        (32, 64, 128, 256, 512, 1024),
-        100_000,
-        64,
-        None,
+        vocab_size=8192,
+        models=MODELS,
+        widths=(32, 64, 128),
+        lengths=(64, 128, 256, 512),
+        bigram_lengths=(64, 128, 256),
+        copy_lengths=(64, 128, 256, 512),
+        rates=(1e-3, 1e-2, 1e-1),
+        length_rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+        seeds=3,
+        length_seeds=5,
+        trained=128,
+        tested=(32, 64, 128, 256, 512, 1024),
+        examples=100_000,
+        bigram_examples=200_000,
+        copy_examples=100_000,
+        epochs=64,
+        batch_size=None,
+        control_len=64,
+        control_epochs=64,
     ),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """A cell, and where it goes in a figure: the panel's row and column, and its line."""
+    """A cell, and where it goes in a figure: the panel's row and column, and its line.
+
+    Attributes:
+        across_tests: whether the figure shows the cell at its test lengths, or where it trained.
+    """
 
     row: str
     column: str
     line: str
     cell: Cell
+    across_tests: bool = False
 
 
 def plan(figure: str, scale: Scale) -> list[Run]:
@@ -126,13 +173,13 @@ def plan(figure: str, scale: Scale) -> list[Run]:
 def positive_control(scale: Scale) -> Run:
     """Two layers of attention on four keys, which must learn them for a comparison to mean much."""
     cell = Cell(
-        f"mqar:keys=4,vocab_size={scale.vocab_size}",
+        f"mqar:keys=4,filler=zeros,vocab_size={scale.vocab_size}",
         "attention",
         64,
-        scale.lengths[0],
-        lr=1e-3,
+        scale.control_len,
+        lr=3e-3,
         layers=2,
-        epochs=scale.epochs,
+        epochs=scale.control_epochs,
         train_examples=scale.examples,
         batch_size=scale.batch_size,
     )
@@ -144,16 +191,18 @@ def _tasks(scale: Scale) -> dict[str, tuple[str, tuple[int, ...], int]]:
     vocabulary = f"vocab_size={scale.vocab_size}"
     return {
         "MQAR": (f"mqar:{vocabulary}", scale.lengths, scale.examples),
-        "MQNAR": (f"mqnar:{vocabulary}", scale.bigram_lengths, 2 * scale.examples),
+        "MQNAR": (f"mqnar:{vocabulary}", scale.bigram_lengths, scale.bigram_examples),
     }
 
 
 def _accuracy(scale: Scale, one_layer: bool) -> Iterator[Run]:
     for row, (task, lengths, examples) in _tasks(scale).items():
         for width in scale.widths:
-            for mixer in (*MODELS, NEGATIVE):
+            for mixer in (*scale.models, NEGATIVE):
                 for length in lengths:
                     base = _base(scale, task, mixer, width, length, examples, one_layer)
+                    if length == scale.trained:  # the length figure's cells, which serve both
+                        base = _tested(base, scale)
                     cells = _sweep(base, scale.rates, scale.seeds)
                     yield from (Run(row, f"d = {width}", mixer, cell) for cell in cells)
 
@@ -161,22 +210,27 @@ def _accuracy(scale: Scale, one_layer: bool) -> Iterator[Run]:
 def _generalization(scale: Scale, one_layer: bool) -> Iterator[Run]:
     for row, (task, _, examples) in _tasks(scale).items():
         for width in scale.widths:
-            for mixer in (*MODELS, NEGATIVE):
+            for mixer in (*scale.models, NEGATIVE):
                 base = _base(scale, task, mixer, width, scale.trained, examples, one_layer)
-                base = replace(base, test_lengths=scale.tested, fixed_items=True)
+                base = _tested(base, scale)
                 for cell in _sweep(base, scale.length_rates, scale.length_seeds):
-                    yield Run(row, f"d = {width}", mixer, cell)
+                    yield Run(row, f"d = {width}", mixer, cell, across_tests=True)
 
 
 def _copying(scale: Scale) -> Iterator[Run]:
-    task = f"selective-copy:copies={scale.copies},signals={scale.copies}"
+    task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
+    models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
     for layers in (1, 2):
         for width in scale.widths:
-            for mixer in (COPYING, *MODELS, NEGATIVE):
+            for mixer in models:
                 for length in scale.copy_lengths:
-                    base = _base(scale, task, mixer, width, length, scale.examples, False)
+                    base = _base(scale, task, mixer, width, length, scale.copy_examples, False)
                     for cell in _sweep(replace(base, layers=layers), scale.rates, scale.seeds):
                         yield Run(f"{layers} layer{'s'[: layers - 1]}", f"d = {width}", mixer, cell)
+
+
+def _tested(cell: Cell, scale: Scale) -> Cell:
+    return replace(cell, test_lengths=scale.tested, fixed_items=True)
 
 
 def _base(
