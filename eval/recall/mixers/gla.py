@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eval.recall.mixers import Setting
+from eval.recall.mixers._scan import decaying_scan
 
 LAYERS = 2
-LOW_RANK, TEMPERATURE, CHUNK = 16, 16, 16
+LOW_RANK, TEMPERATURE = 16, 16
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,9 @@ class GatedLinearAttention(nn.Module):
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """o [B, T, H, V] for q, k, log α [B, T, H, K] and v [B, T, H, V], in chunks of time.
-
-    Within a chunk all pairs are formed with the decay between them, which is at most 1, so that
-    nothing overflows; before it there is the state.
-    """
-    q, outputs = q * q.shape[-1] ** -0.5, []
-    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    for parts in zip(*(s.split(CHUNK, dim=1) for s in (q, k, v, log_decay)), strict=True):
-        qc, kc, vc, gc = (s.transpose(1, 2) for s in parts)
-        total = gc.cumsum(dim=2)
-        before = torch.einsum("bhtk,bhkv->bhtv", qc * total.exp(), state)
-        time = torch.arange(qc.shape[2], device=q.device)
-        future = (time[:, None] < time)[..., None]
-        between = (total[:, :, :, None] - total[:, :, None]).masked_fill(future, -torch.inf).exp()
-        scores = torch.einsum("bhtk,bhsk,bhtsk->bhts", qc, kc, between)
-        outputs.append((before + scores @ vc).transpose(1, 2))
-        left = (total[:, :, -1:] - total).exp()
-        state = total[:, :, -1, :, None].exp() * state + (kc * left).transpose(2, 3) @ vc
-    return torch.cat(outputs, dim=1)
+    """o [B, T, H, V] for q, k, log α [B, T, H, K] and v [B, T, H, V]."""
+    one = log_decay.new_ones(1, 1, 1)
+    return decaying_scan(q * q.shape[-1] ** -0.5, k, v, log_decay[..., None], one)
 
 
 def build(options: Options, setting: Setting) -> nn.Module:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from cat_lm.ops import depthwise_conv
 from eval.recall.mixers import Setting
+from eval.recall.mixers._scan import decaying_scan
 
 LAYERS = 2
 BLOCK = "rms"
@@ -48,7 +49,7 @@ class Options:
 
 
 class SelectiveStateSpace(nn.Module):
-    """One Mamba mixer; the scan is a loop over time."""
+    """One Mamba mixer."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
@@ -83,12 +84,8 @@ class SelectiveStateSpace(nn.Module):
 
 def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """y [B, T, I] for x, Δ [B, T, I], A [I, N], B and C [B, T, N]."""
-    state, outputs = x.new_zeros(x.shape[0], *a.shape), []
-    for t in range(x.shape[1]):
-        step = delta[:, t, :, None]
-        state = (step * a).exp() * state + (step * b[:, t, None]) * x[:, t, :, None]
-        outputs.append((state @ c[:, t, :, None])[..., 0])
-    return torch.stack(outputs, dim=1)
+    q, k, v = c[:, :, None], b[:, :, None], (delta * x)[:, :, None]
+    return decaying_scan(q, k, v, delta[:, :, None, None], a.T[None])[:, :, 0]
 
 
 def build(options: Options, setting: Setting) -> nn.Module:
