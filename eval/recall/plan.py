@@ -23,7 +23,7 @@ FIGURES = {
     "length": ("accuracy at other lengths than the trained one", "6 / 4 / 6"),
     "one-layer": ("accuracy by length, all with one layer", "– / 7, 8 / 8, 9"),
     "one-layer-length": ("other lengths, all with one layer", "– / 9, 10 / 10, 11"),
-    "selective-copy": ("selective copying by length, one and two layers", "7 / 11 / 7"),
+    "selective-copy": ("selective copying by length, one and two layers", "– / 11 / 7"),
 }
 
 
