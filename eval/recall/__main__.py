@@ -6,9 +6,13 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError, command
 from cat_lm.folders import refuse_file
+
+if TYPE_CHECKING:
+    from eval.recall.execution import Execution
 
 
 @command
@@ -116,38 +120,59 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
 def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--workers", type=int, help="processes at once (default: the cores)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="processes at once (default: the cores; on a GPU at most 4, each with a stack)",
+    )
+    parser.add_argument(
+        "--stack",
+        type=_stack,
+        metavar="N|auto",
+        help="models that differ in learning rate and seed alone to train as one (default: auto, "
+        "all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
 
 
-def _workers(arguments: argparse.Namespace) -> int:
-    workers = arguments.workers
+def _stack(text: str) -> int | None:
+    """Models in a stack, none for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be auto or at least 1")
+    return int(text)
+
+
+def _check_workers(arguments: argparse.Namespace) -> None:
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+
+
+def _execution(arguments: argparse.Namespace) -> Execution:
+    from eval.recall.execution import Execution
+    from eval.recall.training import choose_device
+
+    device, workers = choose_device(arguments.device), arguments.workers
     if workers is None:
-        return len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise UserError(f"--workers {workers}: must be at least 1")
-    return workers
+        workers = len(os.sched_getaffinity(0))
+        if device.startswith("cuda"):
+            workers = min(4, workers)  # one GPU takes turns: enough to hide what hosts do
+    return Execution(device, workers, arguments.estimate_only, arguments.stack)
 
 
 def _figure(arguments: argparse.Namespace) -> None:
-    workers = _workers(arguments)
+    _check_workers(arguments)
     if arguments.name == LANDMARK:
         from eval.recall.theory.report import landmark_tradeoff
 
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
         landmark_tradeoff(arguments.out, trials)
         return
-    from eval.recall.execution import Execution
     from eval.recall.grid import figure
-    from eval.recall.training import choose_device
 
-    record = figure(
-        arguments.name,
-        arguments.scale,
-        arguments.out,
-        Execution(choose_device(arguments.device), workers, arguments.estimate_only),
-    )
+    record = figure(arguments.name, arguments.scale, arguments.out, _execution(arguments))
     if record:
         print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
 
@@ -171,18 +196,11 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
 def _streams(arguments: argparse.Namespace) -> None:
     from cat_lm.data.corpus import read_manifest
 
-    workers = _workers(arguments)
+    _check_workers(arguments)
     read_manifest(arguments.data)  # an error before torch loads
-    from eval.recall.execution import Execution
     from eval.recall.streams import ablation
-    from eval.recall.training import choose_device
 
-    ablation(
-        arguments.scale,
-        arguments.data,
-        arguments.out,
-        Execution(choose_device(arguments.device), workers, arguments.estimate_only),
-    )
+    ablation(arguments.scale, arguments.data, arguments.out, _execution(arguments))
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

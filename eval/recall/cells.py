@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.errors import UserError
 from cat_lm.files import write_json
 from eval.provenance import provenance
 
@@ -37,10 +39,40 @@ def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dic
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
-        from eval.recall.training import delays
+        record = _keep(folder, cell, cell.run(device, quiet=quiet), device)
+    return record
 
-        record = cell.run(device, quiet=quiet)
-        record["delays"] = delays(record["filters"])
-        record["provenance"] = {**provenance(), "device": device}
-        write_json(cell_path(folder, cell), record)
+
+def run_together(folder: Path, group: Sequence[AnyCell], device: str) -> list[dict[str, Any]]:
+    """The records of cells of one kind; unfinished ones are trained as one stack.
+
+    A cell's file is written when it has stopped, so that a kill loses those still in the stack.
+
+    Raises:
+        UserError: the stack does not fit into the device's memory.
+    """
+    todo = [cell for cell in group if finished(folder, cell) is None]
+    if len(todo) > 1:
+        import torch
+
+        from eval.recall.stack import run_stack
+
+        try:
+            for cell, record in run_stack(todo, device):
+                _keep(folder, cell, record, device)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"--stack: {device} has no memory for {len(todo)} models of {todo[0].mixer}, "
+                f"d_model={todo[0].d_model}, seq_len={todo[0].seq_len}; try a smaller --stack or "
+                "fewer --workers"
+            ) from None
+    return [run(folder, cell, device, quiet=True) for cell in group]
+
+
+def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> dict[str, Any]:
+    from eval.recall.training import delays
+
+    record["delays"] = delays(record["filters"])
+    record["provenance"] = {**provenance(), "device": device}
+    write_json(cell_path(folder, cell), record)
     return record

@@ -1,10 +1,11 @@
-"""Running the cells of a grid: what is left, how long it may take, and parallel processes."""
+"""Running the cells of a grid: stacks of models in parallel processes, and how long it may take."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ import torch
 from tqdm import tqdm
 
 from eval.recall import cells
+from eval.recall.estimate import hours_by_mixer
+from eval.recall.mixers import make_mixer
+from eval.recall.tasks import IGNORED, generate
+from eval.recall.training import Cell
 
 if TYPE_CHECKING:
     from eval.recall.cells import AnyCell
     from eval.recall.plan import Run
 
-TIMED_STEPS = 3
+_SHARE = 0.8  # of a GPU's free memory that stacks may take
 
 
 @dataclass(frozen=True)
@@ -31,55 +36,91 @@ class Execution:
         device: of torch.
         workers: processes at once.
         estimate_only: stop after the estimate.
+        stack: models that are trained as one; none: as many as there are of a kind and as fit into
+            a GPU's memory, and one on a CPU, where stacks are no faster.
     """
 
     device: str = "cpu"
     workers: int = 1
     estimate_only: bool = False
+    stack: int | None = None
 
 
 def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execution) -> bool:
     """Estimates and runs the cells that OUT does not hold; whether all are there now."""
-    todo = [run for run in runs if cells.finished(out, run.cell) is None]
+    todo = {run.cell: run for run in runs if cells.finished(out, run.cell) is None}
     print(f"{title}: {len(runs)} runs, {len(todo)} to do", flush=True)
+    groups = stacks(list(todo), execution)
+    largest = max(map(len, groups), default=1)
+    if largest > 1:
+        alone = sum(len(group) == 1 for group in groups)
+        print(f"{len(groups) - alone} stacks of up to {largest} models, {alone} models alone")
     device, workers = execution.device, execution.workers
-    hours = estimate([run.cell for run in todo], device)
+    by_mixer = hours_by_mixer(groups, device)
+    hours = sum(by_mixer.values())
     print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
+    costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
+    print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
     if execution.estimate_only:
         return False
-    execute(todo, out, device, workers)
+    execute([[todo[cell] for cell in group] for group in groups], out, device, workers)
     return True
 
 
-def estimate(todo: Sequence[AnyCell], device: str) -> float:
-    """Hours of all cells without early stops: each kind of step is timed once, twice at most."""
-    seconds: dict[AnyCell, float] = {}
-    total = 0.0
-    for cell in tqdm(todo, desc="timing steps", disable=None, leave=False):
-        kind = cell.timed(TIMED_STEPS)
-        if kind not in seconds:
-            record = kind.run(device, quiet=True)
-            seconds[kind] = record["seconds"]["training"] / TIMED_STEPS
-        total += seconds[kind] * cell.all_steps
-    return total / 3600
+def stacks(todo: Sequence[AnyCell], execution: Execution) -> list[list[AnyCell]]:
+    """Cells in groups that are trained as one; a language model is a group by itself."""
+    kinds: dict[AnyCell, list[AnyCell]] = defaultdict(list)
+    for cell in todo:
+        kinds[cell.kind if isinstance(cell, Cell) else cell].append(cell)
+    groups = []
+    for kind, alike in kinds.items():
+        most = execution.stack or (_fitting(kind, execution) if len(alike) > 1 else 1)
+        count = -(-len(alike) // most)  # stacks, as even as can be
+        groups += [
+            alike[i * len(alike) // count : (i + 1) * len(alike) // count] for i in range(count)
+        ]
+    return groups
 
 
-def execute(todo: Sequence[Run], out: Path, device: str, workers: int) -> None:
-    """Runs cells in processes of one thread each; a finished one has its file."""
+def _fitting(cell: Cell, execution: Execution) -> int:
+    """Models that fit beside those of the other workers."""
+    if torch.device(execution.device).type != "cuda":
+        return 1
+    free = torch.cuda.mem_get_info(execution.device)[0]
+    return max(1, int(_SHARE * free / execution.workers / bytes_of(cell)))
+
+
+def bytes_of(cell: Cell) -> int:
+    """What training a model takes at most, roughly: logits three times, 200 numbers a channel and
+    16 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
+    task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
+    scored = int((generate(task, 1, seed=0, split="train").labels != IGNORED).sum())
+    width, length = cell.d_model, cell.seq_len
+    row = 3 * scored * task.vocabulary + layers * length * (200 * width + 16 * length)
+    numbers = cell.rows * row + 4 * width * (task.vocabulary + 16 * layers * width)
+    return 4 * numbers + 8 * cell.train_examples * (length + 2 * scored)
+
+
+def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: int) -> None:
+    """Runs stacks of cells in processes of one thread each; a finished cell has its file."""
     context = multiprocessing.get_context("spawn")
-    started = time.monotonic()
+    started, done, count = time.monotonic(), 0, sum(map(len, groups))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
-        futures = {pool.submit(cells.run, out, run.cell, device, quiet=True): run for run in todo}
-        bar = tqdm(total=len(todo), desc="runs", disable=None)
+        futures = {
+            pool.submit(cells.run_together, out, [run.cell for run in group], device): group
+            for group in groups
+        }
+        bar = tqdm(total=count, desc="runs", disable=None)
         try:
-            for done, future in enumerate(as_completed(futures), 1):
-                run, record = futures[future], future.result()
-                bar.update()
-                if bar.disable:
-                    where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
-                    left = (time.monotonic() - started) / done * (len(todo) - done)
-                    accuracy = f"accuracy {record['accuracy']:.3f}"
-                    print(f"{done}/{len(todo)} {where}: {accuracy}, {left / 60:.0f} min left")
+            for future in as_completed(futures):
+                for run, record in zip(futures[future], future.result(), strict=True):
+                    done += 1
+                    bar.update()
+                    if bar.disable:
+                        where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
+                        left = (time.monotonic() - started) / done * (count - done)
+                        accuracy = f"accuracy {record['accuracy']:.3f}"
+                        print(f"{done}/{count} {where}: {accuracy}, {left / 60:.0f} min left")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

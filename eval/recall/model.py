@@ -87,14 +87,28 @@ class RecallModel(nn.Module):
         initialise(self, layers)
 
     def forward(self, tokens: Tensor, scored: Tensor) -> Tensor:
-        """Logits [N, vocabulary] at the N positions where `scored` [B, T] is true."""
+        """Logits [N, vocabulary] at N positions, row after row.
+
+        Args:
+            tokens: [B, T].
+            scored: [B, T] bool, true at these positions; or the positions [B, n], where every row
+                has n. Those are known before: a GPU need not be waited for, and models can stack.
+        """
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions.weight[: tokens.shape[1]]
         hidden, residual = self.dropout(hidden), None
         for block in self.blocks:
             hidden, residual = block(hidden, residual)
-        return self.norm((residual + hidden)[scored]) @ self.embedding.weight.T
+        return self.norm(_chosen(residual + hidden, scored)) @ self.embedding.weight.T
+
+
+def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
+    """[N, C] of hidden [B, T, C]."""
+    if scored.dtype == torch.bool:
+        return hidden[scored]
+    index = scored[..., None].expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, index).flatten(0, 1)
 
 
 def initialise(model: nn.Module, layers: int) -> None:

@@ -2,8 +2,8 @@
 
 Zoology's recipe: AdamW (torch's betas, weight decay 0.1 on all parameters), no warm-up, no
 clipping, fp32, a cosine from the learning rate to 0 stepped once an epoch; the same rows in the
-same order every epoch; stop when the test accuracy is above 0.99 after an epoch. Accuracy is the
-mean over rows of the mean over a row's scored positions. Logits are made at scored positions alone.
+same order every epoch; stop when the test accuracy is above 0.99 after an epoch. Logits are made at
+scored positions alone. Here a model trains by itself; stack.py trains many as one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
+from eval.recall.measuring import free_running, measure, scored_positions
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
 from eval.recall.options import parse_specification
-from eval.recall.tasks import IGNORED, Examples, Task, generate, make_task
+from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.tasks.multi_query import MultiQueryRecall
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
 STOP_ABOVE = 0.99
 _TEST_SEED = 10  # added to the seed, as Zoology's
-_LOGITS = 2**24  # logits made at once when testing
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,122 @@ class Cell:
         """Steps without an early stop."""
         return self.epochs * -(-self.train_examples // self.rows)
 
-    def timed(self, steps: int) -> Cell:
-        """The same kind of step, so many times; equal for cells whose steps cost the same."""
-        return dataclasses.replace(
-            self,
-            lr=1e-9,
-            seed=0,
-            epochs=1,
-            train_examples=steps * self.rows,
-            test_examples=1,
-            test_lengths=(),
-            stop_above=None,
-        )
+    @property
+    def kind(self) -> Cell:
+        """Equal for cells that differ in learning rate and seed alone, which can stack."""
+        return dataclasses.replace(self, lr=1.0, seed=0)
+
+    def steps(self) -> Iterator[Step]:
+        """All steps without an early stop, in order."""
+        starts, step = range(0, self.train_examples, self.rows), 0
+        for epoch in range(1, self.epochs + 1):
+            for start in starts:
+                step += 1
+                ends = start == starts[-1]
+                tested = ends or (self.eval_steps is not None and step % self.eval_steps == 0)
+                yield Step(step, epoch, slice(start, start + self.rows), tested, ends)
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         return run_cell(self, device, quiet=quiet)
 
 
+class Step(NamedTuple):
+    """A step: its number and epoch from 1, its rows, and whether a test and an epoch end it."""
+
+    number: int
+    epoch: int
+    rows: slice
+    tested: bool
+    ends_epoch: bool
+
+
+class Trial:
+    """A cell with all that its training needs, and what it has found.
+
+    Attributes:
+        tests: name of a test -> its task; examples: name -> its rows.
+        inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
+            positions are those that are scored.
+        history: a point for each test.
+    """
+
+    def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
+        started = time.monotonic()
+        self.cell, self.task, self.mixer = cell, cell.make_task(), make_mixer(cell.mixer)
+        self.tests = _tests(cell, self.task)
+        torch.manual_seed(cell.seed)
+        self.model = RecallModel(
+            self.mixer,
+            vocabulary=self.task.vocabulary,
+            d_model=cell.d_model,
+            positions=max(cell.seq_len, *(t.seq_len for t in self.tests.values())),
+            layers=cell.layers,
+        ).to(device)
+        train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
+        self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
+        self.positions = scored_positions(labels)
+        self.targets = labels.gather(1, self.positions)
+        self.examples = {
+            name: make(task, cell.test_examples, seed=cell.seed + _TEST_SEED, split="test")
+            for name, task in self.tests.items()
+        }
+        # One kernel for all parameters where there is a launch to save.
+        fused = {"fused": True} if self.inputs.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay, **fused
+        )
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, cell.epochs, eta_min=0.0
+        )
+        self.history: list[dict[str, float]] = []
+        self.data_seconds = time.monotonic() - started
+
+    def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
+        """Keeps a test's point; whether training stops here."""
+        self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
+        above = self.cell.stop_above
+        return above is not None and found["accuracy"] > above
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether the trained length is also tested with the model's own answers fed back."""
+        return self.task.free_running and getattr(self.task, "mode", "") == "autoregressive"
+
+    def record(
+        self, accuracies: dict[str, dict[str, float]], training: float, testing: float
+    ) -> dict[str, Any]:
+        """What a cell's file gets, as plain values.
+
+        Args:
+            accuracies: test -> what it found.
+            training, testing: seconds.
+        """
+        cell, mixer = self.cell, self.mixer
+        return {
+            "cell": dataclasses.asdict(cell),
+            "task": self.task.describe(),
+            "mixer": {"label": mixer.label, "options": dataclasses.asdict(mixer.options)},
+            "layers": cell.layers or mixer.layers,
+            "parameters": parameters(self.model),
+            "accuracy": accuracies["trained length"]["accuracy"],
+            "best_accuracy": max(point["accuracy"] for point in self.history),
+            "tests": {
+                name: {"seq_len": self.tests[name].seq_len, **found}
+                for name, found in accuracies.items()
+            },
+            "history": self.history,
+            "steps": self.history[-1]["step"],
+            "filters": learned_filters(self.model),
+            "seconds": {
+                "data": round(self.data_seconds, 2),
+                "training": round(training, 2),
+                "testing": round(testing, 2),
+            },
+        }
+
+
 def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
-    """Trains and tests a cell.
+    """Trains and tests a cell by itself.
 
     Args:
         device: of torch.
@@ -122,46 +219,14 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     Raises:
         UserError: options that do not fit.
     """
-    started = time.monotonic()
-    task, mixer = cell.make_task(), make_mixer(cell.mixer)
-    tests = _tests(cell, task)
-    torch.manual_seed(cell.seed)
-    longest = max(cell.seq_len, *(t.seq_len for t in tests.values()))
-    model = RecallModel(
-        mixer,
-        vocabulary=task.vocabulary,
-        d_model=cell.d_model,
-        positions=longest,
-        layers=cell.layers,
-    ).to(device)
-    train = generate(task, cell.train_examples, seed=cell.seed, split="train")
-    examples = _test_examples(cell, tests)
+    trial = Trial(cell, device)
     prepared = time.monotonic()
-    history, steps = _train(cell, model, train, examples["trained length"], quiet)
+    _train(trial, quiet)
     trained = time.monotonic()
-    accuracies = {name: measure(model, rows) for name, rows in examples.items()}
-    if task.free_running and getattr(task, "mode", "") == "autoregressive":
-        accuracies["trained length"] |= free_running(model, examples["trained length"])
-    return {
-        "cell": dataclasses.asdict(cell),
-        "task": task.describe(),
-        "mixer": {"label": mixer.label, "options": dataclasses.asdict(mixer.options)},
-        "layers": cell.layers or mixer.layers,
-        "parameters": parameters(model),
-        "accuracy": accuracies["trained length"]["accuracy"],
-        "best_accuracy": max(point["accuracy"] for point in history),
-        "tests": {
-            name: {"seq_len": tests[name].seq_len, **found} for name, found in accuracies.items()
-        },
-        "history": history,
-        "steps": steps,
-        "filters": learned_filters(model),
-        "seconds": {
-            "data": round(prepared - started, 2),
-            "training": round(trained - prepared, 2),
-            "testing": round(time.monotonic() - trained, 2),
-        },
-    }
+    accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
+    if trial.runs_free:
+        accuracies["trained length"] |= free_running(trial.model, trial.examples["trained length"])
+    return trial.record(accuracies, trained - prepared, time.monotonic() - trained)
 
 
 def _tests(cell: Cell, task: Task) -> dict[str, Task]:
@@ -178,58 +243,34 @@ def _tests(cell: Cell, task: Task) -> dict[str, Task]:
     return tests
 
 
-def _test_examples(cell: Cell, tests: dict[str, Task]) -> dict[str, Examples]:
-    seed = cell.seed + _TEST_SEED
-    return {
-        name: generate(task, cell.test_examples, seed=seed, split="test")
-        for name, task in tests.items()
-    }
-
-
-def _train(
-    cell: Cell, model: RecallModel, train: Examples, test: Examples, quiet: bool
-) -> tuple[list[dict[str, float]], int]:
-    """Trains in place; the history of tests, and the steps made."""
-    device = model.embedding.weight.device
-    inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cell.epochs, eta_min=0.0)
-    history: list[dict[str, float]] = []
-    starts = range(0, len(inputs), cell.rows)
-    bar = tqdm(total=cell.epochs * len(starts), disable=True if quiet else None, leave=False)
-    step = 0
-    for epoch in range(cell.epochs):
-        for start in starts:
-            rows = slice(start, start + cell.rows)
-            loss = _step(model, optimizer, inputs[rows], labels[rows])
-            step += 1
-            bar.update()
-            ended = start == starts[-1]
-            if not ended and (cell.eval_steps is None or step % cell.eval_steps):
-                continue
-            found = measure(model, test)
-            point = {"step": step, "epoch": epoch + 1, "loss": float(loss.detach()), **found}
-            history.append(point)
+def _train(trial: Trial, quiet: bool) -> None:
+    """Trains in place."""
+    cell = trial.cell
+    bar = tqdm(total=cell.all_steps, disable=True if quiet else None, leave=False)
+    for step in cell.steps():
+        loss = train_step(trial, step.rows)
+        bar.update()
+        if step.tested:
+            found = measure(trial.model, trial.examples["trained length"])
+            stops = trial.note(step, float(loss), found)
             if not quiet:
-                _report(bar, point, cell)
-            if cell.stop_above is not None and found["accuracy"] > cell.stop_above:
-                bar.close()
-                return history, step
-        schedule.step()
+                _report(bar, trial.history[-1], cell)
+            if stops:
+                break
+        if step.ends_epoch:
+            trial.schedule.step()
     bar.close()
-    return history, step
 
 
-def _step(
-    model: RecallModel, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor
-) -> Tensor:
-    model.train()
-    scored = labels != IGNORED
-    loss = F.cross_entropy(model(tokens, scored), labels[scored])
-    optimizer.zero_grad(set_to_none=True)
+def train_step(trial: Trial, rows: slice) -> Tensor:
+    """One update; the loss before it."""
+    trial.model.train()
+    logits = trial.model(trial.inputs[rows], trial.positions[rows])
+    loss = F.cross_entropy(logits, trial.targets[rows].flatten())
+    trial.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    optimizer.step()
-    return loss
+    trial.optimizer.step()
+    return loss.detach()
 
 
 def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
@@ -239,52 +280,6 @@ def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
         print(f"{where}: {text}", file=sys.stderr, flush=True)
     else:
         bar.set_postfix_str(text)
-
-
-@torch.no_grad()
-def measure(model: RecallModel, examples: Examples) -> dict[str, float]:
-    """`accuracy`, mean over rows of the share of right positions; `rows_right`, share of rows whose
-    positions are all right. Answers before are given (teacher forcing)."""
-    model.eval()
-    device = model.embedding.weight.device
-    scored = examples.labels[:1] != IGNORED
-    rows = max(1, _LOGITS // (int(scored.sum()) * len(model.embedding.weight)))
-    rows = min(rows, max(1, 2**22 // examples.inputs.shape[1] ** 2))
-    right = []
-    for start in range(0, len(examples), rows):
-        tokens = torch.from_numpy(examples.inputs[start : start + rows]).to(device)
-        labels = torch.from_numpy(examples.labels[start : start + rows]).to(device)
-        found = model(tokens, labels != IGNORED).argmax(dim=1) == labels[labels != IGNORED]
-        right.append(found.view(len(tokens), -1).cpu())
-    correct = torch.cat(right)
-    return {
-        "accuracy": float(correct.double().mean(dim=1).mean()),
-        "rows_right": float(correct.all(dim=1).double().mean()),
-    }
-
-
-@torch.no_grad()
-def free_running(model: RecallModel, examples: Examples) -> dict[str, float]:
-    """The same when a model's own answers are fed back, where labels stand at a row's end."""
-    model.eval()
-    device = model.embedding.weight.device
-    labels = torch.from_numpy(examples.labels).to(device)
-    first = int((examples.labels[0] == IGNORED).sum())
-    tokens, answers = torch.from_numpy(examples.inputs).to(device), []
-    rows = max(1, 2**22 // tokens.shape[1] ** 2)
-    for part in tokens.split(rows):
-        part, found = part[:, : first + 1], []
-        for _ in range(labels.shape[1] - first):
-            scored = torch.zeros_like(part, dtype=torch.bool)
-            scored[:, -1] = True
-            found.append(model(part, scored).argmax(dim=1))
-            part = torch.cat([part, found[-1][:, None]], dim=1)
-        answers.append(torch.stack(found, dim=1))
-    right = (torch.cat(answers) == labels[:, first:]).double()
-    return {
-        "free_running_accuracy": float(right.mean()),
-        "free_running_rows_right": float((right == 1).all(dim=1).double().mean()),
-    }
 
 
 def choose_device(name: str) -> str:

@@ -14,10 +14,11 @@ import torch
 
 from cat_lm.errors import UserError
 from eval.recall import cells
+from eval.recall.measuring import free_running, measure
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel
 from eval.recall.tasks import IGNORED, Examples, generate, make_task
-from eval.recall.training import Cell, delays, free_running, measure, run_cell
+from eval.recall.training import Cell, delays, run_cell
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
 
@@ -87,7 +88,8 @@ class Oracle(torch.nn.Module):
         self.answer = answer
 
     def forward(self, tokens: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(self.answer[tokens[scored]], len(self.answer)).float()
+        answers = self.answer[tokens.gather(1, scored)].flatten()
+        return torch.nn.functional.one_hot(answers, len(self.answer)).float()
 
 
 def test_accuracy_is_the_mean_over_rows_and_free_running_feeds_answers_back():
