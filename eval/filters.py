@@ -181,7 +181,7 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
     layers, heads, columns = values.shape
     image = axes.imshow(
         values.reshape(layers * heads, columns),
-        cmap=_diverging_map(),
+        cmap=diverging_map(),
         vmin=-view.limit,
         vmax=view.limit,
         aspect="auto",
@@ -228,7 +228,7 @@ def _colour_key(
     bar.locator = MaxNLocator(4)
 
 
-def _diverging_map() -> ListedColormap:
+def diverging_map() -> ListedColormap:
     """Blue below zero, orange above, white at zero."""
     values = np.linspace(-1, 1, 257)
     strength = (np.abs(values) ** 0.8)[:, None]

@@ -1,28 +1,32 @@
-"""`python -m eval.recall figure`: runs a grid, and draws all points."""
+"""`python -m eval.recall figure`: runs a grid, checks its controls, draws and tells all of it."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
-from cat_lm.files import write_json
-from eval.figures import MARKERS, MUTED, RUN_COLOURS, STYLE
+from cat_lm.files import write_json, write_text
 from eval.provenance import provenance
-from eval.recall import cells
+from eval.recall import cells, page, pictures, portraits
 from eval.recall.execution import Execution, run_unfinished
-from eval.recall.plan import FIGURES, SCALES, Run, plan
+from eval.recall.plan import FIGURES, NEGATIVE, SCALES, Run, plan
+from eval.recall.tasks import IGNORED, generate
 from eval.recall.theory.figures import save
 
+if TYPE_CHECKING:
+    from eval.recall.pictures import Points, Rows
+
 CONTROL_AT_LEAST = 0.99
+_DEVIATIONS = 5  # of chance, up to which the negative control may come: it is tested many times
 
 
 def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[str, Any] | None:
-    """Estimates, runs what is not finished, and draws a figure.
+    """Estimates, runs what is not finished, and writes OUT/NAME.json, .md, .png and .svg.
+
+    Where models were also tested with a fixed number of keys, OUT/NAME-fixed is a picture of that;
+    OUT/NAME-filters shows the learned filters.
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
@@ -36,33 +40,94 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
         "shows": FIGURES[name][0],
         "number in the paper (AAAI / workshop / arXiv)": FIGURES[name][1],
         "scale": scale_name,
-        "lines": summary(rows),
         "positive_control": rows[-1][1]["best_accuracy"],
+        "controls": controls(rows),
+        "lines": summary(rows, points),
+        "fixed_items": summary(rows, fixed_points),
+        "filters": portraits.table(rows),
         "provenance": provenance(),
     }
+    _draw(record, rows, out)
+    write_text(out / f"{name}.md", page.markdown(record))
     write_json(out / f"{name}.json", record)
-    save(draw(rows, name, scale_name), out, name)
-    if record["positive_control"] < CONTROL_AT_LEAST:
-        print(
-            f"positive control at {record['positive_control']:.3f}, below {CONTROL_AT_LEAST}: "
-            "training was too short or small to compare the models that failed"
-        )
+    for line in page.warnings(record):
+        print(line)
     return record
 
 
+def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
+    name = record["figure"]
+    title = f"{name}, {record['scale']} scale"
+    if not record["controls"]["positive"]["passed"]:
+        title += f": positive control failed ({record['positive_control']:.2f})"
+    save(pictures.draw(rows, points, title), out, name)
+    if record["fixed_items"]:
+        fixed = [row for row in rows if fixed_points(*row)]
+        drawing = pictures.draw(fixed, fixed_points, f"{title}, as many keys as trained")
+        save(drawing, out, f"{name}-fixed")
+    if record["filters"]:
+        save(portraits.draw(record["filters"], title), out, f"{name}-filters")
+
+
 def points(run: Run, record: dict[str, Any]) -> dict[int, float]:
-    """x -> accuracy: the trained length, and others with their items in proportion."""
-    if not run.cell.test_lengths:
+    """Length -> accuracy: the best seen at the trained length; at several, the last with items in
+    proportion."""
+    if not run.across_tests:
         return {run.cell.seq_len: record["best_accuracy"]}
     return {
         test["seq_len"]: test["accuracy"]
         for name, test in record["tests"].items()
-        if "," not in name and name != "trained length"
+        if "," not in name
     }
 
 
-def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """For each line and x: every run, and mean, least and largest at the best learning rate."""
+def fixed_points(run: Run, record: dict[str, Any]) -> dict[int, float]:
+    """Length -> accuracy with as many items as in training, from the trained length on."""
+    tests = record["tests"] if run.across_tests else {}
+    found = {test["seq_len"]: test["accuracy"] for name, test in tests.items() if "," in name}
+    return {run.cell.seq_len: tests["trained length"]["accuracy"], **found} if found else {}
+
+
+def controls(rows: Rows) -> dict[str, Any]:
+    """Whether attention learned four keys, and models without mixing stayed at chance.
+
+    At chance: at most five standard deviations of a guesser's accuracy above it.
+    """
+    best = rows[-1][1]["best_accuracy"]
+    positive = {
+        "accuracy": best,
+        "at_least": CONTROL_AT_LEAST,
+        "passed": best >= CONTROL_AT_LEAST,
+        "task": rows[-1][0].cell.task,
+    }
+    return {
+        "positive": positive,
+        "negative": [_negative(run, record) for run, record in rows if run.line == NEGATIVE],
+    }
+
+
+def _negative(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    task = run.cell.make_task()
+    labels = generate(task, 1, seed=0, split="test").labels
+    answers = run.cell.test_examples * int((labels != IGNORED).sum())
+    spread = math.sqrt(task.chance * (1 - task.chance) / answers)
+    most = min(task.chance + _DEVIATIONS * spread, 1.0)
+    return {
+        "row": run.row,
+        "column": run.column,
+        "seq_len": run.cell.seq_len,
+        "accuracy": record["best_accuracy"],
+        "chance": task.chance,
+        "at_most": most,
+        "passed": record["best_accuracy"] <= most,
+    }
+
+
+def summary(rows: Rows, points: Points) -> list[dict[str, Any]]:
+    """For each line and length: every run, and mean, least and largest at the best learning rate.
+
+    The best rate is the one with the best mean over seeds, for each length by itself.
+    """
     found: dict[tuple, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, record in rows:
         for x, accuracy in points(run, record).items():
@@ -87,52 +152,3 @@ def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
             }
         )
     return lines
-
-
-def draw(rows: Sequence[tuple[Run, dict[str, Any]]], name: str, scale: str) -> Figure:
-    """Panels of accuracy against length: the best of all runs as lines, every run as a point."""
-    shown = [(run, record) for run, record in rows if run.row != "control"]
-    down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
-    lines = list(dict.fromkeys(run.line for run, _ in shown))
-    with matplotlib.rc_context(STYLE):
-        size = (2.2 + 2.8 * len(across), 0.8 + 2.5 * len(down))
-        drawing = Figure(figsize=size, layout="constrained")
-        panels = drawing.subplots(len(down), len(across), squeeze=False, sharey=True)
-        for i, row in enumerate(down):
-            for j, column in enumerate(across):
-                part = [(r, d) for r, d in shown if (r.row, r.column) == (row, column)]
-                _panel(panels[i, j], part, lines)
-                panels[i, j].set_title(f"{row}, {column}", loc="left")
-        for axes in panels[-1]:
-            axes.set_xlabel("sequence length")
-        for axes in panels[:, 0]:
-            axes.set_ylabel("accuracy")
-        drawing.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
-        control = rows[-1][1]["best_accuracy"]
-        drawing.suptitle(
-            f"{name} ({scale}): best of all runs, and every run; positive control {control:.3f}",
-            fontsize=9,
-        )
-    return drawing
-
-
-def _panel(axes: Any, part: Sequence[tuple[Run, dict[str, Any]]], lines: Sequence[str]) -> None:
-    for index, line in enumerate(lines):
-        colour = MUTED if line == "none" else RUN_COLOURS[index % len(RUN_COLOURS)]
-        marker = MARKERS[index % len(MARKERS)]
-        every = [p for run, d in part if run.line == line for p in points(run, d).items()]
-        best: dict[int, float] = {}
-        for x, accuracy in every:
-            best[x] = max(accuracy, best.get(x, 0.0))
-        style = "--" if index >= len(RUN_COLOURS) else "-"
-        axes.scatter(*zip(*every, strict=True), s=9, color=colour, alpha=0.45, linewidths=0)
-        xs = sorted(best)
-        axes.plot(xs, [best[x] for x in xs], style, color=colour, marker=marker, label=line)
-    trained = {run.cell.seq_len for run, _ in part if run.cell.test_lengths}
-    for length in trained:
-        axes.axvline(length, color=MUTED, linestyle=":", linewidth=1)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({x for run, d in part for x in points(run, d)})
-    axes.set_xticks(ticks, [str(x) for x in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(-0.03, 1.03)

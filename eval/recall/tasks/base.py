@@ -50,6 +50,11 @@ class Task:
         """Token ids are below this."""
         raise NotImplementedError
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of the best answers that look at one token alone: what no mixing can reach."""
+        raise NotImplementedError
+
     def at_length(self, seq_len: int) -> Task:
         """The same task at another length, its number of items scaled as the paper scales it."""
         raise NotImplementedError

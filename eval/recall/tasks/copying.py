@@ -71,6 +71,14 @@ class SelectiveCopying(Task):
         """The id of ⊥."""
         return self.vocabulary - 1
 
+    @property
+    def chance(self) -> float:
+        if self.unique and self.mode == "autoregressive" and self.copies > 1:
+            # The token before, which is at hand, is not the answer.
+            later = (self.copies - 1) / (self.signals - 1)
+            return (1 / self.signals + later) / self.copies
+        return 1 / self.signals
+
     def at_length(self, seq_len: int) -> SelectiveCopying:
         """More noise, as many tokens to copy."""
         return dataclasses.replace(self, seq_len=seq_len)

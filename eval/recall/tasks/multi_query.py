@@ -111,6 +111,10 @@ class MultiQueryRecall(Task):
     def vocabulary(self) -> int:
         return self.vocab_size
 
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - self.vocab_size // 2)
+
     def at_length(self, seq_len: int) -> MultiQueryRecall:
         """k in proportion: as many as fit, or the same share of that."""
         if self.keys is None:

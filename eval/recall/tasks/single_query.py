@@ -69,6 +69,15 @@ class SingleQueryRecall(Task):
     def vocabulary(self) -> int:
         return self.vocab_size
 
+    @property
+    def chance(self) -> float:
+        if self.layout == "pairs":
+            return 1 / (self.vocab_size - self.vocab_size // 2)
+        if self.ngram > 1:
+            return 1 / (self.vocab_size - 1)
+        # The copy stands right before the query in one row of T − 1: then the answer is the query.
+        return max(1 / (self.vocab_size - 2), 1 / (self.seq_len - 1))
+
     def at_length(self, seq_len: int) -> SingleQueryRecall:
         return dataclasses.replace(self, seq_len=seq_len)
 
