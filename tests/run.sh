@@ -7,6 +7,8 @@ project_root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 # shellcheck source=launch/environment.sh
 source "$project_root/launch/environment.sh"
 cd -- "$project_root"
+# Tests start some hundred processes; each would compile our modules anew.
+unset PYTHONDONTWRITEBYTECODE
 
 style=0
 ruff check . || style=$?

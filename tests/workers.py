@@ -16,7 +16,18 @@ WHOLE_FOLDERS = ("tests/slurm/", "tests/gpu/")
 LONGEST = (
     "tests/slurm/",
     "tests/distributed/test_elastic.py",
+    "tests/e2e/test_readme.py",
     "tests/e2e/test_train_command.py",
+    "tests/unit/test_ops_triton.py",
+    "tests/distributed/test_engine.py",
+    "tests/distributed/test_resume.py",
+    "tests/distributed/test_checkpoint.py",
+    "tests/e2e/test_lowest_transformers.py",
+    "tests/unit/test_model_auto.py",
+    "tests/unit/test_model_decode.py",
+    "tests/unit/test_ops_cpu.py",
+    "tests/distributed/test_preflight.py",
+    "tests/distributed/test_memory.py",
 )
 
 
