@@ -45,7 +45,11 @@ class Stack:
         first = self.models[0]
 
         def one(parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-            return functional_call(first, (parameters, buffers), (tokens, positions))
+            # Layers may share a module (Hyena's sines), which is then found under two names. It is
+            # to be exchanged once: after a second time torch leaves it without its parameters.
+            return functional_call(
+                first, (parameters, buffers), (tokens, positions), tie_weights=False
+            )
 
         self._all = torch.vmap(one, randomness="different")
 

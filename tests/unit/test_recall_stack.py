@@ -1,0 +1,261 @@
+"""Stacks: many models trained as one are the models trained one by one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from cat_lm.errors import UserError
+from eval.recall import cells, estimate, execution, stack
+from eval.recall.__main__ import _stack
+from eval.recall.execution import Execution, stacks
+from eval.recall.language import LanguageCell
+from eval.recall.mixers import make_mixer, mixer_names
+from eval.recall.stack import run_stack
+from eval.recall.training import Cell, run_cell
+
+BASE = Cell(
+    "mqar:vocab_size=32",
+    "cat:dropout=0",
+    16,
+    16,
+    epochs=2,
+    train_examples=80,  # the last batch of an epoch is a short one
+    test_examples=40,
+    batch_size=32,
+    eval_steps=2,
+    stop_above=None,
+)
+
+
+def three(**changes):
+    """Different rates and seeds; two share a seed."""
+    base = dataclasses.replace(BASE, **changes)
+    settings = ((1e-3, 0), (1e-2, 1), (3e-2, 0))
+    return [dataclasses.replace(base, lr=lr, seed=seed) for lr, seed in settings]
+
+
+@pytest.fixture
+def no_dropout(monkeypatch):
+    """Draws that a stack and its models alone do not share. Mixers have an option for theirs."""
+    monkeypatch.setattr("eval.recall.model.EMBEDDING_DROPOUT", 0.0)
+
+
+def assert_same(stacked, alone, rtol=1e-4):
+    """Two records of a cell, up to the rounding of fp32."""
+    assert set(stacked) == {*alone, "stacked"}
+    for name in ("cell", "task", "mixer", "layers", "parameters", "steps"):
+        assert stacked[name] == alone[name]
+    assert len(stacked["history"]) == len(alone["history"])
+    for point, expected in zip(stacked["history"], alone["history"], strict=True):
+        assert point == pytest.approx(expected, rel=rtol, abs=1e-5)
+    assert stacked["tests"].keys() == alone["tests"].keys()
+    for name, found in stacked["tests"].items():
+        assert found == pytest.approx(alone["tests"][name], abs=1e-9)
+    for layer, expected in zip(stacked["filters"], alone["filters"], strict=True):
+        for stream, taps in layer.items():
+            torch.testing.assert_close(
+                torch.tensor(taps), torch.tensor(expected[stream]), rtol=1e-3, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("name", mixer_names())
+def test_a_stack_equals_its_models_alone(name, no_dropout):
+    mixer = name
+    if hasattr(make_mixer(name).options, "dropout"):
+        mixer = f"{name}:dropout=0"
+    alike = three(mixer=mixer, test_lengths=(12, 24), epochs=1)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "There is a performance drop")  # a loop over models
+            found = dict(run_stack(alike))
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    assert list(found) == alike
+    for cell, record in found.items():
+        assert record["stacked"] == 3
+        assert_same(record, run_cell(cell, quiet=True))
+    losses = [record["history"][-1]["loss"] for record in found.values()]
+    assert len(set(losses)) == 3
+
+
+def test_answers_fed_back_equal_those_of_a_model_alone(no_dropout):
+    alike = three(task="selective-copy:copies=4,signals=4", seq_len=24, epochs=1)
+    for cell, record in run_stack(alike):
+        assert "free_running_accuracy" in record["tests"]["trained length"]
+        assert_same(record, run_cell(cell, quiet=True))
+
+
+@pytest.mark.parametrize("where", ["embedding", "attention"])
+def test_every_model_draws_its_own_dropout(where, monkeypatch):
+    monkeypatch.setattr("eval.recall.model.EMBEDDING_DROPOUT", 0.5 if where == "embedding" else 0.0)
+    mixer = f"cat:dropout={0.5 if where == 'attention' else 0}"
+    first, second = (record for _, record in run_stack([three(mixer=mixer)[0]] * 2))
+    assert first["history"][-1]["loss"] != second["history"][-1]["loss"]
+    again = next(iter(run_stack([three(mixer=mixer)[0]] * 2)))[1]
+    assert again["history"] == first["history"]
+
+
+def test_who_stops_early_leaves_and_changes_nothing_for_the_others(no_dropout):
+    alike = three(stop_above=0.072, epochs=6)
+    alone = {cell: run_cell(cell, quiet=True) for cell in alike}
+    assert len({record["steps"] for record in alone.values()}) == 3
+    found = dict(run_stack(alike))
+    assert list(found) == sorted(alike, key=lambda cell: alone[cell]["steps"])
+    for cell, record in found.items():
+        assert_same(record, alone[cell])
+    seconds = [record["seconds"] for record in found.values()]
+    together = [s["training of the stack"] for s in seconds]
+    assert together == sorted(together)
+    # The shares are all of the time, and each is at most what passed.
+    assert sum(s["training"] for s in seconds) == pytest.approx(together[-1], abs=0.05)
+
+
+def test_a_stopped_model_takes_no_more_time(no_dropout, monkeypatch):
+    sizes, step = [], stack.train_step
+
+    def counted(models, trials, rows):
+        sizes.append(len(models.models))
+        return step(models, trials, rows)
+
+    monkeypatch.setattr(stack, "train_step", counted)
+    records = [record for _, record in run_stack(three(stop_above=0.072, epochs=6))]
+    ends = [record["steps"] for record in records]
+    assert sizes == [sum(end >= n for end in ends) for n in range(1, max(ends) + 1)]
+
+
+def test_a_model_that_diverges_does_not_touch_its_neighbours(no_dropout):
+    tame = three(mixer="deltanet", epochs=2)[:2]
+    wild = dataclasses.replace(tame[0], lr=1e30)
+    found = dict(run_stack([tame[0], wild, tame[1]]))
+    last = found[wild]["history"][-1]["loss"]
+    assert not last < 1e3  # huge, infinite or not a number
+    for cell in tame:
+        assert_same(found[cell], run_cell(cell, quiet=True))
+
+
+def test_a_killed_stack_keeps_who_had_stopped(no_dropout, tmp_path, monkeypatch):
+    alike = three(stop_above=0.072, epochs=6)
+    step, left = stack.train_step, []
+
+    def killed(models, trials, rows):
+        if len(trials) < 3:
+            left.extend(trial.cell for trial in trials)
+            raise KeyboardInterrupt
+        return step(models, trials, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stack, "train_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cells.run_together(tmp_path, alike, "cpu")
+    assert [cells.finished(tmp_path, cell) is None for cell in alike] == [c in left for c in alike]
+    (first,) = (cell for cell in alike if cell not in left)
+    before = cells.cell_path(tmp_path, first).stat().st_mtime_ns
+    began = []
+    monkeypatch.setattr(
+        cells, "run", lambda _, cell, *__, **___: cells.finished(tmp_path, cell)
+    )  # nobody trains alone
+    monkeypatch.setattr(
+        stack, "Trial", lambda cell, *rest: began.append(cell) or _trial(cell, *rest)
+    )
+    records = cells.run_together(tmp_path, alike, "cpu")
+    assert began == left and cells.cell_path(tmp_path, first).stat().st_mtime_ns == before
+    assert [record["cell"]["lr"] for record in records] == [cell.lr for cell in alike]
+    assert [r["stacked"] for r in records] == [2 if cell in left else 3 for cell in alike]
+    assert all(record["delays"] and record["provenance"] for record in records)
+
+
+_trial = stack.Trial
+
+
+def test_one_cell_alone_is_not_a_stack_and_kinds_do_not_mix(tmp_path):
+    (record,) = cells.run_together(tmp_path, [BASE], "cpu")
+    assert "stacked" not in record
+    with pytest.raises(ValueError, match="learning rate and seed alone"):
+        next(run_stack([BASE, dataclasses.replace(BASE, weight_decay=0.0)]))
+
+
+def test_groups_are_of_one_kind_and_even():
+    alike = [dataclasses.replace(BASE, seed=seed) for seed in range(7)]
+    other = [dataclasses.replace(BASE, d_model=32, seed=seed) for seed in range(2)]
+    text = LanguageCell("data", "0", "cat", 16, 32, 1, 10, 1e-3)
+    mixed = [alike[0], other[0], text, *alike[1:], other[1]]
+    groups = stacks(mixed, Execution(stack=3))
+    assert sorted(map(len, groups)) == [1, 2, 2, 2, 3]
+    assert all(len({getattr(c, "kind", c) for c in group}) == 1 for group in groups)
+    assert sorted(c.seed for group in groups for c in group) == sorted(c.seed for c in mixed)
+    assert all(len(group) == 1 for group in stacks(mixed, Execution()))  # auto on a CPU
+
+
+def test_as_many_as_fit_into_a_gpu_beside_the_other_workers(monkeypatch):
+    alike = [dataclasses.replace(BASE, seed=seed) for seed in range(8)]
+    gpu = Execution("cuda", workers=2)
+    for fits, largest in ((3.5, 3), (0.5, 1), (100, 8)):
+        free = int(fits * 2 / 0.8 * execution.bytes_of(BASE)) + 1
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10**12))
+        assert max(map(len, stacks(alike, gpu))) == largest
+    big = dataclasses.replace(BASE, task="mqar:vocab_size=8192", d_model=128, seq_len=512)
+    assert execution.bytes_of(big) > 100 * execution.bytes_of(BASE)
+
+
+def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(stack, "train_step", no_memory)
+    with pytest.raises(
+        UserError, match=r"no memory for 3 models of cat:dropout=0.*--stack"
+    ) as error:
+        cells.run_together(tmp_path, three(), "cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_what_stack_takes():
+    assert _stack("auto") is None and _stack("6") == 6
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match="auto or at least 1"):
+            _stack(wrong)
+
+
+def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):
+    timed = []
+
+    def seconds(cell, size, device):
+        timed.append((cell.mixer, cell.train_examples, size))
+        return 2.0 * size, 0.3 * size
+
+    monkeypatch.setattr(estimate, "_recall", seconds)
+    alike = three(epochs=4, eval_steps=None, test_lengths=(32,), fixed_items=True)
+    none = dataclasses.replace(alike[0], mixer="none")
+    found = estimate.hours_by_mixer([alike, alike[:1], [none], [none]], "cpu")
+    # 4 epochs of 3 steps; tests after each and at the end of 40 rows, and 2 of twice the length.
+    one = (12 * 2.0 + 0.3 / 3 * 40 * (4 + 1 + 4)) / 3600
+    assert found == pytest.approx({"cat": 4 * one, "none": 2 * one})
+    # Each kind once, by itself and as a stack, and as short as a batch.
+    assert timed == [("cat:dropout=0", 32, 3), ("cat:dropout=0", 32, 1), ("none", 32, 1)]
+
+
+def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
+    rows_timed = []
+
+    def seconds(step, rows):
+        rows_timed.append(rows)
+        return 0.5 + 0.25 * rows
+
+    monkeypatch.setattr(estimate, "_seconds", seconds)
+    monkeypatch.setattr(estimate, "_steps", lambda *_: lambda rows: None)
+    cell = dataclasses.replace(BASE, batch_size=512)
+    assert estimate._recall(cell, 1, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
+    assert max(rows_timed) == 16
+    assert estimate._recall(dataclasses.replace(BASE, batch_size=1), 1, "cpu")[0] > 0
+
+
+def test_the_estimate_times_real_steps_of_models_alone_stacked_and_on_text(no_dropout):
+    for group in (three(), three()[:1]):
+        (hours,) = estimate.hours_by_mixer([group], "cpu").values()
+        assert 0 < hours < 1
