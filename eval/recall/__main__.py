@@ -39,7 +39,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "run",
         help="train and test one model",
         description="Trains a small model on a task and tests it. OUT/cells gets one JSON with "
-        "every accuracy, the options, the versions and the command; a finished one is kept.",
+        "every accuracy, the options, the versions and the command, and a picture of the learned "
+        "filters; a finished one is kept.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     tasks, mixers = ", ".join(TASKS), ", ".join(mixer_names())
@@ -85,6 +86,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _run(arguments: argparse.Namespace) -> None:
     from eval.recall.cells import cell_path, run
+    from eval.recall.portraits import save_portrait
     from eval.recall.training import Cell, choose_device
 
     values = vars(arguments)
@@ -96,8 +98,10 @@ def _run(arguments: argparse.Namespace) -> None:
     for i, streams in enumerate(record["delays"]):
         said = ", ".join(f"{s} {' '.join(map(str, lags))}" for s, lags in streams.items())
         print(f"layer {i}: lag of the largest tap: {said}")
-    seconds = record["seconds"]["training"]
-    print(f"{record['steps']} steps in {seconds:.0f} s; {cell_path(arguments.out, cell)}")
+    seconds, path = record["seconds"]["training"], cell_path(arguments.out, cell)
+    if picture := save_portrait(record, path):
+        print(f"filters: {picture}")
+    print(f"{record['steps']} steps in {seconds:.0f} s; {path}")
 
 
 FIGURES = ("accuracy", "length", "one-layer", "one-layer-length", "selective-copy")

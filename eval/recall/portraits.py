@@ -11,6 +11,7 @@ which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 
 from eval.figures import GRID, INK, MUTED, STYLE
 from eval.filters import LAGS, diverging_map
+from eval.recall.theory.figures import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +46,23 @@ def best_runs(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dic
         if place not in found or record["accuracy"] > found[place][1]["accuracy"]:
             found[place] = (run, record)
     return list(found.values())
+
+
+def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
+    """The filters of one run as FOLDER/NAME-filters.png and .svg beside its FOLDER/NAME.json.
+
+    Returns:
+        The PNG, or none where the mixer has no such filters.
+    """
+    if not any(record["filters"]):
+        return None
+    cell = record["cell"]
+    place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
+    entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
+    entry["heads"] = list(heads(record["filters"]))
+    name = f"{path.stem}-filters"
+    save(draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent, name)
+    return path.with_name(f"{name}.png")
 
 
 def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
