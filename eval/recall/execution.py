@@ -91,12 +91,12 @@ def _fitting(cell: Cell, execution: Execution) -> int:
 
 
 def bytes_of(cell: Cell) -> int:
-    """What training a model takes at most, roughly: logits three times, 200 numbers a channel and
-    16 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
+    """What training a model takes at most, roughly: logits three times, 100 numbers a channel and
+    8 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
     task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
     scored = int((generate(task, 1, seed=0, split="train").labels != IGNORED).sum())
     width, length = cell.d_model, cell.seq_len
-    row = 3 * scored * task.vocabulary + layers * length * (200 * width + 16 * length)
+    row = 3 * scored * task.vocabulary + layers * length * (100 * width + 8 * length)
     numbers = cell.rows * row + 4 * width * (task.vocabulary + 16 * layers * width)
     return 4 * numbers + 8 * cell.train_examples * (length + 2 * scored)
 

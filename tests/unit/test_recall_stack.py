@@ -203,6 +203,29 @@ def test_as_many_as_fit_into_a_gpu_beside_the_other_workers(monkeypatch):
     assert execution.bytes_of(big) > 100 * execution.bytes_of(BASE)
 
 
+@pytest.mark.parametrize("name", mixer_names())
+def test_a_model_keeps_less_than_is_set_aside_for_it(name):
+    rows, tokens = 4, 1024
+    cell = dataclasses.replace(
+        BASE, task=f"mqar:vocab_size={tokens},keys=4", mixer=name, d_model=32, seq_len=64
+    )
+    cell = dataclasses.replace(cell, train_examples=rows, batch_size=rows, test_examples=1)
+    trial, kept = stack.Trial(cell, "cpu"), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        models = stack.Stack([trial.model])
+        models.train()
+        logits = models(trial.inputs[None], trial.positions[None])
+    # The moments, the gradients and two more of the logits' size come on top.
+    others = 3 * 4 * sum(p.numel() for p in trial.model.parameters()) + 2 * 4 * logits.numel()
+    assert sum(kept.values()) + others < execution.bytes_of(cell)
+
+
 def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
