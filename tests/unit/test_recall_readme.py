@@ -1,0 +1,178 @@
+"""eval/recall/README.md says what is: commands, options, defaults, examples, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from eval.recall import __main__ as command
+from eval.recall import cells, execution, plan, streams
+from eval.recall.mixers import make_mixer, mixer_names
+from eval.recall.options import parse_specification
+from eval.recall.tasks import IGNORED, TASKS, generate, make_task
+from eval.recall.theory import report
+from tests.conftest import REPOSITORY
+
+README = REPOSITORY / "eval/recall/README.md"
+TEXT = README.read_text(encoding="utf-8")
+SMALL = replace(
+    plan.SCALES["smoke"],
+    models=("cat",),
+    lengths=(16,),
+    bigram_lengths=(24,),
+    examples=64,
+    bigram_examples=64,
+    epochs=1,
+    control_epochs=1,
+)
+SHORT = {
+    "run": ["--train-examples", "64", "--epochs", "1", "--test-examples", "20"],
+    "figure": ["--workers", "1"],
+    "streams": ["--workers", "1"],
+    "theory": [],
+}
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """The rows of the first table below a heading: name -> the other columns."""
+    part = TEXT.split(f"\n## {heading}\n", 1)[1]
+    lines = re.findall(r"^\|(.*)\|$", re.search(r"(^\|.*\|$\n)+", part, re.M)[0], re.M)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def options_in(text: str) -> dict[str, str]:
+    return dict(re.findall(r"`(\w+)=([\w.-]+)`", text))
+
+
+def written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
+
+
+def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
+    """Short, in this process; what theory, landmark and streams compute has tests of its own."""
+    done = []
+    for scale in ("smoke", "cpu"):
+        monkeypatch.setitem(plan.SCALES, scale, SMALL)
+
+    def in_this_process(groups, out, device, workers):
+        for run in (run for group in groups for run in group):
+            cells.run(out, run.cell, device, quiet=True)
+
+    monkeypatch.setattr(execution, "execute", in_this_process)
+    monkeypatch.setattr(report, "theory", lambda out, **_: done.append("theory"))
+    monkeypatch.setattr(report, "landmark_tradeoff", lambda out, _: done.append("landmark"))
+    monkeypatch.setattr(streams, "ablation", lambda *_, **__: done.append("streams"))
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/my_text").symlink_to(tiny_corpus)
+    lines = re.findall(r"^(python .*)$", TEXT, re.M)
+    assert len(lines) >= 6
+    for line in lines:
+        words = shlex.split(line)
+        assert words[:3] == ["python", "-m", "eval.recall"]
+        monkeypatch.setattr(sys, "argv", ["eval.recall", *words[3:], *SHORT[words[3]]])
+        command.main()
+    assert done == ["landmark", "streams", "theory"]
+    for name in ("accuracy.md", "accuracy.json", "accuracy.png", "accuracy-filters.svg"):
+        assert (tmp_path / "runs/figures" / name).stat().st_size > 500
+    assert not (tmp_path / "runs/figures/length.md").exists()  # an estimate alone
+    (picture,) = (tmp_path / "runs/recall/cells").glob("mqar-cat-*-filters.png")
+    assert f"filters: {picture.relative_to(tmp_path)}" in capsys.readouterr().out
+
+
+def test_its_examples_are_what_the_generators_give():
+    examples = re.search(r"```text\n(.*?)```", TEXT, re.S)[1].strip().split("\n\n")
+    assert len(examples) >= 9
+    for example in examples:
+        head, inputs, labels = example.splitlines()
+        specification, length = head.split(", length ")
+        name, options = parse_specification(specification)
+        rows = generate(make_task(name, int(length), options), 1, seed=0, split="train")
+        assert inputs.split() == [str(token) for token in rows.inputs[0]], head
+        shown = ["." if label == IGNORED else str(label) for label in rows.labels[0]]
+        assert labels.split() == shown, head
+
+
+def test_its_tasks_are_there_with_their_options():
+    rows = table("Tasks")
+    assert list(rows) == list(TASKS)
+    for name, (_, told) in rows.items():
+        task, fixed = make_task(name, 64), {*TASKS[name][1], "seq_len"}
+        expected = {f.name: written(getattr(task, f.name)) for f in dataclasses.fields(task)}
+        assert options_in(told) == {k: v for k, v in expected.items() if k not in fixed}
+
+
+def test_its_mixers_are_there_with_layers_and_options():
+    rows = table("Mixers")
+    assert set(rows) == set(mixer_names())
+    for name, (layers, _, told) in rows.items():
+        mixer = make_mixer(name)
+        assert int(layers) == mixer.layers
+        expected = {k: written(v) for k, v in dataclasses.asdict(mixer.options).items()}
+        assert options_in(told) == expected, name
+
+
+def test_the_options_that_it_discusses_are_valid():
+    found = 0
+    for told, _ in table("What the papers leave open").values():
+        for mixer, name, value, others in re.findall(r"`(\w+):(\w+)=(\w+)`((?:, `\w+`)*)", told):
+            for choice in (value, *re.findall(r"\w+", others)):
+                found += bool(make_mixer(f"{mixer}:{name}={choice}"))
+    assert found >= 9
+
+
+def test_its_figures_have_the_papers_numbers():
+    rows = table("Figures")
+    assert list(rows) == [*plan.FIGURES, command.LANDMARK]
+    for name, (shows, *numbers) in list(rows.items())[:-1]:
+        assert (shows, " / ".join(numbers)) == plan.FIGURES[name], name
+
+
+def test_its_table_of_scales_is_that_of_the_plan():
+    told = re.search(r"<!-- scales -->\n(.*?)<!-- /scales -->", TEXT, re.S)[1]
+    assert told == scales_table(), "run python -m tests.unit.test_recall_readme"
+
+
+def test_its_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    assert links and all((README.parent / link).is_file() for link in links)
+
+
+def scales_table() -> str:
+    """A row for each field of a scale, a column for each scale."""
+
+    def shown(value: object) -> str:
+        if isinstance(value, tuple):
+            return ", ".join(map(shown, value))
+        if isinstance(value, float):
+            return f"{value:g}"
+        return "Zoology's" if value is None else str(value)
+
+    scales = plan.SCALES
+    lines = [f"| | {' | '.join(scales)} |", "| --- |" + " --- |" * len(scales)]
+    for field in dataclasses.fields(plan.Scale):
+        values = (shown(getattr(scale, field.name)) for scale in scales.values())
+        lines.append(f"| {field.name} | {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_no_mixer_is_without_words():
+    for name in mixer_names():
+        module = importlib.import_module(f"eval.recall.mixers.{name.replace('-', '_')}")
+        assert module.__doc__
+
+
+if __name__ == "__main__":
+    marked = re.sub(
+        r"(<!-- scales -->\n).*?(<!-- /scales -->)",
+        lambda match: match[1] + scales_table() + match[2],
+        TEXT,
+        flags=re.S,
+    )
+    README.write_text(marked, encoding="utf-8")
