@@ -245,6 +245,9 @@ def test_learned_filters_are_listed_by_layer_and_stream():
         ("cat:heads=3", "do not divide d_model=16"),
         ("cat:heads=2,place=before", "needs heads=1"),
         ("attention:position=alibi", "must be learned, rope or none"),
+        ("gla:operator=cuda", "operator='cuda': must be torch or fla"),
+        ("deltanet:operator=", "operator='': must be torch or fla"),
+        ("gated-deltanet:operator=fla", "unknown option 'operator'"),
         ("none:x=1", "it has none"),
     ],
 )
@@ -252,6 +255,22 @@ def test_bad_specifications_are_one_clear_line(specification, words):
     with pytest.raises(UserError) as error:
         make_mixer(specification).build(Setting(16))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gla", "deltanet"])
+def test_the_operator_of_a_package_that_is_not_here_or_not_for_this_tensor(name, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="fla-core is not installed; use operator=torch"):
+        make_mixer(f"{name}:operator=fla")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert make_mixer(f"{name}:operator=fla").label == f"{name}:operator=fla"
+    layer = built(f"{name}:operator=fla")
+    with pytest.raises(UserError, match="operator=fla: it needs a CUDA GPU, not cpu"):
+        layer(torch.randn(2, 5, 16))
+    with pytest.raises(UserError, match="cannot train models in a stack"):
+        torch.func.vmap(layer)(torch.randn(3, 2, 5, 16))
 
 
 def test_labels_name_what_differs():

@@ -9,6 +9,7 @@ With u_t = β_t (v_t − α_t S_{t−1} k_t) and Γ_ts = α_{s+1} … α_t, this
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +54,19 @@ class DeltaRuleLayer(nn.Module):
     Args:
         expand_v: width of all values over C.
         gated: whether the state decays, α = exp(−e^A softplus(a(x) + dt)).
+        operator: what computes the rule; none: `delta_rule`.
     """
 
     def __init__(
-        self, options: DeltaOptions, setting: Setting, expand_v: float, gated: bool
+        self,
+        options: DeltaOptions,
+        setting: Setting,
+        expand_v: float,
+        gated: bool,
+        operator: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.operator = operator or delta_rule
         width, heads = setting.d_model, options.heads
         values = int(width * expand_v)
         if width % heads or values % heads or values < 1:
@@ -91,11 +99,10 @@ class DeltaRuleLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self._stream(s, x).unflatten(-1, (self.heads, -1)) for s in STREAMS)
-        decay = None
+        rates = [self.b_proj(x).sigmoid()]
         if self.gated:
-            decay = -self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias)
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        y = delta_rule(q, k, v, self.b_proj(x).sigmoid(), decay)
+            rates.append(-self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias))
+        y = self.operator(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, *rates)
         return self.o_proj(self.norm(y).flatten(2))
 
     def _stream(self, name: str, x: Tensor) -> Tensor:

@@ -6,16 +6,28 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from eval.recall.mixers import Setting
+from eval.recall.mixers import Setting, _fla
 from eval.recall.mixers._delta import DeltaOptions, DeltaRuleLayer
+from eval.recall.mixers._fla import check_operator
 
 LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Options(DeltaOptions):
-    """Options of DeltaNet: those of both delta-rule layers."""
+    """Options of DeltaNet: those of both delta-rule layers, and its own.
+
+    Attributes:
+        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/_fla.py.
+    """
+
+    operator: str = "torch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_operator(self.operator)
 
 
 def build(options: Options, setting: Setting) -> nn.Module:
-    return DeltaRuleLayer(options, setting, expand_v=1.0, gated=False)
+    operator = _fla.delta_rule if options.operator == "fla" else None
+    return DeltaRuleLayer(options, setting, expand_v=1.0, gated=False, operator=operator)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.recall.mixers import Setting
+from eval.recall.mixers import Setting, _fla
+from eval.recall.mixers._fla import check_operator
 from eval.recall.mixers._scan import decaying_scan
 
 LAYERS = 2
@@ -27,11 +28,16 @@ class Options:
         heads: H.
         expand_k: width of all keys over C.
         expand_v: width of all values over C.
+        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/_fla.py.
     """
 
     heads: int = 4
     expand_k: float = 0.5
     expand_v: float = 1.0
+    operator: str = "torch"
+
+    def __post_init__(self) -> None:
+        check_operator(self.operator)
 
 
 class GatedLinearAttention(nn.Module):
@@ -40,6 +46,8 @@ class GatedLinearAttention(nn.Module):
     def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
         width, self.heads = setting.d_model, options.heads
+        fla = options.operator == "fla"
+        self.operator = _fla.gated_linear_attention if fla else gated_linear_attention
         keys, values = int(width * options.expand_k), int(width * options.expand_v)
         if options.heads < 1 or keys < 1 or keys % options.heads or values % options.heads:
             raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
@@ -56,7 +64,7 @@ class GatedLinearAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         decay = F.logsigmoid(self.decay_proj(x)) / TEMPERATURE
         streams = (self.q_proj(x), self.k_proj(x), self.v_proj(x), decay)
-        y = gated_linear_attention(*(s.unflatten(-1, (self.heads, -1)) for s in streams))
+        y = self.operator(*(s.unflatten(-1, (self.heads, -1)) for s in streams))
         return self.o_proj(self.norm(y).flatten(2) * F.silu(self.g_proj(x)))
 
 
