@@ -175,8 +175,18 @@ def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
     steps = F.softplus(own.blocks[0].mixer.dt_proj.bias)
     assert 0.0009 < steps.min() < 0.003 and 0.04 < steps.max() < 0.11
     assert not trap.blocks[0].mixer.dt_proj.bias.any()
-    assert abs(trap.blocks[0].mixer.in_proj.weight.std() - 0.02) < 1e-3
-    assert own.blocks[0].mixer.in_proj.weight.std() > 0.05
+    ours, theirs = (dict(m.blocks[0].mixer.named_parameters()) for m in (own, trap))
+    spreads = {"in_proj": 0.02, "x_proj": 0.02, "dt_proj": 0.02, "out_proj": 0.02 / math.sqrt(4)}
+    for name, spread in spreads.items():
+        assert abs(theirs[f"{name}.weight"].std() / spread - 1) < 0.1, name
+    bounds = {"in_proj": 64**-0.5, "x_proj": 128**-0.5, "dt_proj": 4**-0.5}
+    bounds["out_proj"] = 128**-0.5 / math.sqrt(2)  # over the root of the number of layers
+    for name, bound in bounds.items():
+        assert 0.95 * bound < ours[f"{name}.weight"].abs().max() <= bound, name
+    for name in ("A_log", "D"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+    torch.testing.assert_close(ours["A_log"][3].exp(), torch.arange(1.0, 17.0))
+    assert theirs["filters"].abs().max() > 0.45  # not a linear layer: left alone
     assert trap.positions is None and len(trap.blocks) == 2
     tokens = torch.randint(9, (2, 6))
     residual = own.eval().embedding(tokens)
