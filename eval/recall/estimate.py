@@ -92,7 +92,6 @@ def _recall(cell: Cell, size: int, device: str) -> tuple[float, float]:
     many = max(1, min(cell.rows, max(4, cell.rows // _FEW)))
     few = max(1, many // 4)
     step = _steps(dataclasses.replace(cell, train_examples=many), size, device)
-    step(few)
     seconds = {rows: min(_seconds(step, rows) for _ in range(2)) for rows in (few, many)}
     return _line(seconds, few, many, cell.rows)
 

@@ -60,7 +60,8 @@ def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execut
     hours = sum(by_mixer.values())
     print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
     costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
-    print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
+    if costly:
+        print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
     if execution.estimate_only:
         return False
     execute([[todo[cell] for cell in group] for group in groups], out, device, workers)

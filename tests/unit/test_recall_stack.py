@@ -12,9 +12,10 @@ import torch
 from cat_lm.errors import UserError
 from eval.recall import cells, estimate, execution, stack
 from eval.recall.__main__ import _stack
-from eval.recall.execution import Execution, stacks
+from eval.recall.execution import Execution, run_unfinished, stacks
 from eval.recall.language import LanguageCell
 from eval.recall.mixers import make_mixer, mixer_names
+from eval.recall.plan import Run
 from eval.recall.stack import run_stack
 from eval.recall.training import Cell, run_cell
 
@@ -178,6 +179,22 @@ def test_one_cell_alone_is_not_a_stack_and_kinds_do_not_mix(tmp_path):
     assert "stacked" not in record
     with pytest.raises(ValueError, match="learning rate and seed alone"):
         next(run_stack([BASE, dataclasses.replace(BASE, weight_decay=0.0)]))
+
+
+def test_a_grid_runs_in_stacks_in_processes(tmp_path, capsys):
+    runs = [Run("MQAR", "d = 16", "cat", cell) for cell in three(epochs=1)]
+    runs.append(Run("again", "d = 16", "cat", runs[0].cell))  # one cell in two places runs once
+    runs.append(Run("MQAR", "d = 16", "none", dataclasses.replace(BASE, mixer="none", epochs=1)))
+    assert not run_unfinished("all", runs, tmp_path, Execution(estimate_only=True))
+    assert not list(tmp_path.iterdir())
+    assert run_unfinished("all", runs, tmp_path, Execution(stack=4))
+    said = capsys.readouterr().out
+    assert "5 runs, 4 to do" in said and "1 stacks of up to 3 models, 1 models alone" in said
+    assert "hours by mixer: cat" in said and "4/4 " in said
+    records = [cells.finished(tmp_path, run.cell) for run in runs]
+    assert [record.get("stacked") for record in records] == [3, 3, 3, 3, None]
+    assert run_unfinished("all", runs, tmp_path, Execution(stack=4))
+    assert "5 runs, 0 to do" in capsys.readouterr().out
 
 
 def test_groups_are_of_one_kind_and_even():
