@@ -227,6 +227,8 @@ def _theory(arguments: argparse.Namespace) -> None:
     for name in ("rows", "trials"):
         if getattr(arguments, name) < 20:
             raise UserError(f"--{name} {getattr(arguments, name)}: must be at least 20")
+    if arguments.seed < 0:
+        raise UserError(f"--seed {arguments.seed}: must be at least 0")
     from eval.recall.theory.report import theory
 
     theory(arguments.out, seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)

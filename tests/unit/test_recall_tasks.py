@@ -181,6 +181,33 @@ def test_selective_copying_has_the_signals_in_order():
         assert abs(positions.mean() - 16.5) < 0.5 and (np.diff(positions, axis=1) > 0).all()
 
 
+CHANCE = [
+    ("ar", 13, {"vocab_size": "16"}),
+    ("ar", 9, {"layout": "free", "vocab_size": "12"}),
+    ("nar", 14, {"layout": "free", "vocab_size": "7"}),
+    ("mqar", 24, {"keys": "3", "vocab_size": "16"}),
+    ("mqnar", 24, {"vocab_size": "12"}),
+    ("hard-mqnar", 24, {"vocab_size": "12"}),
+    ("selective-copy", 16, {"copies": "4", "signals": "5"}),
+    ("selective-copy", 16, {"copies": "4", "signals": "5", "unique": "false"}),
+    ("selective-copy", 16, {"copies": "4", "signals": "5", "mode": "oneshot"}),
+]
+
+
+@pytest.mark.parametrize("case", CHANCE, ids=name_of)
+def test_one_token_alone_tells_no_more_than_chance(case):
+    """The best table token -> answer, made of other rows; and it does come up to chance."""
+    task = make_task(*case)
+    counts = np.zeros((task.vocabulary, task.vocabulary))
+    train, test = (generate(task, 12000, seed=i, split=s) for i, s in enumerate(("train", "test")))
+    scored = train.labels != IGNORED
+    np.add.at(counts, (train.inputs[scored], train.labels[scored]), 1)
+    scored = test.labels != IGNORED
+    right = counts.argmax(axis=1)[test.inputs[scored]] == test.labels[scored]
+    spread = (task.chance * (1 - task.chance) / len(right)) ** 0.5
+    assert abs(right.mean() - task.chance) < 5 * spread + 0.06 * task.chance
+
+
 HASHES = {
     ("ar", 33): "f035387453918be2",
     ("mqar", 64): "7b21351e83d00090",

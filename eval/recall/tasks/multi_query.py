@@ -73,8 +73,8 @@ class MultiQueryRecall(Task):
             raise ValueError(f"keys={self.keys}: seq_len={self.seq_len} fits 1 to {most}")
         if self.filler not in FILLERS:
             raise ValueError(f"filler={self.filler!r}: choose one of {', '.join(FILLERS)}")
-        if self.power_a <= 0:
-            raise ValueError(f"power_a={self.power_a}: must be above 0")
+        if not 0 < self.power_a < math.inf:
+            raise ValueError(f"power_a={self.power_a}: must be a number above 0")
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
