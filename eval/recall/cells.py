@@ -30,9 +30,21 @@ def cell_path(folder: Path, cell: AnyCell) -> Path:
 
 
 def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
-    """The record of a finished cell, or none."""
+    """The record of a finished cell, or none.
+
+    Raises:
+        UserError: a file that is no such record.
+    """
     path = cell_path(folder, cell)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not {"cell", "filters", "provenance"} <= record.keys():
+        raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
+    return record
 
 
 def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:

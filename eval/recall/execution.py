@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -123,6 +125,9 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                         accuracy = f"accuracy {record['accuracy']:.3f}"
                         print(f"{done}/{count} {where}: {accuracy}, {left / 60:.0f} min left")
         except BaseException:
+            # Ctrl-C, or a cell that failed: what runs now is not waited for.
+            for process in list(pool._processes.values()):
+                process.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
@@ -130,6 +135,15 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
 
 
 def _start() -> None:
-    """One thread a process: the processes share the cores."""
+    """One thread a process: the processes share the cores. A terminal's Ctrl-C reaches them too;
+    the one that started them ends them, and where that is killed they end by themselves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that an ended process leaves
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def _end_with_the_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

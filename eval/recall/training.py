@@ -9,6 +9,7 @@ scored positions alone. Here a model trains by itself; stack.py trains many as o
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +73,14 @@ class Cell:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: must be at least 1")
-        if not self.lr > 0:
-            raise UserError(f"lr={self.lr}: must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"lr={self.lr}: must be a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"weight_decay={self.weight_decay}: must be a number, at least 0")
+        if self.stop_above is not None and math.isnan(self.stop_above):
+            raise UserError("stop_above=nan: must be a number")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed}: must be at least 0")
 
     def make_task(self) -> Task:
         """The task, or a UserError for options that do not fit."""

@@ -29,6 +29,8 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.position not in ("learned", "rope", "none"):
             raise ValueError(f"position={self.position!r}: must be learned, rope or none")
 

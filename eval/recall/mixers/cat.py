@@ -33,6 +33,8 @@ class Options(ConvolutionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.position not in ("none", "learned", "rope"):
             raise ValueError(f"position={self.position!r}: must be none, learned or rope")
 
