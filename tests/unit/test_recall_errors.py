@@ -148,7 +148,7 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
-    """An interrupt as a terminal sends it, to the whole group; a kill of the first process alone."""
+    """An interrupt as a terminal sends it, to the whole group; a kill of the first alone."""
     command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]
     command += ["--out", str(tmp_path / "OUT"), "--workers", "2", "--device", "cpu"]
     grid = subprocess.Popen(
