@@ -130,7 +130,7 @@ def summary(rows: Rows, points: Points) -> list[dict[str, Any]]:
     """
     found: dict[tuple, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, record in rows:
-        for x, accuracy in points(run, record).items():
+        for x, accuracy in sorted(points(run, record).items()):
             found[run.row, run.column, run.line, x][run.cell.lr].append(accuracy)
     lines = []
     for (row, column, line, x), rates in found.items():
