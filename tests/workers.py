@@ -65,9 +65,26 @@ def scheduler(config: pytest.Config, log: object) -> object:
     """pytest-xdist's scheduler that hands out `piece`s in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
 
+    crashed: set[str] = set()
+
     class Pieces(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return piece(nodeid)
+
+        def remove_node(self, node: object) -> str | None:
+            """A test that ended its worker is not handed to another, which it would end too."""
+            units = self.assigned_work[node].values()
+            left = [test for unit in units for test, done in unit.items() if not done]
+            crashed.update(left[:1])
+            return super().remove_node(node)
+
+        def _assign_work_unit(self, node: object) -> None:
+            scope, unit = next(iter(self.workqueue.items()))
+            unit.update({test: True for test in unit if test in crashed})
+            if all(unit.values()):
+                del self.workqueue[scope]
+            else:
+                super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little
     return Pieces(config, log)

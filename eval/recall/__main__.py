@@ -169,6 +169,10 @@ def _execution(arguments: argparse.Namespace) -> Execution:
 def _figure(arguments: argparse.Namespace) -> None:
     _check_workers(arguments)
     if arguments.name == LANDMARK:
+        if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
+            raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
+        if arguments.workers is not None:
+            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers")
         from eval.recall.theory.report import landmark_tradeoff
 
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]

@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,9 @@ def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dic
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
-        record = _keep(folder, cell, cell.run(device, quiet=quiet), device)
+        with told_out_of_memory([cell], device):
+            record = cell.run(device, quiet=quiet)
+        _keep(folder, cell, record, device)
     return record
 
 
@@ -65,26 +68,32 @@ def run_together(folder: Path, group: Sequence[AnyCell], device: str) -> list[di
     """
     todo = [cell for cell in group if finished(folder, cell) is None]
     if len(todo) > 1:
-        import torch
-
         from eval.recall.stack import run_stack
 
-        try:
+        with told_out_of_memory(todo, device):
             for cell, record in run_stack(todo, device):
                 _keep(folder, cell, record, device)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"--stack: {device} has no memory for {len(todo)} models of {todo[0].mixer}, "
-                f"d_model={todo[0].d_model}, seq_len={todo[0].seq_len}; try a smaller --stack or "
-                "fewer --workers"
-            ) from None
     return [run(folder, cell, device, quiet=True) for cell in group]
 
 
-def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> dict[str, Any]:
+@contextmanager
+def told_out_of_memory(group: Sequence[AnyCell], device: str) -> Iterator[None]:
+    """Turns the device's lack of memory for a group of cells into a UserError."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{device} has no memory for {len(group)} x {group[0].mixer}, "
+            f"d_model={group[0].d_model}, seq_len={group[0].seq_len}; a smaller batch, and in a "
+            "grid a smaller --stack or fewer --workers, need less"
+        ) from None
+
+
+def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> None:
     from eval.recall.training import delays
 
     record["delays"] = delays(record["filters"])
     record["provenance"] = {**provenance(), "device": device}
     write_json(cell_path(folder, cell), record)
-    return record

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from eval.recall import stack, training
+from eval.recall import cells, stack, training
 from eval.recall.training import Cell, Trial
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def hours_by_mixer(groups: Sequence[Sequence[AnyCell]], device: str) -> dict[str
             cell = group[0]
             key = (_shortest(cell), len(group))
             if key not in timed:
-                timed[key] = (_recall if isinstance(cell, Cell) else _language)(*key, device)
+                with cells.told_out_of_memory(group, device):
+                    timed[key] = (_recall if isinstance(cell, Cell) else _language)(*key, device)
+                if torch.device(device).type == "cuda":
+                    torch.cuda.empty_cache()  # for the processes that will run the cells
             step, row = timed[key]
             seconds = step * cell.all_steps + FORWARD * row * _tested_rows(cell)
             hours[cell.mixer.partition(":")[0]] += seconds / 3600
@@ -64,6 +67,7 @@ def _shortest(cell: AnyCell) -> AnyCell:
         stop_above=None,
         eval_steps=None,
         test_lengths=(),
+        fixed_items=False,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from cat_lm.errors import UserError
 from eval.recall import cells
 from eval.recall.estimate import hours_by_mixer
 from eval.recall.mixers import make_mixer
@@ -60,7 +62,7 @@ def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execut
     device, workers = execution.device, execution.workers
     by_mixer = hours_by_mixer(groups, device)
     hours = sum(by_mixer.values())
-    print(f"at most {hours:.2f} {device} hours, {hours / workers:.2f} h with {workers} at once")
+    print(f"at most {hours:.2f} {device} hours, {_together(hours, execution)}")
     costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
     if costly:
         print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
@@ -68,6 +70,14 @@ def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execut
         return False
     execute([[todo[cell] for cell in group] for group in groups], out, device, workers)
     return True
+
+
+def _together(hours: float, execution: Execution) -> str:
+    """Processes share out CPU cores, but take turns on one GPU."""
+    workers = execution.workers
+    if torch.device(execution.device).type == "cpu":
+        return f"{hours / workers:.2f} h with {workers} at once"
+    return f"less with {workers} at once where a stack leaves the GPU idle"
 
 
 def stacks(todo: Sequence[AnyCell], execution: Execution) -> list[list[AnyCell]]:
@@ -124,6 +134,11 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                         left = (time.monotonic() - started) / done * (count - done)
                         accuracy = f"accuracy {record['accuracy']:.3f}"
                         print(f"{done}/{count} {where}: {accuracy}, {left / 60:.0f} min left")
+        except BrokenProcessPool:
+            raise UserError(
+                "a process of the grid was killed, perhaps for lack of memory: try fewer "
+                "--workers; finished runs are kept, and the same command goes on"
+            ) from None
         except BaseException:
             # Ctrl-C, or a cell that failed: what runs now is not waited for.
             for process in list(pool._processes.values()):

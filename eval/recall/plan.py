@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
+from eval.recall.mixers import make_mixer
 from eval.recall.training import Cell
 
 # The paper's models, attention with RoPE beside its learned positions, and the negative control.
@@ -246,7 +247,7 @@ def _base(
         mixer,
         width,
         length,
-        layers=1 if one_layer else None,
+        layers=1 if one_layer and make_mixer(mixer).layers != 1 else None,  # one hash for one thing
         epochs=scale.epochs,
         train_examples=examples,
         batch_size=scale.batch_size,

@@ -91,7 +91,7 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
     trials = [Trial(cell, device, make) for cell in cells]
     torch.manual_seed(cells[0].seed)  # of the dropout
     active, stack = trials, Stack([trial.model for trial in trials])
-    clock = _Clock(device, trials)
+    clock = _Clock(trials)
     for step in cells[0].steps():
         losses = train_step(stack, active, step.rows)
         if step.tested:
@@ -165,8 +165,8 @@ def _finish(
 class _Clock:
     """Each trial's share of the training's seconds, and all of them so far."""
 
-    def __init__(self, device: str, trials: Sequence[Trial]) -> None:
-        self.device, self.total = torch.device(device), 0.0
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.total = 0.0
         self.shares = {id(trial): 0.0 for trial in trials}
         self.start()
 

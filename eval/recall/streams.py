@@ -5,13 +5,15 @@ that in linear attention the keys' convolution matters most, because it makes th
 memorises (k_{t−1}, v_t) instead of (k_t, v_t), and that with K = V nothing can be learned without
 it. Li et al. (CAT, arXiv version, section 7) remark that in real runs convolving keys and queries
 does not help. So: softmax attention, linear attention, DeltaNet and Gated DeltaNet, each with a
-convolution on every subset of its streams, with separate and with shared keys and values.
+convolution on every subset of its streams, with separate and with shared keys and values. None of
+them has positions: softmax and linear attention know order by causality and convolution alone.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -165,13 +167,17 @@ def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
     lines = []
     for (row, column, line), rates in found.items():
         means = {rate: sum(values) / len(values) for rate, values in rates.items()}
-        best = (max if row == RECALL else min)(means, key=means.__getitem__)
+        sign = 1 if row == RECALL else -1
+        # A diverged rate, whose mean is not a number, is the last choice.
+        best = max(means, key=lambda r: -math.inf if math.isnan(means[r]) else sign * means[r])
+        on_edge = len(rates) > 1 and best in (min(rates), max(rates))
         lines.append(
             {
                 "row": row,
                 "mixer": column,
                 "streams": line,
                 "best_lr": best,
+                "best_lr_on_grid_edge": on_edge,
                 "mean": means[best],
                 "min": min(rates[best]),
                 "max": max(rates[best]),
@@ -193,13 +199,18 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             values = (of_row[mixer, subset] for mixer in mixers)
             shown = (f"{x['mean']:.3f} ({x['min']:.3f} to {x['max']:.3f})" for x in values)
             text.append(f"| {subset} | {' | '.join(shown)} |")
-        text.append("")
+        edges = sum(x["best_lr_on_grid_edge"] for x in of_row.values())
+        text += [
+            "",
+            f"The best learning rate is on its grid's edge in {edges} of {len(of_row)}.",
+            "",
+        ]
     return "\n".join(text)
 
 
 def _csv(lines: Sequence[dict[str, Any]]) -> str:
     stream = io.StringIO()
-    names = ("row", "mixer", "streams", "best_lr", "mean", "min", "max")
+    names = ("row", "mixer", "streams", "best_lr", "best_lr_on_grid_edge", "mean", "min", "max")
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)

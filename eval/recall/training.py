@@ -79,8 +79,10 @@ class Cell:
             raise UserError(f"weight_decay={self.weight_decay}: must be a number, at least 0")
         if self.stop_above is not None and math.isnan(self.stop_above):
             raise UserError("stop_above=nan: must be a number")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed}: must be at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed}: must be at least 0 and below 2^63")
+        if self.fixed_items and not self.test_lengths:
+            raise UserError("fixed_items: needs test_lengths, at which items are fixed")
 
     def make_task(self) -> Task:
         """The task, or a UserError for options that do not fit."""
@@ -239,10 +241,12 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
 def _tests(cell: Cell, task: Task) -> dict[str, Task]:
     """Test name -> task."""
     tests = {"trained length": task}
+    if cell.fixed_items and not isinstance(task, MultiQueryRecall):
+        raise UserError(f"--fixed-items: {cell.task} has no number of keys to keep")
     for length in cell.test_lengths:
         try:
             tests[f"length {length}"] = task.at_length(length)
-            if cell.fixed_items and isinstance(task, MultiQueryRecall) and length > task.seq_len:
+            if cell.fixed_items and length > task.seq_len:
                 fixed = dataclasses.replace(task, seq_len=length, keys=task.num_keys)
                 tests[f"length {length}, {task.num_keys} keys"] = fixed
         except ValueError as error:
@@ -297,6 +301,8 @@ def choose_device(name: str) -> str:
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:

@@ -38,6 +38,14 @@ def folder(tmp_path, monkeypatch):
 
 # what follows a command that is right -> what the line must say
 RUNS = {
+    "--mixer attention:heads=0": "heads=0: must be at least 1",
+    "--mixer gla:expand_k=inf": "expand_k=inf: must be a number above 0",
+    "--mixer gla:expand_v=-1": "expand_v=-1.0: must be a number above 0",
+    "--mixer gated-deltanet:expand_v=inf": "expand_v=inf: must be a number above 0",
+    f"--seed {2**70}": "must be at least 0 and below 2^63",
+    "--device meta": "--device meta: must be auto, cpu, cuda or cuda:N",
+    "--fixed-items": "fixed_items: needs test_lengths",
+    "--task ar --test-lengths 16 --fixed-items": "--fixed-items: ar has no number of keys",
     "--task mqr": "--task 'mqr': choose one of ar, nar",
     "--task mqar:keys": "'keys' must be key=value",
     "--task mqar:keys=2,keys=3": "keys is given twice",
@@ -66,7 +74,7 @@ RUNS = {
     "--mixer cat:heads=1.5": "must be a whole number",
     "--mixer cat:init=zeros": "init='zeros'",
     "--mixer cat:dropout=2": "dropout",
-    "--mixer attention:heads=16": "d_model=16",
+    "--mixer attention:heads=5": "heads=5: must divide d_model=16",
     "--mixer mamba:init=none": "init='none'",
     "--mixer deltanet:heads=5": "heads=5 do not divide",
     "--mixer gla --d-model 18": "do not divide",
@@ -113,6 +121,8 @@ OTHERS = {
     "figure accuracy --out OUT --workers some": "invalid int value: 'some'",
     "figure accuracy --out OUT --device cuda:99": "--device cuda:99",
     "figure accuracy --out FILE": "--out FILE: is a file; give a folder",
+    "figure landmark-tradeoff --out OUT --estimate-only": "a simulation without --device",
+    "figure landmark-tradeoff --out OUT --workers 2": "in one process, without --workers",
     "figure landmark-tradeoff --scale smoke --out FILE": "--out FILE: is a file",
     "streams --out OUT": "the following arguments are required: --data",
     "streams --data NOWHERE --out OUT": "NOWHERE: no such folder",

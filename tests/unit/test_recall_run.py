@@ -39,7 +39,9 @@ def test_one_cat_layer_learns_recall_generalises_and_no_mixing_guesses():
     assert record["tests"]["length 64"]["accuracy"] > 0.9
     found = delays(record["filters"])[0]
     assert found["k"][0] == found["q"][0] + found["v"][0] + 1
-    control = run_cell(dataclasses.replace(cell, mixer="none", epochs=1, test_lengths=()))
+    control = run_cell(
+        dataclasses.replace(cell, mixer="none", epochs=1, test_lengths=(), fixed_items=False)
+    )
     assert control["accuracy"] < 0.15
 
 

@@ -44,9 +44,22 @@ def gla_inputs(time: int, *lead: int, spread: float = 1.0, dtype=torch.float64) 
     return [s.detach().requires_grad_() for s in (q, k, v, F.logsigmoid(spread * gate))]
 
 
+def one_state(time: int, *lead: int, **settings) -> list[Tensor]:
+    """Mamba with one number of state: the rate has the state's shape, and nothing is summed."""
+    x, delta, a, b, c = mamba_inputs(time, *lead, **settings)
+    return [s.detach().requires_grad_() for s in (x, delta, *(s[..., :1] for s in (a, b, c)))]
+
+
+def one_value(time: int, *lead: int, **settings) -> list[Tensor]:
+    q, k, v, gate = gla_inputs(time, *lead, **settings)
+    return [s.detach().requires_grad_() for s in (q, k, v[..., :1], gate)]
+
+
 CASES = {
     "mamba": (selective_scan, mamba_loop, mamba_inputs),
+    "mamba, one state": (selective_scan, mamba_loop, one_state),
     "gla": (gated_linear_attention, gla_loop, gla_inputs),
+    "gla, one value": (gated_linear_attention, gla_loop, one_value),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,3 +45,22 @@ def test_the_longest_come_first_and_each_piece_stays_in_its_order():
 def test_workers_for_auto(arguments, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     assert workers.worker_count(arguments) == count
+
+
+def test_a_test_that_ends_its_worker_fails_once_and_the_others_run(tmp_path):
+    """xdist alone hands it out again, until no worker is left."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests import workers\n\n"
+        "def pytest_xdist_make_scheduler(config, log):\n"
+        "    return workers.scheduler(config, log)\n"
+    )
+    ending = "import os\n\ndef test_1(): pass\ndef test_2(): os._exit(3)\ndef test_3(): pass\n"
+    (tmp_path / "test_a.py").write_text(ending)
+    (tmp_path / "test_b.py").write_text("def test_4(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 1 and "1 failed, 3 passed" in ran.stdout, ran.stdout

@@ -32,7 +32,9 @@ def check_operator(name: str) -> None:
     if name not in OPERATORS:
         raise ValueError(f"operator={name!r}: must be torch or fla")
     if name == "fla" and importlib.util.find_spec("fla") is None:
-        raise ValueError("operator=fla: the package fla-core is not installed; use operator=torch")
+        raise ValueError(
+            "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
+        )
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:

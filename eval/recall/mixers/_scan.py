@@ -121,7 +121,8 @@ class _ScanBackward(torch.autograd.Function):
                 torch.mul(flow, states[i], out=product)
                 exponent = product.sum_to_size(da.shape)  # ∂/∂(r_t ⊙ a)
                 da.addcmul_(exponent, rate[:, :, t])
-                found[3].append(exponent.mul_(a).sum_to_size(rate[:, :, t].shape))
+                # Not in place: where nothing is summed, `exponent` is the shared `product`.
+                found[3].append((exponent * a).sum_to_size(rate[:, :, t].shape))
         dq, dk, dv, drate = (torch.stack(s[::-1], dim=2) for s in found)
         return dq, dk, dv, drate, da.sum_to_size(a.shape)[:, 0]
 

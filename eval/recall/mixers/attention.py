@@ -29,6 +29,8 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"heads={self.heads}: must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.position not in ("learned", "rope", "none"):
@@ -44,8 +46,10 @@ class SoftmaxAttention(nn.Module):
 
     def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
-        if setting.d_model % (2 * options.heads):
-            raise ValueError(f"heads={options.heads} do not fit d_model={setting.d_model}")
+        pairs = 2 if options.position == "rope" else 1
+        if setting.d_model % (pairs * options.heads):
+            even = "into an even number of channels each" if pairs == 2 else "evenly"
+            raise ValueError(f"heads={options.heads}: must divide d_model={setting.d_model} {even}")
         self.options = options
         self.projection = nn.Linear(setting.d_model, 3 * setting.d_model, bias=options.bias)
         self.out_proj = nn.Linear(setting.d_model, setting.d_model, bias=options.bias)

@@ -3,6 +3,7 @@ as in Zoology's synthetic runs."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,6 +23,11 @@ class Options(DeltaOptions):
     """
 
     expand_v: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.expand_v < math.inf:
+            raise ValueError(f"expand_v={self.expand_v}: must be a number above 0")
 
 
 def build(options: Options, setting: Setting) -> nn.Module:

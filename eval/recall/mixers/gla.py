@@ -7,6 +7,7 @@ then RMSNorm of each head, a swish output gate and a projection; no short convol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ class Options:
 
     def __post_init__(self) -> None:
         check_operator(self.operator)
+        for name in ("expand_k", "expand_v"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a number above 0")
 
 
 class GatedLinearAttention(nn.Module):
@@ -49,7 +53,12 @@ class GatedLinearAttention(nn.Module):
         fla = options.operator == "fla"
         self.operator = _fla.gated_linear_attention if fla else gated_linear_attention
         keys, values = int(width * options.expand_k), int(width * options.expand_v)
-        if options.heads < 1 or keys < 1 or keys % options.heads or values % options.heads:
+        if (
+            options.heads < 1
+            or min(keys, values) < 1
+            or keys % options.heads
+            or values % options.heads
+        ):
             raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
         self.q_proj = nn.Linear(width, keys, bias=False)
         self.k_proj = nn.Linear(width, keys, bias=False)
