@@ -123,13 +123,16 @@ def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
     streams = [s for s in STREAMS if any(s in head["taps"] for _, head in lines)]
     longest = max(len(f) for _, head in lines for f in head["taps"].values())
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        wide = 1.4 if longest <= _NUMBERED else 2.2
-        size = (4.0 + wide * len(streams), 1.2 + 0.24 * len(lines))
+        # Inches: what the names take at 8 points, and room for a number in each cell.
+        names = [_name(*line) for line in lines]
+        beside = 1.6 + 0.062 * max(map(len, names))
+        wide = max(1.2, 0.42 * longest) if longest <= _NUMBERED else 2.2
+        size = (beside + wide * len(streams), 1.2 + 0.24 * len(lines))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(streams), squeeze=False)[0]
         for axes, stream in zip(panels, streams, strict=True):
             _panel(axes, stream, [head["taps"].get(stream, []) for _, head in lines], longest)
-        panels[0].set_yticks(range(len(lines)), [_name(*line) for line in lines], fontsize=8)
+        panels[0].set_yticks(range(len(lines)), names, fontsize=8)
         right = panels[-1].secondary_yaxis("right")
         right.set_yticks(range(len(lines)), [_verdict(*line) for line in lines], fontsize=8)
         right.spines[:].set_visible(False)
