@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eval.recall.__main__ import main
@@ -156,7 +157,7 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
         assert str(path) in told and "damaged" in told
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", ["interrupt", "kill", "kill a worker"])
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
     """An interrupt as a terminal sends it, to the whole group; a kill of the first alone."""
     command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]
@@ -175,15 +176,24 @@ def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
         while not list(tmp_path.glob("OUT/cells/*.json")) and time.monotonic() < deadline:
             assert grid.poll() is None, grid.communicate()
             time.sleep(0.1)
-        (os.killpg if how == signal.SIGINT else os.kill)(grid.pid, how)
+        if how == "interrupt":
+            os.killpg(grid.pid, signal.SIGINT)
+        elif how == "kill":
+            grid.kill()
+        else:
+            workers = psutil.Process(grid.pid).children()
+            next(w for w in workers if "spawn_main" in " ".join(w.cmdline())).kill()
         _, told = grid.communicate(timeout=120)
     finally:
         if grid.poll() is None:
             os.killpg(grid.pid, signal.SIGKILL)
             grid.wait()
-    if how == signal.SIGINT:
+    if how == "interrupt":
         assert grid.returncode == 130
         assert told.strip().splitlines()[-1] == "interrupted" and "Traceback" not in told
+    if how == "kill a worker":
+        assert grid.returncode == 2 and "Traceback" not in told
+        assert "a process of the grid was killed" in told
     finished = list(tmp_path.glob("OUT/cells/*.json"))
     assert finished and all(json.loads(path.read_text())["accuracy"] >= 0 for path in finished)
     deadline = time.monotonic() + 30

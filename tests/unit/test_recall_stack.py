@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.recall import cells, estimate, execution, stack
+from eval.recall import cells, estimate, execution, stack, training
 from eval.recall.__main__ import _stack
 from eval.recall.execution import Execution, run_unfinished, stacks
 from eval.recall.language import LanguageCell
@@ -248,11 +248,12 @@ def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(stack, "train_step", no_memory)
-    with pytest.raises(
-        UserError, match=r"no memory for 3 models of cat:dropout=0.*--stack"
-    ) as error:
-        cells.run_together(tmp_path, three(), "cpu")
-    assert "\n" not in str(error.value)
+    monkeypatch.setattr(training, "train_step", no_memory)
+    for group in (three(), three()[:1]):
+        said = rf"no memory for {len(group)} x cat:dropout=0.*--stack"
+        with pytest.raises(UserError, match=said) as error:
+            cells.run_together(tmp_path, group, "cpu")
+        assert "\n" not in str(error.value)
 
 
 def test_what_stack_takes():
