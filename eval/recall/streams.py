@@ -199,12 +199,10 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             values = (of_row[mixer, subset] for mixer in mixers)
             shown = (f"{x['mean']:.3f} ({x['min']:.3f} to {x['max']:.3f})" for x in values)
             text.append(f"| {subset} | {' | '.join(shown)} |")
-        edges = sum(x["best_lr_on_grid_edge"] for x in of_row.values())
-        text += [
-            "",
-            f"The best learning rate is on its grid's edge in {edges} of {len(of_row)}.",
-            "",
-        ]
+        several = [x for x in of_row.values() if len(x["runs"]) > 1]
+        edges = sum(x["best_lr_on_grid_edge"] for x in several)
+        grid = f"The best learning rate is on its grid's edge in {edges} of {len(several)}."
+        text += ["", grid if several else "One learning rate was run.", ""]
     return "\n".join(text)
 
 
