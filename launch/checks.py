@@ -132,13 +132,13 @@ def device() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """A C++ compiler, for the convolution's CPU kernel and for torch.compile."""
+    """A C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         problem = (
-            f"no C++ compiler ({', '.join(names)}): convolutions on a CPU take their slower path, "
-            "and torch.compile does not work there; install g++ or clang"
+            f"no C++ compiler ({', '.join(names)}): convolutions and Mamba's scan on a CPU "
+            "take their slower paths, and torch.compile does not work there; install g++ or clang"
         )
         yield Finding("compiler", "none", "compiler", None, problem)
         return

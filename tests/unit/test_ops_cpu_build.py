@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -16,6 +17,7 @@ import torch
 
 from cat_lm.ops import cpu
 from cat_lm.ops.cpu import compiler, kernel
+from eval.recall.mixers import _scan_cpu
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
@@ -115,7 +117,10 @@ def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
 def test_damaged_library_is_built_again(cache):
     cache.mkdir()
     found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
-    library = cache / f"convolution-{compiler._fingerprint(found, compiler._flags())}.so"
+    library = (
+        cache
+        / f"convolution-{compiler._fingerprint(compiler.CONVOLUTION, found, compiler._flags())}.so"
+    )
     library.write_bytes(b"\x7fELF cut short")
     assert compiler.load_library().handle is not None
     assert library.stat().st_size > 10_000
@@ -137,24 +142,36 @@ def test_processes_that_build_at_once(cache):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_name_depends_on_compiler_flags_and_processor(monkeypatch, tmp_path):
+def test_name_depends_on_sources_compiler_flags_and_processor(monkeypatch, tmp_path):
     fake_compiler(tmp_path / "one", "exit 0")
     fake_compiler(tmp_path / "two", "exit 0")
+    one, two = (str(tmp_path / name / "g++") for name in ("one", "two"))
+    source = tmp_path / "a.cpp"
+    source.write_text("int a;")
+    sources = compiler.Sources("a", (source,))
     names = [
-        compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O3",)),
-        compiler._fingerprint(str(tmp_path / "two" / "g++"), ("-O3",)),
-        compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O2",)),
+        compiler._fingerprint(sources, one, ("-O3",)),
+        compiler._fingerprint(sources, two, ("-O3",)),
+        compiler._fingerprint(sources, one, ("-O2",)),
     ]
+    source.write_text("int b;")
+    names.append(compiler._fingerprint(sources, one, ("-O3",)))
     monkeypatch.setattr(compiler, "processor_features", lambda: "other")
-    names.append(compiler._fingerprint(str(tmp_path / "one" / "g++"), ("-O3",)))
-    assert len(set(names)) == 4
+    names.append(compiler._fingerprint(sources, one, ("-O3",)))
+    assert len(set(names)) == 5
 
 
-def test_sources_are_installed():
-    """What the kernel includes is listed, so that a change of any part builds it anew."""
-    folder = Path(compiler.__file__).parent
-    sources = {path.name for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
-    assert sources == set(compiler.SOURCES)
+@pytest.mark.parametrize("sources", [compiler.CONVOLUTION, _scan_cpu.SCAN], ids=lambda s: s.name)
+def test_sources_are_listed(sources):
+    """What a kernel includes is listed, so that a change of any part builds it anew."""
+    listed = {path.name: path for path in sources.files}
+    included, found = set(), [sources.files[0].name]
+    while found:
+        name = found.pop()
+        included.add(name)
+        text = listed[name].read_text()
+        found += set(re.findall(r'#include "(.+)"', text)) - included
+    assert included == set(listed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -172,9 +189,9 @@ def runtimes():
     return {path for path in files if "gomp" in path or "iomp" in path or "libomp" in path}
 before = runtimes()
 from cat_lm.ops import cpu
-loaded = cpu.kernel.load_kernel()
+cpu.kernel.load_kernel()
 cpu.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)
-assert loaded.parallel is None or runtimes() == before, runtimes()
+assert cpu.threads.runtime() is None or runtimes() == before, runtimes()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernel at first use, into a folder of the user's cache.
+"""Compiles C++ kernels at first use, into a folder of the user's cache.
 
 A library's name is a hash of all that it depends on (sources, flags, compiler, processor), so that
 a cache can be shared by machines and releases. It is built beside its name and renamed: processes
@@ -19,11 +19,27 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = ("kernel.cpp", "block.h", "call.h", "numbers.h", "pairs.h", "threads.h", "tiles.h")
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120  # a compiler that takes longer counts as failing
 
 _lock = threading.Lock()
+
+
+class Sources(NamedTuple):
+    """What a library is built from: a file, and those that it includes."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    @property
+    def includes(self) -> tuple[str, ...]:
+        """The compiler's flags for the folders of the included files."""
+        return tuple(f"-I{folder}" for folder in dict.fromkeys(f.parent for f in self.files))
+
+
+FOLDER = Path(__file__).parent
+_FILES = ("kernel.cpp", "block.h", "call.h", "numbers.h", "pairs.h", "threads.h", "tiles.h")
+CONVOLUTION = Sources("convolution", tuple(FOLDER / name for name in _FILES))
 
 
 class Library(NamedTuple):
@@ -37,16 +53,16 @@ class BuildError(Exception):
     """Why there is no library, as a clause."""
 
 
-def load_library() -> Library:
+def load_library(sources: Sources = CONVOLUTION) -> Library:
     """The kernel of this machine, built if need be (2 to 5 seconds); never raises."""
     with _lock:
-        return _load_once()
+        return _load_once(sources)
 
 
 @functools.cache
-def _load_once() -> Library:
+def _load_once(sources: Sources) -> Library:
     try:
-        return _load()
+        return _load(sources)
     except BuildError as error:
         return Library(None, str(error))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
@@ -54,18 +70,18 @@ def _load_once() -> Library:
         return Library(None, f"building the C++ kernel failed: {error}")
 
 
-def _load() -> Library:
+def _load(sources: Sources) -> Library:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
     flags = _flags()
-    path = cache_folder() / f"convolution-{_fingerprint(compiler, flags)}.so"
+    path = cache_folder() / f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
     if path.exists():
         try:
             return Library(ctypes.CDLL(str(path)), f"{path} was built before")
         except OSError:
             pass  # damaged on disk: build it again
-    build(compiler, flags, path)
+    build(sources, compiler, flags, path)
     return Library(ctypes.CDLL(str(path)), f"{path} was built by {compiler}")
 
 
@@ -75,13 +91,12 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
 
 
-def build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compiles the sources to `path`, which appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         made = Path(folder) / path.name
-        source = Path(__file__).with_name(SOURCES[0])
-        command = [compiler, *flags, str(source), "-o", str(made)]
+        command = [compiler, *flags, *sources.includes, str(sources.files[0]), "-o", str(made)]
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -100,16 +115,17 @@ def build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 def _flags() -> tuple[str, ...]:
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     native = "-march=native" if x86 else "-mcpu=native"
-    return ("-std=c++17", "-O3", native, "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
+    fast = ("-O3", native, "-ffp-contract=fast", "-fopenmp-simd")
+    return ("-std=c++17", *fast, "-shared", "-fPIC", "-pthread")
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+def _fingerprint(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run(
         [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS
     )
     digest = hashlib.sha256()
     for part in (
-        *(Path(__file__).with_name(name).read_bytes() for name in SOURCES),
+        *(file.read_bytes() for file in sources.files),
         " ".join((compiler, *flags)).encode(),
         version.stdout,
         processor_features().encode(),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cat_lm.ops.cpu.compiler import load_library
+from cat_lm.ops.cpu.threads import runtime
 
 KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -37,25 +36,13 @@ class _Call(ctypes.Structure):
 
 
 class Kernel:
-    """The loaded library.
-
-    Its threads are those of torch: `GOMP_parallel` is looked up in libtorch and the libraries that
-    it was linked to, so that the OpenMP runtime that torch brings is the only one in the process
-    and `torch.set_num_threads` holds. A forked child must not touch its parent's pool, which
-    OpenMP does not bring along: there, and where torch has no such runtime, the kernel starts
-    threads of its own for the length of a call.
-    """
+    """The loaded library."""
 
     def __init__(self, library: ctypes.CDLL):
         self._run = library.convolution_run
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
         self._workspace = library.convolution_workspace
         self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
-        self.parallel = _openmp_of_torch()
-        os.register_at_fork(after_in_child=self._forget_pool)
-
-    def _forget_pool(self) -> None:
-        self.parallel = None
 
     def forward(
         self,
@@ -123,20 +110,11 @@ class Kernel:
         if positions is not None:
             positions = positions.contiguous()
             call.positions = positions.data_ptr()
-        call.parallel = self.parallel
+        call.parallel = runtime()
         pointer = ctypes.byref(call)
         workspace = torch.empty(self._workspace(pointer), dtype=torch.uint8)
         call.workspace = workspace.data_ptr()
         self._run(pointer)
-
-
-def _openmp_of_torch() -> int | None:
-    """The address of GOMP_parallel in the runtime that torch is linked to."""
-    path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    try:
-        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
 
 
 def load_kernel() -> Kernel | None:

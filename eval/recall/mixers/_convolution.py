@@ -81,7 +81,7 @@ class ConvolvedProjections(nn.Module):
             weights = self.projection.weight.split(width)
             bias = self.projection.bias
             biases = [None] * len(weights) if bias is None else bias.split(width)
-            inputs = [self._filtered(s, x[:, :, None])[:, :, 0] for s in STREAMS]
+            inputs = [self._filtered(s, x[:, :, None]).squeeze(2) for s in STREAMS]
             found = (
                 nn.functional.linear(value, weights[i], biases[i])
                 for value, i in zip(inputs, of, strict=True)

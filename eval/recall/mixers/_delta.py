@@ -108,7 +108,7 @@ class DeltaRuleLayer(nn.Module):
     def _stream(self, name: str, x: Tensor) -> Tensor:
         x = self.projections[self.projected[name]](x)
         if name in self.filters:
-            x = depthwise_conv(x[:, :, None], self.filters[name])[:, :, 0]
+            x = depthwise_conv(x[:, :, None], self.filters[name]).squeeze(2)
         return F.silu(x)
 
 

@@ -3,9 +3,10 @@
     S_t = exp(r_t ⊙ a) ⊙ S_{t−1} + k_t v_t^T,   o_t = S_t^T q_t
 
 One step at a time, so that only decays are raised to powers, never their inverses: nothing can
-overflow where r ⊙ a ≤ 0, however long or strong the decay. What makes it fast on a CPU is that a
-step's [B, H, K, V] stays in the cache, is changed in place, and is not kept: the backward pass is
-written out, and makes the states of EVERY steps again from the one before them.
+overflow where r ⊙ a ≤ 0, however long or strong the decay. A step's state is changed in place and
+is not kept: the backward pass is written out, and makes the states of EVERY steps again from the
+one before them. On a CPU in fp32 a C++ kernel does both (_scan_cpu.py); elsewhere, and without a
+compiler, plain torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from eval.recall.mixers._scan_cpu import kernel_for
 
 EVERY = 16  # steps between states that are kept
 
@@ -29,7 +32,7 @@ def decaying_scan(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> T
         rate: r, [B, T, H, K or 1, V or 1].
         a: [H or 1, K or 1, V or 1].
     """
-    return _Scan.apply(*(s[None] for s in (q, k, v, rate, a)))[0][0]
+    return _Scan.apply(*(s[None] for s in (q, k, v, rate, a)))[0].squeeze(0)
 
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -62,22 +65,58 @@ def _write(state: Tensor, v: Tensor) -> Tensor:
     return (v[..., None, :] @ state.mT)[..., 0, :]
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [M, B, T, H, V] and kept states [M, B, T/EVERY up, H, K, V]."""
+    a = a[:, None].contiguous()
+    state, outputs, kept = q.new_zeros(*q.shape[:2], *q.shape[3:], v.shape[-1]), [], []
+    decay = torch.empty_like(rate[:, :, 0] * a)
+    for t in range(q.shape[2]):
+        if t % EVERY == 0:
+            kept.append(state.clone())
+        decay = torch.mul(rate[:, :, t], a, out=decay).exp_()
+        _step(state, decay, k[:, :, t], v[:, :, t], out=state)
+        outputs.append(_read(state, q[:, :, t]))
+    return torch.stack(outputs, dim=2), torch.stack(kept, dim=2)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, kept: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, rate and a."""
+    a, steps = a[:, None].contiguous(), q.shape[2]
+    flow, product = torch.zeros_like(kept[:, :, 0]), torch.empty_like(kept[:, :, 0])  # ∂/∂S_t
+    da = torch.zeros_like(rate[:, :, 0] * a)
+    states = kept.new_empty(EVERY + 1, *flow.shape)
+    decays = kept.new_empty(EVERY, *da.shape)
+    found: tuple[list[Tensor], ...] = ([], [], [], [])
+    for start in reversed(range(0, steps, EVERY)):
+        states[0] = kept[:, :, start // EVERY]
+        times = range(start, min(start + EVERY, steps))
+        for i, t in enumerate(times):
+            torch.mul(rate[:, :, t], a, out=decays[i]).exp_()
+            _step(states[i], decays[i], k[:, :, t], v[:, :, t], out=states[i + 1])
+        for i, t in reversed(list(enumerate(times))):
+            flow.addcmul_(q[:, :, t, ..., None], grad[:, :, t, ..., None, :])
+            found[0].append(_write(states[i + 1], grad[:, :, t]))
+            found[1].append(_write(flow, v[:, :, t]))
+            found[2].append(_read(flow, k[:, :, t]))
+            flow.mul_(decays[i])
+            torch.mul(flow, states[i], out=product)
+            exponent = product.sum_to_size(da.shape)  # ∂/∂(r_t ⊙ a)
+            da.addcmul_(exponent, rate[:, :, t])
+            # Not in place: where nothing is summed, `exponent` is the shared `product`.
+            found[3].append((exponent * a).sum_to_size(rate[:, :, t].shape))
+    dq, dk, dv, drate = (torch.stack(s[::-1], dim=2) for s in found)
+    return dq, dk, dv, drate, da.sum_to_size(a.shape)[:, 0]
+
+
 class _Scan(torch.autograd.Function):
     """Forward; all tensors have the models M in front. Also gives the states kept."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        a = a[:, None].contiguous()
-        shape = (*q.shape[:2], *q.shape[3:], v.shape[-1])
-        state, outputs, kept = q.new_zeros(shape), [], []
-        decay = torch.empty_like(rate[:, :, 0] * a)
-        for t in range(q.shape[2]):
-            if t % EVERY == 0:
-                kept.append(state.clone())
-            decay = torch.mul(rate[:, :, t], a, out=decay).exp_()
-            _step(state, decay, k[:, :, t], v[:, :, t], out=state)
-            outputs.append(_read(state, q[:, :, t]))
-        return torch.stack(outputs, dim=2), torch.stack(kept, dim=1)
+        kernel = kernel_for(q, k, v, rate, a)
+        return kernel.forward(EVERY, q, k, v, rate, a) if kernel else _forward(q, k, v, rate, a)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -100,31 +139,10 @@ class _ScanBackward(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, kept: Tensor, grad: Tensor
     ) -> tuple[Tensor, ...]:
-        a, steps = a[:, None].contiguous(), q.shape[2]
-        flow, product = torch.zeros_like(kept[:, 0]), torch.empty_like(kept[:, 0])  # ∂/∂S_t
-        da = torch.zeros_like(rate[:, :, 0] * a)
-        states = kept.new_empty(EVERY + 1, *flow.shape)
-        decays = kept.new_empty(EVERY, *da.shape)
-        found: tuple[list[Tensor], ...] = ([], [], [], [])
-        for start in reversed(range(0, steps, EVERY)):
-            states[0] = kept[:, start // EVERY]
-            times = range(start, min(start + EVERY, steps))
-            for i, t in enumerate(times):
-                torch.mul(rate[:, :, t], a, out=decays[i]).exp_()
-                _step(states[i], decays[i], k[:, :, t], v[:, :, t], out=states[i + 1])
-            for i, t in reversed(list(enumerate(times))):
-                flow.addcmul_(q[:, :, t, ..., None], grad[:, :, t, ..., None, :])
-                found[0].append(_write(states[i + 1], grad[:, :, t]))
-                found[1].append(_write(flow, v[:, :, t]))
-                found[2].append(_read(flow, k[:, :, t]))
-                flow.mul_(decays[i])
-                torch.mul(flow, states[i], out=product)
-                exponent = product.sum_to_size(da.shape)  # ∂/∂(r_t ⊙ a)
-                da.addcmul_(exponent, rate[:, :, t])
-                # Not in place: where nothing is summed, `exponent` is the shared `product`.
-                found[3].append((exponent * a).sum_to_size(rate[:, :, t].shape))
-        dq, dk, dv, drate = (torch.stack(s[::-1], dim=2) for s in found)
-        return dq, dk, dv, drate, da.sum_to_size(a.shape)[:, 0]
+        kernel = kernel_for(q, k, v, rate, a, grad)
+        if kernel:
+            return kernel.backward(EVERY, kept, grad, q, k, v, rate, a)
+        return _backward(q, k, v, rate, a, kept, grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -47,7 +47,7 @@ class GatedShortConvolution(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        moved = depthwise_conv(x[:, :, None], self.filters, self.bias)[:, :, 0]
+        moved = depthwise_conv(x[:, :, None], self.filters, self.bias).squeeze(2)
         return moved * self.projection(x) + x
 
 
@@ -65,7 +65,7 @@ class TaylorAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k = (self._map(part) for part in self.qk_proj(x).chunk(2, dim=-1))
         y = linear_attention(q[:, :, None], k[:, :, None], self.v_proj(x)[:, :, None])
-        return self.o_proj(y[:, :, 0])
+        return self.o_proj(y.squeeze(2))
 
     def _map(self, x: Tensor) -> Tensor:
         x = x / self.features**0.25

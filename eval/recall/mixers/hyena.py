@@ -80,7 +80,7 @@ class Hyena(nn.Module):
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = depthwise_conv(self.in_proj(x)[:, :, None], self.short, self.short_bias)[:, :, 0]
+        x = depthwise_conv(self.in_proj(x)[:, :, None], self.short, self.short_bias).squeeze(2)
         after, before, v = x.chunk(3, dim=-1)
         v = before * v
         return self.out_proj(after * (long_convolution(v, self.filters(x.shape[1])) + self.D * v))

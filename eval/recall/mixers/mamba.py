@@ -75,7 +75,7 @@ class SelectiveStateSpace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = self.in_proj(x).chunk(2, dim=-1)
-        x = F.silu(depthwise_conv(x[:, :, None], self.filters, self.conv_bias)[:, :, 0])
+        x = F.silu(depthwise_conv(x[:, :, None], self.filters, self.conv_bias).squeeze(2))
         low_rank, b, c = self.x_proj(x).split([self.rank, self.state, self.state], dim=-1)
         delta = F.softplus(self.dt_proj(low_rank))
         y = selective_scan(x, delta, -self.A_log.exp(), b, c) + self.D * x
@@ -85,7 +85,7 @@ class SelectiveStateSpace(nn.Module):
 def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """y [B, T, I] for x, Δ [B, T, I], A [I, N], B and C [B, T, N]."""
     q, k, v = c[:, :, None], b[:, :, None], (delta * x)[:, :, None]
-    return decaying_scan(q, k, v, delta[:, :, None, None], a.T[None])[:, :, 0]
+    return decaying_scan(q, k, v, delta[:, :, None, None], a.T[None]).squeeze(2)
 
 
 def build(options: Options, setting: Setting) -> nn.Module:

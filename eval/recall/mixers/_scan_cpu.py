@@ -1,0 +1,96 @@
+"""Calls of scan.cpp, the scan's C++ kernel for fp32 on a CPU, compiled at first use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.cpu import compiler, threads
+
+_INCLUDED = (compiler.FOLDER / name for name in ("numbers.h", "threads.h"))
+SCAN = compiler.Sources("scan", (Path(__file__).with_name("scan.cpp"), *_INCLUDED))
+
+# Numbers of state, over all steps, below which one thread is faster than waking others.
+SMALL = 1 << 16
+
+_INTEGERS = (
+    *("threads", "rows", "time", "heads", "keys", "values", "every", "models"),
+    *("rate_keys", "rate_values", "a_heads", "a_keys", "a_values"),
+)
+_POINTERS = (
+    *("q", "k", "v", "rate", "a", "out", "kept", "grad"),
+    *("dq", "dk", "dv", "drate", "da", "workspace", "parallel"),
+)
+
+
+class _Call(ctypes.Structure):
+    """`ScanCall` of scan.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    ]
+
+
+class Kernel:
+    """The loaded library."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._run, self._workspace = library.scan_run, library.scan_workspace
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
+        self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
+
+    def forward(self, every: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [M, B, T, H, V] and kept states [M, T/every up, B, H, K, V]; see `_Scan`."""
+        q, k, v, rate, a = (s.contiguous() for s in inputs)
+        models, batch, time, heads, keys = q.shape
+        out = torch.empty_like(v)
+        kept = q.new_empty(models, batch, -(-time // every), heads, keys, v.shape[-1])
+        self._call(every, q=q, k=k, v=v, rate=rate, a=a, out=out, kept=kept)
+        return out, kept
+
+    def backward(self, every: int, kept: Tensor, grad: Tensor, *inputs: Tensor) -> tuple:
+        """The gradients of q, k, v, rate and a."""
+        q, k, v, rate, a = (s.contiguous() for s in inputs)
+        dq, dk, dv = (torch.empty_like(s) for s in (q, k, v))
+        drate = torch.zeros_like(rate)
+        models, batch, _, heads, _ = q.shape
+        da = a.new_zeros(models, batch, heads, *a.shape[2:])
+        gradients = {"dq": dq, "dk": dk, "dv": dv, "drate": drate, "da": da}
+        tensors = {"q": q, "k": k, "v": v, "rate": rate, "a": a, **gradients}
+        self._call(every, kept=kept.contiguous(), grad=grad.contiguous(), **tensors)
+        return dq, dk, dv, drate, da.sum(dim=1).sum_to_size(a.shape)
+
+    def _call(self, every: int, **tensors: Tensor) -> None:
+        q, v, rate, a = (tensors[name] for name in ("q", "v", "rate", "a"))
+        models, batch, time, heads, keys = q.shape
+        values = v.shape[-1]
+        small = q.numel() * values < SMALL
+        call = _Call(1 if small else torch.get_num_threads(), models * batch, time, heads, keys)
+        call.values, call.every, call.models = values, every, models
+        call.rate_keys, call.rate_values = rate.shape[-2:]
+        call.a_heads, call.a_keys, call.a_values = a.shape[-3:]
+        for name, tensor in tensors.items():
+            setattr(call, name, tensor.data_ptr())
+        call.parallel = threads.runtime()
+        pointer = ctypes.byref(call)
+        workspace = q.new_empty(call.threads * self._workspace(pointer))
+        call.workspace = workspace.data_ptr()
+        self._run(pointer)
+
+
+@functools.cache
+def load_kernel() -> Kernel | None:
+    """The kernel, or None where it cannot be built; `load_library(SCAN).reason` says why."""
+    library = compiler.load_library(SCAN).handle
+    return None if library is None else Kernel(library)
+
+
+def kernel_for(*tensors: Tensor) -> Kernel | None:
+    """The kernel, if it can be built and has arithmetic for these tensors."""
+    fits = all(s.device.type == "cpu" and s.dtype == torch.float32 for s in tensors)
+    return load_kernel() if fits else None
