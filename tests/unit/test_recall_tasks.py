@@ -9,7 +9,7 @@ import pytest
 
 from cat_lm.errors import UserError
 from eval.recall.tasks import IGNORED, TASKS, generate, make_task
-from eval.recall.tasks.base import distinct, distinct_ngrams, unused, weighted_order
+from eval.recall.tasks.base import SPLITS, row_bits
 
 CASES = [
     ("ar", 33, {}),
@@ -91,44 +91,49 @@ def test_nothing_is_asked_by_accident(name, filler):
         assert found == [t for t, label in enumerate(labels) if label != IGNORED]
 
 
-def test_random_fillers_are_uniform_and_unused_ones_avoid_keys():
-    task = make_task("mqar", 32, {"keys": "2", "vocab_size": "20", "filler": "random"})
-    examples = generate(task, 4000, seed=0, split="train")
-    given = np.zeros(32, dtype=bool)
-    given[:4] = True
-    fillers = examples.inputs[:, ~given][examples.labels[:, ~given] == IGNORED]
-    frequencies = np.bincount(fillers, minlength=20) / len(fillers)
-    assert np.abs(frequencies * 20 - 1).max() < 0.05
-    taken = np.array([[3, 1, 3], [0, 4, 2]])
-    drawn = unused(np.random.default_rng(0), (2, 9000), 5, taken)
-    first, second = (np.bincount(row, minlength=5) / 9000 for row in drawn)
-    assert np.abs(first - np.array([1, 0, 1, 0, 1]) / 3).max() < 0.02
-    assert np.abs(second - np.array([0, 1, 0, 1, 0]) / 2).max() < 0.02
+def test_a_small_task_is_divided_between_the_splits():
+    """All its rows come, each in one of the splits."""
+    task = make_task("mqar", 4, {"keys": "1", "vocab_size": "16", "filler": "zeros"})
+    train, test = (
+        set(map(tuple, generate(task, 2000, seed=0, split=split).inputs.tolist()))
+        for split in ("train", "test")
+    )
+    assert not train & test and min(len(train), len(test)) > 15
+    assert train | test == {(k, v, k, 0) for k in range(1, 8) for v in range(8, 16)}
 
 
-def test_gaps_follow_the_published_power_law():
-    """The first drawn slot has p(g) ∝ g^(a−1); numpy's successive draws are the reference."""
-    task = make_task("mqar", 64, {"keys": "4"})
-    examples = generate(task, 20000, seed=0, split="train")
-    slots = np.argsort(examples.labels == IGNORED, axis=1, kind="stable")[:, :4]
-    measured = np.bincount((np.sort(slots, axis=1).ravel() - 8) // 2, minlength=28) / 20000
-    assert len(measured) == 28 and ((slots - 8) % 2 == 0).all()
-    rng = np.random.default_rng(0)
-    p = 0.01 * np.arange(1, 29) ** (0.01 - 1)
-    drawn = [rng.choice(28, 4, replace=False, p=p / p.sum()) for _ in range(20000)]
-    expected = np.bincount(np.ravel(drawn), minlength=28) / 20000
-    assert np.abs(measured - expected).max() < 0.015
-    assert measured[0] > 3 * measured[9] > 0
+def test_a_split_without_rows_is_refused():
+    """One signal, one place, one noise: a single row, which one of the splits has."""
+    task = make_task("selective-copy", 2, {"copies": "1", "signals": "1"})
+    half = int(row_bits(np.array([[1, 2]]))[0])
+    assert generate(task, 5, seed=0, split=SPLITS[half]).inputs.tolist() == [[1, 2]] * 5
+    split = SPLITS[1 - half]
+    with pytest.raises(UserError, match=f"too few different rows for a {split} split"):
+        generate(task, 5, seed=0, split=split)
 
 
-def test_the_order_of_weighted_draws_is_that_of_successive_draws():
-    weights = np.array([5.0, 3.0, 2.0])
-    order = weighted_order(np.random.default_rng(0), 60000, 2, weights)
-    share = np.zeros((3, 3))
-    np.add.at(share, (order[:, 0], order[:, 1]), 1 / 60000)
-    p = weights / weights.sum()
-    expected = np.array([[p[i] * p[j] / (1 - p[i]) * (i != j) for j in range(3)] for i in range(3)])
-    assert np.abs(share - expected).max() < 0.01
+def test_pairs_are_as_many_as_fit_behind_zeros():
+    task = make_task("nar", 12, {"vocab_size": "16"})
+    assert task.num_keys == 3
+    inputs = generate(task, 100, seed=0, split="train").inputs
+    tokens = inputs[:, 1:10].reshape(100, 3, 3)
+    assert (inputs[:, 0] == 0).all() and (tokens[:, :, 2] >= 8).all()
+    assert (tokens[:, :, :2] > 0).all() and (tokens[:, :, :2] < 8).all()
+
+
+@pytest.mark.parametrize("unique", ["true", "false"])
+@pytest.mark.parametrize("mode", ["autoregressive", "oneshot"])
+def test_selective_copying_has_the_signals_in_order(mode, unique):
+    options = {"copies": "6", "signals": "9", "noises": "3", "mode": mode, "unique": unique}
+    task = make_task("selective-copy", 40, options)
+    assert task.marker == 12
+    examples = generate(task, 300, seed=0, split="train")
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        signal = [token for token in inputs[:34] if token >= 3]
+        assert labels == [IGNORED] * 34 + signal
+        assert max(signal) < 12 and (unique == "false" or len(set(signal)) == 6)
+        fed = signal[:-1] if mode == "autoregressive" else [task.marker] * 5
+        assert inputs[34:] == [task.marker, *fed]
 
 
 def test_at_the_papers_density_every_slot_is_asked():
@@ -136,49 +141,6 @@ def test_at_the_papers_density_every_slot_is_asked():
         task = make_task(name, seq_len)
         assert task.num_keys == keys
         assert (generate(task, 20, seed=0, split="test").labels != IGNORED).sum() == 20 * keys
-
-
-@pytest.mark.parametrize("count,tokens,ngram", [(3, 4, 1), (4, 100, 1), (3, 3, 2), (2, 2**13, 6)])
-def test_distinct_draws_are_distinct_and_uniform(count, tokens, ngram):
-    drawn = distinct_ngrams(np.random.default_rng(0), 20000, count, ngram, tokens)
-    assert drawn.shape == (20000, count, ngram)
-    for row in drawn[:300].tolist():
-        assert len({tuple(gram) for gram in row}) == count
-    for position in range(count):
-        for place in range(ngram):
-            mean = drawn[:, position, place].mean() / (tokens - 1)
-            assert abs(mean - 0.5) < 0.02
-    values = distinct(np.random.default_rng(1), 500, 3, 7, 11)
-    assert values.min() == 7 and values.max() == 10
-
-
-def test_hard_keys_share_a_pool_and_uniform_ones_hardly_share_tokens():
-    hard = make_task("hard-mqnar", 64)
-    assert hard.pool_tokens == 6
-    rows = generate(hard, 200, seed=0, split="train").inputs[:, :30].reshape(200, 10, 3)
-    assert max(len(np.unique(row[:, :2])) for row in rows) <= 6
-    easy = generate(make_task("mqnar", 64), 4000, seed=0, split="train")
-    last = easy.inputs[:, 1:30:3]
-    shared = np.mean([len(np.unique(row)) < 10 for row in last])
-    assert 0.004 < shared < 0.02  # 1 − exp(−45/4095) = 1.1%
-
-
-def test_selective_copying_has_the_signals_in_order():
-    for mode in ("autoregressive", "oneshot"):
-        task = make_task("selective-copy", 40, {"copies": "6", "signals": "9", "mode": mode})
-        examples = generate(task, 500, seed=0, split="train")
-        body = examples.inputs[:, :34]
-        for inputs, fed, labels in zip(
-            body, examples.inputs[:, 34:], examples.labels[:, 34:], strict=True
-        ):
-            signal = inputs[inputs > 0]
-            assert signal.tolist() == labels.tolist() and len(set(signal)) == 6
-            assert (examples.labels[:, :34] == IGNORED).all()
-            assert fed[0] == task.marker == 10
-            rest = labels[:-1].tolist() if mode == "autoregressive" else [task.marker] * 5
-            assert fed[1:].tolist() == rest
-        positions = np.nonzero(body)[1].reshape(500, 6)
-        assert abs(positions.mean() - 16.5) < 0.5 and (np.diff(positions, axis=1) > 0).all()
 
 
 CHANCE = [
