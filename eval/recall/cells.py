@@ -34,7 +34,7 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
     """The record of a finished cell, or none.
 
     Raises:
-        UserError: a file that is no such record.
+        UserError: a file that is no such record, or one from before a default was changed.
     """
     path = cell_path(folder, cell)
     if not path.is_file():
@@ -45,7 +45,18 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
         record = None
     if not isinstance(record, dict) or not {"cell", "filters", "provenance"} <= record.keys():
         raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
+    _check_defaults(path, record, cell)
     return record
+
+
+def _check_defaults(path: Path, record: dict[str, Any], cell: AnyCell) -> None:
+    """A file is named by the options that were given; those left out must mean the same today."""
+    for kind, now in cell.resolved().items():
+        if record.get(kind) != json.loads(json.dumps(now)):
+            raise UserError(
+                f"{path}: its {kind} was {record.get(kind)}, and is {now} by today's defaults; "
+                "delete it, and the same command makes it again"
+            )
 
 
 def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:

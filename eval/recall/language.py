@@ -55,6 +55,10 @@ class LanguageCell:
     def all_steps(self) -> int:
         return self.steps
 
+    def resolved(self) -> dict[str, Any]:
+        """The mixer with all options, defaults too, as plain values."""
+        return {"mixer": make_mixer(self.mixer).describe()}
+
     def timed(self, steps: int) -> LanguageCell:
         """The same kind of step, so many times; equal for cells whose steps cost the same."""
         return dataclasses.replace(self, lr=1e-9, seed=0, steps=steps, validation_windows=1)
@@ -86,7 +90,7 @@ class LanguageCell:
         found = self._score(model, held_out, device)
         return {
             "cell": dataclasses.asdict(self),
-            "mixer": {"label": mixer.label, "options": dataclasses.asdict(mixer.options)},
+            **self.resolved(),
             "parameters": parameters(model),
             **found,
             "history": history,

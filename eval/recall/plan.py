@@ -33,7 +33,6 @@ class Scale:
     """How large the grids are.
 
     Attributes:
-        models, copy_models: mixers for recall and for copying, without the negative control.
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
         rates, length_rates: learning rates; seeds, length_seeds: runs with each.
         trained, tested: lengths of the length figures.
@@ -41,11 +40,10 @@ class Scale:
         batch_size: none for Zoology's.
         control_len, control_epochs: of the positive control.
         copies, signals: tokens to copy, and different ones to choose from.
+        models: mixers, without the negative control.
     """
 
     vocab_size: int
-    models: tuple[str, ...]
-    copy_models: tuple[str, ...]
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     bigram_lengths: tuple[int, ...]
@@ -65,13 +63,12 @@ class Scale:
     control_epochs: int
     copies: int = 16
     signals: int = 16
+    models: tuple[str, ...] = MODELS
 
 
 SCALES = {
     "smoke": Scale(
         vocab_size=64,
-        models=MODELS,
-        copy_models=MODELS,
         widths=(16,),
         lengths=(16, 32),
         bigram_lengths=(24,),
@@ -93,11 +90,8 @@ SCALES = {
         signals=4,
     ),
     # Small enough for two cores, and long enough that two layers of attention find the answer.
-    # Mamba's scan takes a CPU ten times as long, so it is here only where it learns soon.
     "cpu": Scale(
         vocab_size=128,
-        models=("cat", "lincat", "attention", "linear-attention", "based"),
-        copy_models=("cat", "lincat", "attention", "linear-attention", "based", "mamba"),
         widths=(64,),
         lengths=(16, 32),
         bigram_lengths=(16, 32),
@@ -120,8 +114,6 @@ SCALES = {
     ),
     "paper": Scale(
         vocab_size=8192,
-        models=MODELS,
-        copy_models=MODELS,
         widths=(32, 64, 128),
         lengths=(64, 128, 256, 512),
         bigram_lengths=(64, 128, 256),
@@ -225,7 +217,7 @@ def _generalization(scale: Scale, one_layer: bool) -> Iterator[Run]:
 
 def _copying(scale: Scale) -> Iterator[Run]:
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
-    models = (COPYING.format(copies=scale.copies), *scale.copy_models, NEGATIVE)
+    models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
     for layers in (1, 2):
         for width in scale.widths:
             for mixer in models:

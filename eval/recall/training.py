@@ -89,6 +89,13 @@ class Cell:
         name, options = parse_specification(self.task)
         return make_task(name, self.seq_len, options)
 
+    def resolved(self) -> dict[str, Any]:
+        """The task and the mixer with all options, defaults too, as plain values."""
+        return {
+            "task": self.make_task().describe(),
+            "mixer": make_mixer(self.mixer).describe(),
+        }
+
     @property
     def rows(self) -> int:
         """Rows in a batch."""
@@ -194,8 +201,7 @@ class Trial:
         cell, mixer = self.cell, self.mixer
         return {
             "cell": dataclasses.asdict(cell),
-            "task": self.task.describe(),
-            "mixer": {"label": mixer.label, "options": dataclasses.asdict(mixer.options)},
+            **cell.resolved(),
             "layers": cell.layers or mixer.layers,
             "parameters": parameters(self.model),
             "accuracy": accuracies["trained length"]["accuracy"],

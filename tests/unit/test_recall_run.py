@@ -132,6 +132,23 @@ def test_finished_cells_are_kept(tmp_path, monkeypatch):
     assert cells.cell_path(tmp_path, dataclasses.replace(cell, weight_decay=0.0)) != path
 
 
+@pytest.mark.parametrize("kind,place", [("task", "vocab_size"), ("mixer", "window")])
+def test_a_cell_from_before_a_default_was_changed_is_refused(kind, place, tmp_path):
+    cell = Cell("mqar:vocab_size=64", "cat", train_examples=64, epochs=1, **SMALL)
+    cells.run(tmp_path, cell, "cpu")
+    path = cells.cell_path(tmp_path, cell)
+    whole = path.read_text()
+    for change in (lambda options: options.update({place: 7}), lambda options: options.pop(place)):
+        record = json.loads(whole)
+        change(record[kind]["options"] if kind == "mixer" else record[kind])
+        path.write_text(json.dumps(record))
+        with pytest.raises(
+            UserError, match=f"{kind} was .*by today's defaults; delete it"
+        ) as error:
+            cells.finished(tmp_path, cell)
+        assert str(path) in str(error.value)
+
+
 def test_the_papers_batches_and_layers():
     assert [Cell("mqar", "cat", 8, n).rows for n in (64, 128, 256, 512, 1024)] == [
         512,

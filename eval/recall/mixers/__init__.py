@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
@@ -50,6 +50,10 @@ class Mixer:
         """`name` or `name:key=value,…`, with the options that differ from the defaults."""
         changed = ",".join(f"{k}={v}" for k, v in changed_options(self.options).items())
         return f"{self.name}:{changed}" if changed else self.name
+
+    def describe(self) -> dict[str, Any]:
+        """The label and all options, as plain values."""
+        return {"label": self.label, "options": asdict(self.options)}
 
     def build(self, setting: Setting) -> nn.Module:
         """One layer's module.
