@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cat_lm.errors import UserError
-from eval.recall import cells, grid, page, pictures, portraits
+from eval.recall import cells, grid
 from eval.recall.__main__ import FIGURES as NAMES
 from eval.recall.execution import Execution
 from eval.recall.mixers import make_mixer
@@ -97,38 +97,55 @@ def test_a_figure_runs_restarts_and_shows_every_run(name, tmp_path, monkeypatch,
         f"`{line['mixer']}` | {line['seq_len']} | {line['mean']:.4f}" in page for line in cat
     )
     assert record["provenance"]["command"] in page
+    assert "positive control failed" in (tmp_path / f"{name}.svg").read_text()
+    assert "> **The positive control failed" not in said and "The positive control failed" in said
     (control,) = record["controls"]["negative"]
     assert control["chance"] == 1 / 32 < control["at_most"] < 0.12
 
 
+def with_rate(run, lr: float, accuracy: float):
+    return replace(run, cell=replace(run.cell, lr=lr)), {"best_accuracy": accuracy}
+
+
 def test_the_best_rate_is_by_mean_and_its_edge_is_told():
     run = small("accuracy")[0]
-
-    def row(lr: float, seed: int, accuracy: float):
-        cell = replace(run.cell, lr=lr, seed=seed)
-        return replace(run, cell=cell), {"best_accuracy": accuracy}
-
-    rows = [row(0.1, 0, 0.9), row(0.1, 1, 0.1), row(0.2, 0, 0.7), row(0.2, 1, 0.6), row(0.3, 0, 0)]
+    found = {0.2: (0.7, 0.6), 0.1: (0.9, 0.1, 0.5), 0.3: (0.0,)}  # not in order, seeds differ
+    rows = [with_rate(run, lr, value) for lr, values in found.items() for value in values]
     (line,) = grid.summary(rows, grid.points)
     assert line["best_lr"] == 0.2 and not line["best_lr_on_grid_edge"]
     assert (line["min"], line["max"], line["best_of_all"]) == (0.6, 0.7, 0.9)
-    assert grid.summary(rows[:4], grid.points)[0]["best_lr_on_grid_edge"]
+    assert line["mean"] == pytest.approx(0.65)
+    assert line["runs"] == {f"{lr:g}": list(values) for lr, values in found.items()}
+    parts = (rows[:2] + rows[5:], rows[:5])
+    (lowest,), (highest,) = (grid.summary(part, grid.points) for part in parts)
+    assert lowest["best_lr"] == highest["best_lr"] == 0.2
+    assert lowest["best_lr_on_grid_edge"] and highest["best_lr_on_grid_edge"]
+    assert not grid.summary(rows[:2], grid.points)[0]["best_lr_on_grid_edge"]  # no grid
 
 
-def control(passed: bool, accuracy: float = 0.5) -> dict:
-    places = {"row": "MQAR", "column": "d = 8", "seq_len": 16, "accuracy": accuracy}
-    negative = {**places, "chance": 0.1, "at_most": 0.2, "passed": passed}
-    return {
-        "positive": {"accuracy": accuracy, "at_least": 0.99, "passed": passed},
-        "negative": [negative],
-    }
+def test_every_place_of_a_figure_has_a_line_of_its_own():
+    run = small("accuracy")[0]
+    other = replace(run, cell=replace(run.cell, seq_len=32))
+    runs = [run, replace(run, row="x"), replace(run, column="x"), replace(run, line="x"), other]
+    rows = [(run, {"best_accuracy": number / 8}) for number, run in enumerate(runs)]
+    lines = grid.summary(rows, grid.points)
+    assert [line["best_of_all"] for line in lines] == [number / 8 for number in range(5)]
+    places = [(x["row"], x["column"], x["mixer"], x["seq_len"]) for x in lines]
+    assert places == [(r.row, r.column, r.line, r.cell.seq_len) for r in runs]
 
 
-def test_failed_controls_are_told():
-    positive, negative = page.warnings({"controls": control(False)})
-    assert "0.500" in positive and "under-trained" in positive
-    assert "length 16" in negative and "0.2000" in negative
-    assert not page.warnings({"controls": control(True)})
+def test_points_are_the_lengths_of_the_tests():
+    run = small("length")[0]
+    tests = {"trained length": (16, 0.9), "length 8": (8, 0.8), "length 32": (32, 0.5)}
+    tests["length 32, 4 keys"] = (32, 0.7)
+    tests = {name: {"seq_len": x, "accuracy": y} for name, (x, y) in tests.items()}
+    record = {"best_accuracy": 0.95, "accuracy": 0.85, "tests": tests}
+    assert grid.points(run, record) == {8: 0.8, 16: 0.9, 32: 0.5}
+    assert grid.fixed_points(run, record) == {16: 0.9, 32: 0.7}
+    trained = replace(run, across_tests=False)
+    assert grid.points(trained, record) == {16: 0.95} and not grid.fixed_points(trained, record)
+    del tests["length 32, 4 keys"]
+    assert not grid.fixed_points(run, record)
 
 
 def test_controls_are_measured_against_their_limits():
@@ -142,67 +159,11 @@ def test_controls_are_measured_against_their_limits():
     rows = [(runs[0], {"best_accuracy": 0.03}), (runs[1], {"best_accuracy": 0.995})]
     found = grid.controls(rows)
     assert found["positive"]["passed"] and found["negative"][0]["passed"]
-
-
-def test_a_page_says_who_solves_the_task_and_where_the_others_end():
-    def line(mixer: str, length: int, best: float, rate: float = 0.01) -> dict:
-        values = {"mean": best, "min": best, "max": best, "best_of_all": best}
-        place = {"row": "MQAR", "column": "d = 8", "mixer": mixer, "seq_len": length}
-        runs = {"0.01": [best], "0.1": [best]}
-        return {**place, **values, "best_lr": rate, "best_lr_on_grid_edge": True, "runs": runs}
-
-    lines = [line("cat", 16, 0.995), line("cat", 32, 0.991), line("mamba", 16, 1.0)]
-    lines += [line("mamba", 32, 0.25, 0.1), line(NEGATIVE, 16, 0.01), line(NEGATIVE, 32, 0.01)]
-    record = {"figure": "accuracy", "shows": "x", "scale": "cpu", "lines": lines}
-    record |= {"number in the paper (AAAI / workshop / arXiv)": "5 / 3 / 5", "fixed_items": []}
-    record |= {"controls": control(True, 0.1), "filters": [], "provenance": {"command": "run it"}}
-    text = page.markdown(record)
-    assert (
-        "d = 8: 0.99 or more at every length: cat; least of the others: mamba 0.250 (length 32)."
-        in text
-    )
-    assert "In 6 of 6 rows" in text and "| ≤ 0.01 |" in text and "| ≥ 0.1 |" in text
-    assert "filters" not in text and "under-trained" not in text
-
-
-def test_lines_are_told_apart():
-    names = [f"mixer{i}" for i in range(12)]
-    looks = [pictures._style(i, name) for i, name in enumerate(names)]
-    looks.append(pictures._style(12, NEGATIVE))
-    keys = ("color", "linestyle", "marker", "markerfacecolor")
-    assert len({tuple(look.get(key) for key in keys) for look in looks}) == 13
-    assert len({(look["color"], look["linestyle"]) for look in looks}) == 13
-
-
-def test_delays_of_heads_and_their_rule():
-    def one_hot(lag: int, size: float = 1.0) -> list[float]:
-        return [size * (i == lag) + 0.05 for i in range(4)]
-
-    layer = {
-        "q": [one_hot(0), one_hot(1), one_hot(0)],
-        "k": [one_hot(2, -2.0), one_hot(1), [1.0, 1.0, 1.0, 1.0]],
-        "v": [one_hot(1), one_hot(0), one_hot(0)],
-    }
-    first, second, third = portraits.heads([layer])
-    assert first["delays"] == {"q": 0, "k": 2, "v": 1} and first["key_is_one_more"] is True
-    assert second["key_is_one_more"] is False
-    assert third["key_is_one_more"] is None and third["single"] == 0.25
-    # A stream without a filter has no delay.
-    (alone,) = portraits.heads([{"k": [one_hot(1)]}])
-    assert alone["delays"] == {"k": 1} and alone["key_is_one_more"] is True
-    assert not list(portraits.heads([]))
-
-
-def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
-    run = small("accuracy")[0]
-    filters = [{"k": [[0.0, 1.0]]}]
-    rows = [
-        (replace(run, cell=replace(run.cell, seed=seed)), {"accuracy": a, "filters": f})
-        for seed, (a, f) in enumerate([(0.5, filters), (0.9, filters), (0.7, filters)])
-    ]
-    (entry,) = portraits.table(rows)
-    assert entry["seed"] == 1 and entry["heads"][0]["delays"] == {"k": 1}
-    assert not portraits.table([(run, {"accuracy": 1.0, "filters": []})])
-    drawing = portraits.draw([entry] * 70, "many")
-    assert "the first 60 of 70 heads" in drawing.get_suptitle()
-    assert len(drawing.axes[0].get_yticklabels()) == 60
+    # Every place has its own; a guesser's luck is at most all answers.
+    cell = replace(runs[0].cell, task="mqar:keys=2,vocab_size=8", test_examples=1)
+    negative = [runs[0], replace(runs[0], row="MQNAR", column="d = 9", cell=cell)]
+    found = grid.controls([(run, {"best_accuracy": 0.1}) for run in (*negative, runs[1])])
+    places = [(x["row"], x["column"], x["seq_len"], x["passed"]) for x in found["negative"]]
+    assert places == [("MQAR", "d = 16", 16, True), ("MQNAR", "d = 9", 16, True)]
+    assert [x["chance"] for x in found["negative"]] == [1 / 32, 1 / 4]
+    assert found["negative"][1]["at_most"] == 1.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from eval.recall.language import LanguageCell, _rate
 from eval.recall.mixers import Setting, make_mixer
 from eval.recall.mixers._convolution import ConvolvedProjections
 from eval.recall.mixers.cat import Options
+from eval.recall.plan import Run
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +108,76 @@ def test_the_best_rate_is_the_highest_accuracy_and_the_lowest_loss(tiny_corpus):
     assert (text["best_lr"], text["mean"], text["min"], text["max"]) == (1e-3, 0.625, 0.5, 0.75)
     assert "| K = V, k | 0.375 (0.250 to 0.500) |" in streams.table(lines)
     assert len(streams.draw(lines).axes) == 2
+
+
+def rows_of(row: str, mixer: str, subset: str, found: dict[float, tuple[float, ...]]) -> list:
+    """Runs with the accuracies or losses of each learning rate."""
+    name = "best_accuracy" if row == streams.RECALL else "loss"
+    return [
+        (Run(row, mixer, subset, SimpleNamespace(lr=rate)), {"accuracy": 0.0, name: value})
+        for rate, values in found.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize("row", [streams.RECALL, streams.LANGUAGE])
+def test_a_diverged_rate_is_the_last_choice_and_an_edge_is_told(row):
+    middle = (0.5, 0.75) if row == streams.RECALL else (2.5, 2.75)
+    worse = (0.25,) if row == streams.RECALL else (3.0,)
+    found = {1e-2: middle, 1e-3: (math.nan, 0.625), 3e-2: worse}  # rates are not in order
+    for rates in (found, dict(reversed(found.items()))):
+        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", rates))
+        assert line["best_lr"] == 1e-2 and not line["best_lr_on_grid_edge"]
+        assert (line["min"], line["max"]) == middle and line["mean"] == sum(middle) / 2
+        assert line["runs"].keys() == {"0.01", "0.001", "0.03"}
+        assert line["runs"]["0.01"] == list(middle)
+    for other in (1e-3, 3e-2):
+        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: middle, other: worse}))
+        assert line["best_lr"] == 1e-2 and line["best_lr_on_grid_edge"]
+    (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: middle}))
+    assert not line["best_lr_on_grid_edge"]  # no grid
+    (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: (math.nan,)}))
+    assert math.isnan(line["mean"])
+
+
+@pytest.fixture
+def lines() -> list[dict]:
+    """Two mixers on recall with three rates, one of them on text with one."""
+    rates = {1e-3: (0.25,), 1e-2: (0.5, 0.75), 3e-2: (0.375,)}
+    rows = rows_of(streams.RECALL, "DeltaNet", "k", rates)
+    rows += rows_of(streams.RECALL, "DeltaNet", "kv", {**rates, 3e-2: (0.75,)})
+    rows += rows_of(streams.RECALL, "softmax attention", "k", {1e-2: (0.125,)})
+    rows += rows_of(streams.RECALL, "softmax attention", "kv", {1e-2: (1.0,)})
+    rows += rows_of(streams.LANGUAGE, "DeltaNet", "k", {1e-2: (2.5, 2.625)})
+    return streams.summary(rows)
+
+
+def test_the_table_has_every_number_in_its_place(lines):
+    recall, text = streams.table(lines).split("text: validation loss")
+    assert "| convolved | DeltaNet | softmax attention |" in recall
+    assert "| k | 0.625 (0.500 to 0.750) | 0.125 (0.125 to 0.125) |" in recall
+    assert "| kv | 0.750 (0.750 to 0.750) | 1.000 (1.000 to 1.000) |" in recall
+    assert "is on its grid's edge in 1 of 2." in recall
+    assert "| convolved | DeltaNet |" in text and "| k | 2.562 (2.500 to 2.625) |" in text
+    assert "One learning rate was run." in text
+    table = list(csv.DictReader(io.StringIO(streams._csv(lines))))
+    names = ("row", "mixer", "streams", "best_lr", "best_lr_on_grid_edge", "mean", "min", "max")
+    assert table == [{name: str(line[name]) for name in names} for line in lines]
+
+
+def test_the_picture_has_recall_above_text_and_bars_from_least_to_most(lines):
+    found = {}
+    for axes in streams.draw(lines).axes:
+        for points in axes.containers:
+            middle, _, (bars,) = points.lines
+            ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
+            found[axes.get_title(loc="left"), points.get_label()] = [
+                *middle.get_ydata().tolist(),
+                *ends,
+            ]
+    assert found == {
+        ("MQAR", "DeltaNet"): [0.625, 0.75, [0.5, 0.75], [0.75, 0.75]],
+        ("MQAR", "softmax attention"): [0.125, 1.0, [0.125, 0.125], [1.0, 1.0]],
+        ("text", "DeltaNet"): [2.5625, [2.5, 2.625]],
+        ("text", "softmax attention"): [],
+    }

@@ -1,0 +1,80 @@
+"""Learned filters: the delays that are read from them, the runs that are shown, the picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from eval.recall import portraits
+from eval.recall.plan import Run
+from eval.recall.training import Cell
+
+RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
+
+
+def test_delays_of_heads_and_their_rule():
+    def one_hot(lag: int, size: float = 1.0) -> list[float]:
+        return [size * (i == lag) + 0.05 for i in range(4)]
+
+    layer = {
+        "q": [one_hot(0), one_hot(1), one_hot(0)],
+        "k": [one_hot(2, -2.0), one_hot(1), [1.0, 1.0, 1.0, 1.0]],
+        "v": [one_hot(1), one_hot(0), one_hot(0)],
+    }
+    first, second, third = portraits.heads([layer])
+    assert first["delays"] == {"q": 0, "k": 2, "v": 1} and first["key_is_one_more"] is True
+    assert second["key_is_one_more"] is False
+    assert third["key_is_one_more"] is None and third["single"] == 0.25
+    # A stream without a filter has no delay.
+    (alone,) = portraits.heads([{"k": [one_hot(1)]}])
+    assert alone["delays"] == {"k": 1} and alone["key_is_one_more"] is True
+    assert not list(portraits.heads([]))
+
+
+def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
+    filters = [{"k": [[0.0, 1.0]]}]
+    rows = [
+        (replace(RUN, cell=replace(RUN.cell, seed=seed)), {"accuracy": a, "filters": f})
+        for seed, (a, f) in enumerate([(0.5, filters), (0.9, filters), (0.7, filters)])
+    ]
+    (entry,) = portraits.table(rows)
+    assert entry["seed"] == 1 and entry["heads"][0]["delays"] == {"k": 1}
+    assert not portraits.table([(RUN, {"accuracy": 1.0, "filters": []})])
+    drawing = portraits.draw([entry] * 70, "many")
+    assert "the first 60 of 70 heads" in drawing.get_suptitle()
+    assert len(drawing.axes[0].get_yticklabels()) == 60
+
+
+def test_a_tap_is_single_by_its_share_of_the_squares():
+    (head,) = portraits.heads([{"q": [[1.0, 0.0]], "k": [[1.0, 3.0]], "v": [[-1.0, 0.125]]}])
+    assert head["single"] == 0.9 and head["key_is_one_more"] is True
+    (head,) = portraits.heads([{"q": [[1.0, 0.0]], "k": [[1.0, 1.9]], "v": [[1.0, 0.0]]}])
+    assert head["single"] < 0.8 and head["key_is_one_more"] is None
+
+
+def test_every_place_with_filters_has_an_entry():
+    longer = replace(RUN, cell=replace(RUN.cell, seq_len=32))
+    runs = [RUN, replace(RUN, row="x"), replace(RUN, column="x"), replace(RUN, line="x"), longer]
+    rows = [(run, {"accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]}) for run in runs]
+    found = [(x["row"], x["column"], x["mixer"], x["seq_len"]) for x in portraits.table(rows)]
+    assert found == [(run.row, run.column, run.line, run.cell.seq_len) for run in runs]
+
+
+def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():
+    filters = [{"q": [[4.0, -2.0], [0.0, 1.0]], "k": [[0.0, 0.0, 8.0], [1.0, 0.0, 0.5]]}]
+    (entry,) = portraits.table([(RUN, {"accuracy": 0.5, "filters": filters})])
+    drawing = portraits.draw([entry], "a title")
+    first, second = drawing.axes
+    assert (first.get_title(), second.get_title()) == ("q", "k")
+    shown = [axes.images[0].get_array().filled(np.nan) for axes in drawing.axes]
+    wanted = ([[1, -0.5, np.nan], [0, 1, np.nan]], [[0, 0, 1], [1, 0, 0.5]])
+    np.testing.assert_array_equal(shown, wanted)
+    numbers = [[text.get_text() for text in axes.texts] for axes in drawing.axes]
+    assert numbers[0] == ["4.00", "-2.00", "0.00", "1.00"] and len(numbers[1]) == 6
+    names = [text.get_text() for text in first.get_yticklabels()]
+    assert names == [f"MQAR, d = 16, L 16: cat, layer 0, head {head}" for head in (0, 1)]
+    (right,) = second.child_axes
+    # Delays 0 and 2, whose rule fails; 1 and 0 with a single tap of 0.8 of the squares.
+    assert [text.get_text() for text in right.get_yticklabels()] == ["0.500  no"] * 2
+    assert drawing.get_suptitle().startswith("a title\n")
