@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cat_lm.errors import UserError
 from eval.recall.mixers import Setting, make_mixer
 from eval.recall.mixers._long_convolution import long_convolution
 
@@ -101,18 +100,3 @@ def test_h3_starts_as_s4d_lin_with_bilinear_steps():
     torch.testing.assert_close(b, dt[:, None] / (1 - step / 2), check_dtype=False)
     torch.testing.assert_close(layer.shift.filters(20)[:8], layer.shift.c.T)
     assert not layer.shift.filters(20)[8:].any()
-
-
-@pytest.mark.parametrize(
-    "specification,words",
-    [
-        ("hyena:features=4", "features=4: must be odd"),
-        ("hyena:length=1", "length must be at least 2"),
-        ("h3:state=7", "state=7: must be even"),
-        ("h3:head_dim=4", "head_dim=4 does not divide d_model=6"),
-    ],
-)
-def test_bad_options_are_one_clear_line(specification, words):
-    with pytest.raises(UserError) as error:
-        built(specification)
-    assert words in str(error.value) and "\n" not in str(error.value)
