@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import math
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,9 +125,9 @@ def rows_of(row: str, mixer: str, subset: str, found: dict[float, tuple[float, .
 def test_a_diverged_rate_is_the_last_choice_and_an_edge_is_told(row):
     middle = (0.5, 0.75) if row == streams.RECALL else (2.5, 2.75)
     worse = (0.25,) if row == streams.RECALL else (3.0,)
-    found = {1e-2: middle, 1e-3: (math.nan, 0.625), 3e-2: worse}  # rates are not in order
-    for rates in (found, dict(reversed(found.items()))):
-        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", rates))
+    found = {1e-2: middle, 1e-3: (math.nan, 0.625), 3e-2: worse}
+    for rates in permutations(found.items()):
+        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", dict(rates)))
         assert line["best_lr"] == 1e-2 and not line["best_lr_on_grid_edge"]
         assert (line["min"], line["max"]) == middle and line["mean"] == sum(middle) / 2
         assert line["runs"].keys() == {"0.01", "0.001", "0.03"}
