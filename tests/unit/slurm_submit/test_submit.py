@@ -1,0 +1,213 @@
+"""launch.slurm's commands: what is checked, copied, submitted and remembered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cat_lm.config import load_config
+from launch.slurm import attempts, snapshot
+from launch.slurm.folder import read_record
+from launch.slurm.options import Options
+from tests.unit.slurm_submit.places import copied
+
+
+def test_submit(place):
+    out = place.submit("--time", "2:00:00", "train.seed=5", "--env", "A=b=c", "train.max_steps=9")
+    folder = place.run_folder
+    assert "submitted job 41: 2 x 1 ranks" in out and str(folder.log) in out
+    assert place.calls.read_text().splitlines() == [
+        "sbatch --test-only",
+        f"sbatch --parsable {folder.script}",
+    ]
+    assert "--signal=USR1@300" in folder.script.read_text() and "A=b=c" in folder.script.read_text()
+    config = load_config(folder.config)
+    assert (config.train.seed, config.train.max_steps) == (5, 9)
+    record = read_record(folder)
+    assert record.job_ids == ["41"] and record.overrides == ["train.seed=5", "train.max_steps=9"]
+    assert record.options == Options(nodes=2, time="2:00:00", env={"A": "b=c"})
+    assert copied(folder) == {"cat_lm/a.py", "train.py"}
+
+
+def test_print_writes_nothing(place):
+    before = sorted(place.folder.iterdir())
+    code, out, err = place("submit", place.config, "--nodes", 2, "--gpus-per-node", 2, "--print")
+    assert (code, err) == (0, "")
+    assert "#SBATCH --gpus-per-node=2\n" in out
+    assert sorted(place.folder.iterdir()) == before
+
+
+def test_paths_become_absolute(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    overrides = ["data.path=data", "train.output_dir=out/run", "train.init_from=~/weights"]
+    values = snapshot.resolved(load_config(place.config, overrides))
+    assert values["data"]["path"] == str(place.data)
+    assert values["train"]["output_dir"] == str(place.folder / "out" / "run")
+    assert values["train"]["init_from"] == str(place.folder / "weights")
+    assert snapshot.inputs_of(values) == [str(place.data), str(place.folder / "weights")]
+    remote = snapshot.resolved(load_config(place.config, ["data.path=s3://bucket/data"]))
+    assert remote["data"]["path"] == "s3://bucket/data" and snapshot.inputs_of(remote) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nodes", 0], "--nodes: 0: must be at least 1"),
+        (["--nodes", "two"], "invalid whole number value: 'two'"),
+        (["--nodes", 2, "--gpus-per-node", -1], "must be at least 0"),
+        (["--nodes", 2, "--time", "tomorrow"], "--time tomorrow: must be minutes"),
+        (["--nodes", 2, "--time", "0"], "more than nothing"),
+        (["--nodes", 2, "--time", "5", "--lead-seconds", 300], "less than the time limit"),
+        (["--nodes", 2, "--lead-seconds", 70000], "between 1 and 65535"),
+        (["--nodes", 2, "--max-restarts", 0], "must be at least 1"),
+        (["--nodes", 2, "--gpus-per-node", 4, "--tasks-per-node", 2], "--tasks-per-node 2"),
+        (["--nodes", 2, "--container-mounts", "/a:/b"], "needs --container"),
+        (["--nodes", 2, "--partition", ""], "--partition ''"),
+        (["--nodes", 2, "--account", "a\n#SBATCH --x"], "must be one line"),
+        (["--nodes", 2, "--env", "A"], "must have the form NAME=VALUE"),
+        (["--nodes", 2, "--env", "1A=b"], "must have the form NAME=VALUE"),
+        (["--nodes", 2, "--nods", 2], "unrecognized arguments: --nods"),
+        (["--nodes", 3], "micro_batch_size x ranks = 2 x 3 = 6"),
+        (["--nodes", 2, "--gpus-per-node", 4], "2 x 8 = 16"),
+        (["--nodes", 2, "train.sead=1"], "the nearest known one is train.seed"),
+        (["--nodes", 2, "train.seed"], "must have the form section.key=value"),
+        (["--nodes", 2, "train.resume=/some/run"], "train.init_from"),
+        (["--nodes", 2, "data.path=/no/such/data"], "/no/such/data: no such folder"),
+        (["--nodes", 2, "--site", "/no/site.yaml"], "site file /no/site.yaml: no such file"),
+        (["--nodes", 2, 'train.output_dir=a"b'], "no path with such characters"),
+    ],
+)
+def test_bad_input_is_one_clear_line(place, arguments, says):
+    err = place.fails("submit", place.config, *arguments)
+    assert says in err and "Traceback" not in err
+    assert not place.run_folder.run.exists()
+
+
+def test_a_missing_config_and_a_missing_run(place):
+    assert "no such configuration" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
+    for name in ("status", "cancel", "resume"):
+        assert "no such run folder" in place.fails(name, place.folder / "nothing")
+        assert "was never submitted" in place.fails(name, place.data)
+
+
+def test_a_file_in_the_way(place):
+    for name in ("run", "run/slurm"):
+        path = place.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+        assert f"{path} is a file" in place.fails("submit", place.config, "--nodes", 1)
+        path.unlink()
+
+
+def test_one_job_a_run(place):
+    """Also a job that was submitted by hand counts; another run's does not."""
+    place.queued("77", place.run_folder.script)
+    assert "job 77 of this run is pending" in place.fails("submit", place.config, "--nodes", 1)
+    place.queued("77", place.folder / "other" / "slurm" / "job.sbatch")
+    place.submit()
+    place.calls.unlink()
+    place.queued("41", place.run_folder.script, "RUNNING")
+    assert "job 41" in place.fails("resume", place.run_folder.run)
+    code, out, _ = place("cancel", place.run_folder.run)
+    assert code == 0 and "cancelled job 41 (running)" in out
+    assert place.calls.read_text() == "scancel 41\n"
+    place.calls.unlink()
+    place.queue.unlink()
+    assert "no queued or running job" in place.fails("cancel", place.run_folder.run)
+
+
+def test_a_job_is_known_by_its_script(place):
+    """Whatever characters are in its path, and with arguments."""
+    run = place.folder / "a run"
+    for script in (f"{run}/slurm/job.sbatch", f"{run}/slurm/job.sbatch some argument"):
+        place.queued("77", script)
+        err = place.fails("submit", place.config, "--nodes", 1, f"train.output_dir={run}")
+        assert "job 77 of this run" in err and f"cancel '{run}'`" in err
+    place.queued("77", f"{run}/slurm/job.sbatch.old")
+    place.submit(f"train.output_dir={run}")
+
+
+def test_an_older_runs_checkpoints_are_not_continued_by_accident(place):
+    step = place.run_folder.checkpoints / "step-00000007"
+    step.mkdir(parents=True)
+    (step / "complete.json").write_text('{"files": {}}')
+    assert "already holds step-00000007" in place.fails("submit", place.config, "--nodes", 1)
+    place.submit("train.resume=auto")
+
+
+def test_slurm_that_refuses_or_is_not_there(place, monkeypatch):
+    monkeypatch.setenv("SBATCH_FAILS", "1")
+    code, _, err = place("submit", place.config, "--nodes", 1)
+    assert (code, err) == (2, "error: sbatch: sbatch: error: invalid account\n")
+    assert not place.run_folder.slurm.exists()  # refused before anything is written
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, _, err = place("submit", place.config, "--nodes", 1)
+    assert code == 2 and "this machine has no SLURM" in err and "launch.slurm local" in err
+
+
+def test_resume_changes_what_is_given_and_keeps_the_rest(place, monkeypatch):
+    place.submit("--partition", "short", "--time", "30", "--env", "A=1", "train.seed=3")
+    folder = place.run_folder
+    (folder.code / "train.py").write_text("# of the run")
+    attempts.begin(folder, "41", 0)
+    assert attempts.without_progress(folder) == 1
+    monkeypatch.setenv("JOB_ID", "42")
+    code, out, err = place(
+        *("resume", folder.run, "--time", "60", "--env", "B=2", "train.max_steps=50")
+    )
+    assert (code, err) == (0, "") and "resumed job 42" in out
+    record = read_record(folder)
+    assert record.options == Options(
+        nodes=2, partition="short", time="60", env={"A": "1", "B": "2"}
+    )
+    assert record.job_ids == ["41", "42"]
+    assert record.overrides == ["train.seed=3", "train.max_steps=50"]
+    config = load_config(folder.config)
+    assert (config.train.seed, config.train.max_steps) == (3, 50)
+    assert (folder.code / "train.py").read_text() == "# of the run"
+    assert attempts.without_progress(folder) == 0 and len(attempts.lines(folder)) == 1
+    place("resume", folder.run, "--new-code")
+    assert (folder.code / "train.py").read_text() == "# of the checkout"
+    assert "`submit` starts another run" in place("resume", folder.run, "train.output_dir=/x")[2]
+
+
+def test_from_gpus_to_cpus_and_back(place):
+    place.submit("--gpus-per-node", 2)
+    run = place.run_folder.run
+    place("resume", run, "--gpus-per-node", 0, "--tasks-per-node", 4, "--nodes", 1)
+    text = place.run_folder.script.read_text()
+    assert "--ntasks-per-node=4\n" in text and "--gpus" not in text
+    place("resume", run, "--gpus-per-node", 1)
+    assert "--ntasks-per-node=1\n#SBATCH --gpus-per-node=1\n" in place.run_folder.script.read_text()
+
+
+def test_status(place, monkeypatch):
+    place.submit()
+    folder = place.run_folder
+    _, out, _ = place("status", folder.run)
+    assert "41: running" in out and "none yet" in out and str(folder.log) in out
+    records = [{"step": 4, "loss": 2.5, "tokens_per_second": 1234.5}, {"step": 4, "val_loss": 2.4}]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    folder.metrics.write_text(lines + '{"step": 5, "lo')
+    for _ in range(3):
+        attempts.begin(folder, "41", 0)
+    path = place.folder / "status.json"
+    code, out, err = place("status", folder.run, "--json", path)
+    assert (code, err) == (0, "")
+    assert "4, loss 2.5000, 1,234 tokens/s" in out and "3 in a row from none" in out
+    found = json.loads(path.read_text())
+    assert (found["job"], found["nodes"], found["restarts"]) == ("41", "n[0-1]", 2)
+    assert (found["step"], found["loss"], found["attempts"]) == (4, 2.5, 3)
+    monkeypatch.setenv("JOB_IS_GONE", "1")
+    assert "unknown" in place("status", folder.run)[1]
+    monkeypatch.setenv("SACCT", "CANCELLED by 0|n1")
+    assert "41: cancelled by 0" in place("status", folder.run)[1]
+    monkeypatch.setenv("PATH", "/nowhere")  # the files still tell
+    assert "this machine has no SLURM" in place("status", folder.run)[1]
+    assert "4, loss 2.5000" in place("status", folder.run)[1]
+
+
+def test_only_prepare_takes_flags_of_another_program(place):
+    err = place.fails("submit", place.config, "--nodes", 1, "--", "train.seed=1")
+    assert "unrecognized arguments: -- train.seed=1" in err
