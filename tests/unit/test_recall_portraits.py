@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -78,3 +78,15 @@ def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():
     # Delays 0 and 2, whose rule fails; 1 and 0 with a single tap of 0.8 of the squares.
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500  no"] * 2
     assert drawing.get_suptitle().startswith("a title\n")
+
+
+def test_one_runs_portrait_stands_beside_its_file(tmp_path):
+    record = {"cell": asdict(RUN.cell), "accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]}
+    picture = portraits.save_portrait(record, tmp_path / "cat-lr0.01-seed0.json")
+    assert picture == tmp_path / "cat-lr0.01-seed0-filters.png"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {picture.name, "cat-lr0.01-seed0-filters.svg"}
+    for without in ([], [{}]):
+        found = portraits.save_portrait({**record, "filters": without}, tmp_path / "none.json")
+        assert found is None
+    assert {path.name for path in tmp_path.iterdir()} == names
