@@ -1,0 +1,275 @@
+"""The preparation killed at every step, interrupted, and without one of its workers."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cat_lm.data import TokenCorpus
+from cat_lm.errors import UserError
+from data_prep import output
+from tests.conftest import REPOSITORY
+from tests.unit.data_stages.wishes import WISHES
+from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_selection import flags as set_flags
+
+
+def dying(out, arguments, renames):
+    """Prepares in a process that dies at a rename, half of the time just before it."""
+    from data_prep import planning
+    from data_prep.pipeline import prepare
+    from data_prep.prepare import parse_arguments
+
+    planning.MARGIN /= 5  # the estimate comes out too low
+    real, left = os.replace, [renames]
+
+    def replace(*given):
+        left[0] -= 1
+        if left[0] == 0 and renames % 2:
+            os._exit(9)
+        real(*given)
+        if left[0] == 0:
+            os._exit(9)
+
+    os.replace = replace
+    prepare(parse_arguments(["--out", str(out), *map(str, arguments)]))
+    os._exit(0)
+
+
+def die_at(out, arguments, renames):
+    process = multiprocessing.get_context("fork").Process(
+        target=dying, args=(out, arguments, renames)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode in (0, 9)
+    return process.exitcode == 0
+
+
+def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
+    """Each run goes on where the one before was killed, a few steps further."""
+    for scratch in (False, True):
+        out = tmp_path / f"out{scratch}"
+        more = ("--scratch", tmp_path / "scratch") if scratch else ()
+        renames = 1 + scratch
+        while not die_at(out, set_flags(sets, *WISHES, *more), renames):
+            if not (out / "manifest.json").exists():
+                with pytest.raises(UserError, match="no finished data"):
+                    TokenCorpus.open(out, "train")
+            renames += 2
+        assert renames > 8
+        assert digests(out) == expected
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("renames", range(30, 48, 3))
+def test_killed_once_late(tmp_path, sets, expected, renames):
+    """While parts are finished, between the stages, and while shards are."""
+    out = tmp_path / "out"
+    assert not die_at(out, set_flags(sets, *WISHES), renames)
+    assert die_at(out, set_flags(sets, *WISHES), 10**9)
+    assert digests(out) == expected
+
+
+def test_killed_at_any_moment_and_started_again(tmp_path, sets):
+    """The kill that leaves no process time for anything, at random, for one worker and for two."""
+    tokenizer = ("--tokenizer", "train:sentencepiece:400", "--shard-tokens", "1K")
+    arguments = set_flags(sets, *tokenizer, "--mixture", "Large=1,Small=1", "--tokens", "8K")
+    start = time.monotonic()
+    assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
+    whole = time.monotonic() - start
+    expected = digests(tmp_path / "whole")
+    rng = random.Random()
+    survivors = []
+    for attempt in range(6):
+        out = tmp_path / "killed"
+        workers = 1 + attempt % 2
+        process = subprocess.Popen(
+            command(*arguments, "--out", out, "--workers", workers),
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(rng.uniform(0.2, 1.1) * whole)
+        process.send_signal(signal.SIGKILL)  # the parent alone: its workers must end by themselves
+        process.wait()
+        survivors.append(process.pid)
+        # Whatever it got to: finished data are whole, and others are not taken for finished.
+        if (out / "manifest.json").exists():
+            assert {k: v for k, v in digests(out).items() if k != "unfinished.json"}.keys() >= (
+                expected.keys()
+            )
+            shutil.rmtree(out)
+        elif out.exists():
+            with pytest.raises(UserError, match="no finished data"):
+                TokenCorpus.open(out, "train")
+    done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "killed") == expected
+    deadline = time.monotonic() + 10
+    while any(map(group_alive, survivors)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(group_alive, survivors))
+
+
+def group_alive(group):
+    """Whether a process of the group still runs (one that only waits to be reaped does not)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
+    return False
+
+
+def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepare, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "tidy", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert (tmp_path / "out" / "parts").is_dir()
+    monkeypatch.undo()
+    prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert digests(tmp_path / "out") == expected
+
+
+class Killed(BaseException):
+    """Passes through all that handles errors."""
+
+
+def killed(*_):
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    ("until", "then", "stride"),
+    [("finish", ("--sets", "Small"), 1), ("tidy", ("--seed", 1, "--sets", "Small"), 5)],
+)
+def test_killed_at_any_step_of_replacing_other_data(
+    tmp_path, sets, prepare, monkeypatch, until, then, stride
+):
+    """Nothing that other arguments have left is taken for the new ones' own."""
+    out, kept, then = tmp_path / "out", tmp_path / "kept", set_flags(sets, *then)
+    expected = digests(prepare(tmp_path / "whole", *then))
+    real = {name: getattr(os, name) for name in ("unlink", "rmdir", "replace")}
+
+    def overwrite(steps):
+        left = [steps]
+
+        def counted(name):
+            def act(*given, **more):
+                real[name](*given, **more)
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Killed
+
+            return act
+
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr("data_prep.pipeline.Plan.load", killed)
+            for name in real:
+                patch.setattr(os, name, counted(name))
+            prepare(out, *then, "--overwrite")
+        return left[0] > 0
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(output, until, killed)
+        prepare(out, *set_flags(sets, "--sets", "Large"))
+    shutil.copytree(out, kept)
+    for steps in range(1, 100, stride):
+        whole = overwrite(steps)
+        try:
+            prepare(out, *then)
+        except UserError as error:
+            assert "--overwrite" in str(error)
+            prepare(out, *then, "--overwrite")
+        assert digests(out) == expected, f"after {steps} steps"
+        if whole:
+            break
+        shutil.rmtree(out)
+        shutil.copytree(kept, out)
+    assert 10 < steps < 90
+
+
+@pytest.mark.parametrize(("kind", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_data, kind, workers):
+    source = ("--source", "slimpajama", "--path", shared_data / "slimpajama_sample")
+    arguments = (*source, "--tokenizer", "bytes", "--max-bytes", 3_000_000)
+    arguments += ("--out", tmp_path / "out", "--workers", workers)
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(tmp_path.glob("out/parts/.part-*.bin.*.tmp")):
+        time.sleep(0.01)
+    process.send_signal(kind)
+    _, complaint = process.communicate()
+    assert process.returncode == 130, complaint
+    assert "Traceback" not in complaint and complaint.count("interrupted") == 1
+    assert not list(tmp_path.rglob(".*.tmp"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert TokenCorpus.open(tmp_path / "out", "train").num_bytes >= 3_000_000
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
+    script = (
+        "import os, sys\n"
+        "from data_prep import encode\n"
+        "from data_prep.workers import run_tasks\n"
+        "from tests.unit.data_stages.test_kills import deadly\n"
+        "from cat_lm.errors import command\n"
+        "command(lambda: print(list(run_tasks(deadly, [1, 2, 9], 2, print))))()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "a worker process died (exit code -9), most likely for want of memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path):
+    script = (
+        "from data_prep.workers import run_tasks\n"
+        "from tests.unit.data_stages.test_kills import endless\n"
+        f"list(run_tasks(endless, [{str(tmp_path)!r}] * 2, 2, print))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, start_new_session=True
+    )
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while group_alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not group_alive(process.pid)
+
+
+def endless(folder, report):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def deadly(task, report):
+    if task == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task

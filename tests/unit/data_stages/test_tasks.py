@@ -1,0 +1,124 @@
+"""The preparation by an array of tasks, in folders that they share; its estimate."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from cat_lm.errors import UserError
+from data_prep import output
+from data_prep.documents import Reading
+from data_prep.sources import open_source
+from data_prep.units import task_units, units_of
+from tests.conftest import REPOSITORY, write_jsonl
+from tests.unit.data_stages.wishes import WISHES
+from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_selection import flags as set_flags
+
+
+def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected):
+    """Three tasks at once, one of them submitted twice, one never run, on a scratch folder."""
+    arguments = (*set_flags(sets, *WISHES), "--out", tmp_path / "out", "--scratch", tmp_path / "s")
+    tasks = [
+        subprocess.Popen(
+            command(*arguments, "--stage", "encode", "--task", f"{task}/3"),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in (0, 1, 1)
+    ]
+    for process in tasks:
+        printed, _ = process.communicate()
+        assert process.returncode == 0
+        assert "are encoded; go on with --stage assemble" in printed
+    done = run(*arguments, "--stage", "assemble", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == expected
+    assert not list((tmp_path / "s").iterdir())
+
+
+def test_a_scratch_folder_that_another_machine_does_not_have_is_an_error(tmp_path, sets, prepare):
+    arguments = set_flags(sets, "--scratch", tmp_path / "s", "--stage")
+    prepare(tmp_path / "out", *arguments, "encode", "--task", "0/2")
+    shutil.move(tmp_path / "s", tmp_path / "of another machine")
+    before = digests(tmp_path / "out" / "tokenizer")
+    for stage in (("encode", "--task", "1/2"), ("assemble",)):
+        with pytest.raises(UserError, match=r"--scratch .* need one that they share"):
+            prepare(tmp_path / "out", *arguments, *stage)
+    assert digests(tmp_path / "out" / "tokenizer") == before
+    shutil.move(tmp_path / "of another machine", tmp_path / "s")
+    prepare(tmp_path / "out", *arguments, "assemble")
+
+
+def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepare):
+    encode = (*set_flags(sets), "--stage", "encode", "--task", "0/2")
+    with output.locked(tmp_path / "out", shared=True):
+        prepare(tmp_path / "out", *encode)
+        with pytest.raises(UserError, match="another preparation is writing to it"):
+            prepare(tmp_path / "out", *set_flags(sets, "--stage", "assemble"))
+    with output.locked(tmp_path / "out"), pytest.raises(UserError, match="another preparation"):
+        prepare(tmp_path / "out", *encode)
+
+
+def test_without_file_locks_the_work_is_done_and_a_note_says_so(
+    tmp_path, sets, expected, prepare, monkeypatch, capsys
+):
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("data_prep.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("data_prep.locks._noted", False)
+    prepare(tmp_path / "out", *set_flags(sets, *WISHES))
+    assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1
+    assert digests(tmp_path / "out") == expected
+
+
+def test_units_are_groups_of_files_of_one_split_and_follow_from_the_listing(tmp_path):
+    for split, count in (("train", 300), ("validation", 3)):
+        (tmp_path / split).mkdir()
+        for number in range(count):
+            write_jsonl(tmp_path / split / f"{number}.jsonl", ["x" * (20 + number % 7)])
+    write_jsonl(tmp_path / "train" / "5.jsonl", ["large"] * 1000)
+    source = open_source("slimpajama", str(tmp_path), Reading())
+    units = units_of(source)
+    assert [part for unit in units for part in unit.parts] == source.parts
+    assert all(len({part.split for part in unit.parts}) == 1 for unit in units)
+    assert 20 < len(units) < 80
+    (large,) = [unit for unit in units if any(part.name == "train/5.jsonl" for part in unit.parts)]
+    assert len(large.parts) == 1
+    shares = [task_units(units, (task, 3)) for task in range(3)]
+    assert sorted((u for share in shares for u in share), key=lambda u: u.number) == units
+
+
+def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
+    prepare(tmp_path / "out", *set_flags(sets, "--stage", "encode"))
+    with pytest.raises(UserError, match=r"its parts in .*/out/parts; give the same --scratch"):
+        prepare(tmp_path / "out", *set_flags(sets, "--scratch", tmp_path / "s"))
+
+
+def test_the_estimate_writes_nothing(tmp_path, sets, prepare, capsys):
+    prepare(tmp_path / "out", *set_flags(sets, "--estimate", "--tokens", "20K"))
+    printed = capsys.readouterr().out
+    assert "7 units" in printed and "about 20,000 training tokens and " in printed
+    assert "disk: about" in printed and "time: about" in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("own_validation", [True, False])
+def test_the_estimate_counts_what_is_held_out(tmp_path, sets, prepare, capsys, own_validation):
+    """A budget leaves the held-out documents be; so they may be most of the result."""
+    given = set_flags(sets, "--tokens", "2K")
+    if not own_validation:
+        given = ("--source", "files", "--path", sets, "--tokenizer", "bytes", "--tokens", "2K")
+        given += ("--validation-fraction", "0.3")
+    out = prepare(tmp_path / "out", *given, "--workers", 1)
+    splits = json.loads((out / "manifest.json").read_text())["splits"]
+    printed = capsys.readouterr().out
+    told = int(re.search(r"([0-9,]+) held-out ones come out", printed)[1].replace(",", ""))
+    assert 0.5 < told / splits["validation"]["tokens"] < (6 if own_validation else 1.5)
+    size = sum(file.stat().st_size for split in splits for file in out.glob(f"{split}-*"))
+    told = float(re.search(r"disk: about ([0-9.]+) kB in", printed)[1]) * 1000
+    assert 0.6 < told / size < 1.5

@@ -1,0 +1,26 @@
+"""What the tests of the length sweep share: texts, and the command in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
+DOCUMENTS = (
+    "A cat sat.\n" * 13,
+    "No.",
+    "Seven trees near 12 houses! " * 9,
+    "The bird heard it. " * 6,
+)
+
+
+def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    """Runs the command in this process; its exit code, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["length_sweep", *map(str, arguments)])
+    code = 0
+    try:
+        importlib.import_module("eval.length_sweep").main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    output = capsys.readouterr()
+    return code, output.out, output.err

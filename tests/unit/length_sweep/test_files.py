@@ -1,0 +1,112 @@
+"""What the length sweep stores, and what it computes again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import pytest
+
+from cat_lm.export import export_model
+from cat_lm.pretrained import load_tokenizer
+from eval import length_sweep_cells
+from eval.length_sweep import COLUMNS, sweep
+from tests.finished_runs import tiny_model
+
+
+class TestFiles:
+    def test_files_hold_the_rows(self, models, tiny_corpus, tmp_path, monkeypatch):
+        monkeypatch.undo()
+        out = tmp_path / "out"
+        folders = [models["cat"], models["pythia"]]
+        rows = sweep(folders, [32, 64], out, data=tiny_corpus, max_tokens=300)
+        stored = json.loads((out / "length_sweep.json").read_text())
+        names = (*COLUMNS, "positions")
+        assert stored["rows"] == [{name: row[name] for name in names} for row in rows]
+        assert stored["rows"][0]["tokens"] == 256
+        assert stored["rows"][0]["group_kind"] == "documents"
+        assert {"text", "protocol", "command", "date", "versions", "machine"} <= stored.keys()
+        with open(out / "length_sweep.csv", encoding="utf-8") as file:
+            table = list(csv.DictReader(file))
+        assert [float(row["perplexity"]) for row in table] == [r["perplexity"] for r in rows]
+        for name in ("length_sweep", "loss_by_position"):
+            assert (out / f"{name}.png").stat().st_size > 5000
+            assert "training length" in (out / f"{name}.svg").read_text()
+
+    def test_finished_cells_are_not_computed_again(self, models, text, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        folders = list(models.values())
+        before = sweep(folders, [16, 64], out, text=text, methods=["all"])
+        with monkeypatch.context() as patch:
+            patch.setattr(length_sweep_cells, "load_model", None)  # would fail when called
+            assert sweep(folders, [16, 64], out, text=text, methods=["all"]) == before
+            changes = (
+                {"stride": 8},
+                {"documents": "per-document", "min_document_tokens": 64},
+                {"methods": ["yarn"], "factor": 3.0},
+                {"methods": ["yarn"], "temperature_scope": "rotary"},
+                {"methods": ["yarn"], "training_length": 16},
+                {"dtype": "bfloat16"},
+                {"max_tokens": 200},
+            )
+            for change in changes:
+                if change.get("documents"):
+                    # One document is the same either way, but another protocol.
+                    change["max_tokens"] = before[0]["tokens"]
+                with pytest.raises(TypeError):
+                    sweep([models["cat"]], [16, 64], out, text=text, **change)
+
+    def test_damaged_cells_are_computed_again(self, models, text, tmp_path, capsys):
+        out = tmp_path / "out"
+        before = sweep([models["cat"]], [16], out, text=text)
+        (path,) = (out / "cells").iterdir()
+        whole = path.read_bytes()
+        values = json.loads(whole)
+        for damaged in (
+            whole[:100],
+            b"",
+            b"{}",
+            b"[]",
+            b"\xff\xfe",
+            json.dumps({k: v for k, v in values.items() if k != "positions"}).encode(),
+            json.dumps(values | {"length": 17}).encode(),
+        ):
+            path.write_bytes(damaged)
+            capsys.readouterr()
+            after = sweep([models["cat"]], [16], out, text=text)
+            assert f"{path}: damaged, is computed again" in capsys.readouterr().err
+            assert after[0]["loss"] == before[0]["loss"]
+            assert json.loads(path.read_bytes()).keys() == values.keys()
+
+    def test_interrupted_sweep_goes_on_where_it_stopped(self, models, text, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        compute, calls = length_sweep_cells.Cells._compute, []
+
+        def stops_after_two(self, *arguments):
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            calls.append(arguments)
+            return compute(self, *arguments)
+
+        monkeypatch.setattr(length_sweep_cells.Cells, "_compute", stops_after_two)
+        folders = [models["cat"], models["nope"]]
+        with pytest.raises(KeyboardInterrupt):
+            sweep(folders, [16, 32], out, text=text)
+        assert len(json.loads((out / "length_sweep.json").read_text())["rows"]) == 2
+        counted = []
+        monkeypatch.setattr(
+            length_sweep_cells.Cells,
+            "_compute",
+            lambda self, *arguments: counted.append(1) or compute(self, *arguments),
+        )
+        assert len(sweep(folders, [16, 32], out, text=text)) == 4
+        assert len(counted) == 2
+
+    def test_other_weights_are_another_cell(self, models, text, tmp_path):
+        folder = shutil.copytree(models["cat"], tmp_path / "model")
+        (before,) = sweep([folder], [32], tmp_path / "out", text=text)
+        tokenizer = load_tokenizer(folder)
+        export_model(tiny_model(257, seed=9), tokenizer, folder)
+        (after,) = sweep([folder], [32], tmp_path / "out", text=text)
+        assert before["perplexity"] != after["perplexity"]

@@ -1,0 +1,100 @@
+"""Texts and splits as streams of tokens, and their scores against the harness's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from cat_lm.errors import UserError
+from cat_lm.pretrained import load_model, load_tokenizer
+from eval.streams import split_documents, split_stream, text_stream
+from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
+
+
+class TestStreams:
+    def test_every_byte_of_a_text_is_scored(self, models):
+        stream = text_stream([TEXT], load_tokenizer(models["cat"]), "text")
+        assert stream.tokens[0] == 256
+        assert stream.tokens[1:].tolist() == list(TEXT.encode())
+        assert stream.num_bytes == len(TEXT.encode())
+        assert stream.num_words == len(re.split(r"\s+", TEXT))
+
+    def test_special_tokens_in_a_text_are_text(self, models):
+        stream = text_stream(["a<|endoftext|>b"], load_tokenizer(models["cat"]), "text")
+        assert stream.tokens[1:].tolist() == list(b"a<|endoftext|>b")
+
+    @pytest.mark.parametrize("separator", [r"\n(=+)\n", r"(\n)(=)+(\n)", r"\n=+\n|(x)"])
+    def test_groups_of_a_separator_are_no_documents(self, separator):
+        parts = split_documents("\n===\n".join(DOCUMENTS), separator)
+        assert parts == list(DOCUMENTS)
+
+    def test_documents_of_a_text(self, models):
+        parts = split_documents("\n===\n".join(DOCUMENTS), r"\n=+\n")
+        assert parts == list(DOCUMENTS)
+        tokenizer = load_tokenizer(models["cat"])
+        stream = text_stream(parts, tokenizer, "text")
+        assert stream.num_documents == 4
+        assert stream.texts(tokenizer) == parts
+        assert stream.num_bytes == sum(map(len, DOCUMENTS))
+        assert stream.num_words == sum(len(re.split(r"\s+", part)) for part in DOCUMENTS)
+        long = stream.whole_documents(120, None, tokenizer)
+        assert long.texts(tokenizer) == [DOCUMENTS[0], DOCUMENTS[2]]
+        assert long.tokens[0] == 256
+        assert stream.whole_documents(120, 200, tokenizer).texts(tokenizer) == [DOCUMENTS[0]]
+        assert stream.whole_documents(120, 130, tokenizer).texts(tokenizer) == [DOCUMENTS[0][:130]]
+
+    def test_split_has_the_manifest_s_bytes_and_a_part_of_it_its_own(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models["cat"])
+        whole = split_stream(tiny_corpus, tokenizer)
+        assert whole.num_bytes == (whole.tokens != whole.eod_id).sum()
+        part = split_stream(tiny_corpus, tokenizer, max_tokens=500)
+        assert len(part.tokens) == 501
+        assert part.num_bytes == (part.tokens[1:] != part.eod_id).sum()
+        assert part.tokens.tolist() == whole.tokens[:501].tolist()
+        assert whole.cut(300, tokenizer).num_bytes == (whole.tokens[1:301] != 256).sum()
+
+    def test_long_documents_of_a_split(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models["cat"])
+        texts = [t for t in split_stream(tiny_corpus, tokenizer).texts(tokenizer) if len(t) >= 199]
+        stream = split_stream(tiny_corpus, tokenizer, document_tokens=200)
+        assert stream.texts(tokenizer)[1:] == texts[-stream.num_documents + 1 :]
+        assert stream.tokens[0] == stream.tokens[-1] == 256
+        with pytest.raises(UserError, match="no document has 100000 tokens, the longest has"):
+            split_stream(tiny_corpus, tokenizer, document_tokens=100_000)
+
+
+def test_harness_rolling_perplexity_agrees(models):
+    """On one document longer than the context, whose length is no multiple of it."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from eval.perplexity import score_tokens
+
+    model, tokenizer = load_model(models["cat"], device="cpu"), load_tokenizer(models["cat"])
+    stream = text_stream([TEXT], tokenizer, "text")
+    for length in (32, 100, 1000):
+        harness = HFLM(
+            pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=1, backend="causal"
+        )
+        request = Instance("loglikelihood_rolling", {}, (TEXT,), 0)
+        (theirs,) = harness.loglikelihood_rolling([request], disable_tqdm=True)
+        units = {"num_bytes": stream.num_bytes, "num_words": stream.num_words}
+        ours = score_tokens(model, stream.tokens, length, **units)
+        assert ours.nll == pytest.approx(-float(theirs), rel=1e-5)
+        words = len(re.split(r"\s+", TEXT))
+        assert ours.word_perplexity == pytest.approx(math.exp(-float(theirs) / words), rel=1e-4)
+
+
+def test_scores_are_plain_values(models):
+    """What goes into a cell's file is what json reads back."""
+    from eval.perplexity import score_tokens
+
+    stream = text_stream([TEXT], load_tokenizer(models["cat"]), "text")
+    score = score_tokens(load_model(models["cat"]), stream.tokens, 64, num_bytes=1, num_words=1)
+    values = dataclasses.asdict(score)
+    assert json.loads(json.dumps(values)) == values
