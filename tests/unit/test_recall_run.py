@@ -126,10 +126,20 @@ def test_finished_cells_are_kept(tmp_path, monkeypatch):
     first = cells.run(tmp_path, cell, "cpu")
     path = cells.cell_path(tmp_path, cell)
     assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
-    assert first["provenance"]["versions"]["torch"]
+    assert first["provenance"]["versions"]["torch"] and first["provenance"]["device"] == "cpu"
     monkeypatch.setattr("eval.recall.training.run_cell", None)
     assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
-    assert cells.cell_path(tmp_path, dataclasses.replace(cell, weight_decay=0.0)) != path
+
+
+def test_all_that_decides_a_result_decides_its_file(tmp_path):
+    cell = Cell("mqar", "none", 32, 16, test_lengths=(16,))
+    others = {"task": "ar", "mixer": "cat", "d_model": 16, "seq_len": 32, "lr": 0.02, "seed": 1}
+    others |= {"epochs": 1, "train_examples": 8, "test_examples": 8, "layers": 1, "batch_size": 8}
+    others |= {"weight_decay": 0.0, "stop_above": None, "eval_steps": 1, "test_lengths": (32,)}
+    others |= {"fixed_items": True}
+    assert others.keys() == {field.name for field in dataclasses.fields(Cell)}
+    changed = [dataclasses.replace(cell, **{name: value}) for name, value in others.items()]
+    assert len({cells.cell_path(tmp_path, one) for one in (cell, *changed)}) == len(others) + 1
 
 
 @pytest.mark.parametrize("kind,place", [("task", "vocab_size"), ("mixer", "window")])

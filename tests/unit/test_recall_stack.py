@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.recall import cells, estimate, execution, stack, training
+from eval.recall import cells, execution, stack, training
 from eval.recall.__main__ import _stack
 from eval.recall.execution import Execution, run_unfinished, stacks
 from eval.recall.language import LanguageCell
@@ -256,47 +256,19 @@ def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(stack, "train_step", broken)
+    monkeypatch.setattr(training, "train_step", broken)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        cells.run_together(tmp_path, three()[:count], "cpu")
+
+
 def test_what_stack_takes():
     assert _stack("auto") is None and _stack("6") == 6
     for wrong in ("0", "-1", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="auto or at least 1"):
             _stack(wrong)
-
-
-def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):
-    timed = []
-
-    def seconds(cell, size, device):
-        timed.append((cell.mixer, cell.train_examples, size))
-        return 2.0 * size, 0.3 * size
-
-    monkeypatch.setattr(estimate, "_recall", seconds)
-    alike = three(epochs=4, eval_steps=None, test_lengths=(32,), fixed_items=True)
-    none = dataclasses.replace(alike[0], mixer="none")
-    found = estimate.hours_by_mixer([alike, alike[:1], [none], [none]], "cpu")
-    # 4 epochs of 3 steps; tests after each and at the end of 40 rows, and 2 of twice the length.
-    one = (12 * 2.0 + 0.3 / 3 * 40 * (4 + 1 + 4)) / 3600
-    assert found == pytest.approx({"cat": 4 * one, "none": 2 * one})
-    # Each kind once, by itself and as a stack, and as short as a batch.
-    assert timed == [("cat:dropout=0", 32, 3), ("cat:dropout=0", 32, 1), ("none", 32, 1)]
-
-
-def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
-    rows_timed = []
-
-    def seconds(step, rows):
-        rows_timed.append(rows)
-        return 0.5 + 0.25 * rows
-
-    monkeypatch.setattr(estimate, "_seconds", seconds)
-    monkeypatch.setattr(estimate, "_steps", lambda *_: lambda rows: None)
-    cell = dataclasses.replace(BASE, batch_size=512)
-    assert estimate._recall(cell, 1, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
-    assert max(rows_timed) == 16
-    assert estimate._recall(dataclasses.replace(BASE, batch_size=1), 1, "cpu")[0] > 0
-
-
-def test_the_estimate_times_real_steps_of_models_alone_stacked_and_on_text(no_dropout):
-    for group in (three(), three()[:1]):
-        (hours,) = estimate.hours_by_mixer([group], "cpu").values()
-        assert 0 < hours < 1
