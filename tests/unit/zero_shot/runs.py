@@ -1,0 +1,40 @@
+"""What the tests of the zero-shot command share: settings, answers, the command in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from eval.zero_shot_run import Settings
+
+CONTEXT = 160
+FEW = ("lambada_openai", "piqa", "winogrande", "wikitext")
+
+
+def settings(rows: Path | None, **changes) -> Settings:
+    return Settings(**{"data_dir": rows, "device": "cpu", "bootstrap_iterations": 20} | changes)
+
+
+def answers(out: Path) -> dict[str, list]:
+    """Task -> every row's log-likelihoods and greedy flags, from the per-sample logs."""
+    found = {}
+    for path in sorted((out / "samples").glob("*.jsonl")):
+        samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [sample["doc_id"] for sample in samples] == list(range(len(samples)))
+        found[path.name.rsplit("-", 1)[0]] = [sample["filtered_resps"] for sample in samples]
+    return found
+
+
+def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    """Runs the command in this process; its exit code, stdout and stderr."""
+    from eval import zero_shot
+
+    monkeypatch.setattr(sys, "argv", ["zero_shot", *map(str, arguments)])
+    code = 0
+    try:
+        zero_shot.main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    output = capsys.readouterr()
+    return code, output.out, output.err

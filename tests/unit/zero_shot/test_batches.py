@@ -1,0 +1,94 @@
+"""What decides a zero-shot task's answers: not the batch, the context, rows from the Hub."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from eval.tasks import sources
+from eval.zero_shot_run import run
+from tests.unit.zero_shot.runs import FEW, answers, settings
+from tests.zero_shot_rows import ROWS, write_rows
+
+SPLITS = ("train", "validation", "test")
+
+
+def flat(value) -> list[float]:
+    return [x for part in value for x in flat(part)] if isinstance(value, list) else [value]
+
+
+class TestBatches:
+    def test_answers_do_not_depend_on_the_batch(self, models, rows, tmp_path):
+        """R28 on one rank; tests/distributed has two."""
+        for name, folder in models.items():
+            for size in (1, 8):
+                out = tmp_path / f"{name}-{size}"
+                run(folder, FEW, out, settings(rows, batch_size=size, samples=True))
+            one, eight = answers(tmp_path / f"{name}-1"), answers(tmp_path / f"{name}-8")
+            assert set(one) == set(FEW)
+            for task in FEW:
+                assert flat(one[task]) == pytest.approx(flat(eight[task]), rel=1e-5, abs=1e-4)
+            accuracies = [
+                {
+                    (task, metric): value
+                    for task, values in json.loads(
+                        (tmp_path / f"{name}-{size}/zero_shot.json").read_text(encoding="utf-8")
+                    )["tasks"].items()
+                    for metric, value in values["metrics"].items()
+                    if metric.startswith("acc")
+                }
+                for size in (1, 8)
+            ]
+            assert accuracies[0] == accuracies[1] and len(accuracies[0]) == 4
+
+    def test_generated_answers_do_not_depend_on_the_batch(self, model, tmp_path):
+        """Any other task of the harness; generation pads on the left."""
+        rows = [
+            row | {"question": row["question"] * (1 + i)}
+            for i, row in enumerate(ROWS["arc_challenge"])
+        ]
+        folder = write_rows(tmp_path / "rows", {"arc_challenge_chat": rows})
+        texts = []
+        for size in (1, 3):
+            changes = {"batch_size": size, "samples": True, "max_length": 900, "limit": 3}
+            out = tmp_path / str(size)
+            result = run(model, ["arc_challenge_chat"], out, settings(folder, **changes))
+            texts.append(answers(out)["arc_challenge_chat"])
+            metrics = result["tasks"]["arc_challenge_chat"]["metrics"]
+            assert set(metrics) == {"exact_match,remove_whitespace"}
+        assert texts[0] == texts[1] and len(texts[0]) == 3
+
+    def test_context_is_cut_from_the_left_and_counted(self, model, rows, tmp_path):
+        result = run(model, ["piqa"], tmp_path / "short", settings(rows, max_length=24))
+        values = result["tasks"]["piqa"]
+        assert (values["truncated"], result["model"]["max_length"]) == (10, 24)
+        whole = run(model, ["piqa"], tmp_path / "whole", settings(rows))
+        assert whole["tasks"]["piqa"]["truncated"] == 0
+
+    def test_limit(self, model, rows, tmp_path):
+        result = run(model, ["piqa"], tmp_path, settings(rows, limit=2))
+        values = result["tasks"]["piqa"]
+        assert (values["n"], values["rows"], result["settings"]["limit"]) == (2, 5, 2)
+        assert result["average"]["value"] is None
+
+
+class TestHub:
+    def test_revisions_are_recorded(self, model, tmp_path, monkeypatch):
+        asked = []
+
+        def load_dataset(path, name=None, revision=None):
+            asked.append((path, revision))
+            return {split: datasets.Dataset.from_list(ROWS["piqa"]) for split in SPLITS}
+
+        monkeypatch.setattr(sources, "load_dataset", load_dataset)
+        monkeypatch.setattr(sources, "newest_commit", lambda dataset, branch: f"{branch}-1")
+        result = run(model, ["piqa"], tmp_path, settings(None))
+        expected = {"dataset": "baber/piqa", "config": None, "split": "validation"}
+        assert result["tasks"]["piqa"]["data"] == expected | {"revision": "main-1"}
+        assert asked == [("baber/piqa", "main-1")]
+        # The same rows from a file are the same task.
+        local = run(model, ["piqa"], tmp_path, settings(write_rows(tmp_path / "rows")))
+        assert local["tasks"]["piqa"]["key"] == result["tasks"]["piqa"]["key"]
+        assert len(list((tmp_path / "tasks").iterdir())) == 1

@@ -1,0 +1,156 @@
+"""What the zero-shot command keeps, adds to, refuses and computes again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from typing import ClassVar
+from unittest.mock import Mock
+
+import pytest
+
+from cat_lm.errors import UserError
+from eval import zero_shot_run
+from eval.zero_shot_run import run
+from tests.unit.zero_shot.runs import CONTEXT, FEW, settings
+from tests.zero_shot_rows import ROWS, write_rows
+
+
+class TestRestart:
+    @pytest.fixture
+    def evaluations(self, monkeypatch):
+        """Names of the tasks that are really computed."""
+        seen, original = [], zero_shot_run.evaluate
+
+        def evaluate(scorer, tasks, **options):
+            seen.extend(tasks["tasks"])
+            return original(scorer, tasks, **options)
+
+        monkeypatch.setattr(zero_shot_run, "evaluate", evaluate)
+        return seen
+
+    def test_finished_tasks_are_kept(self, model, rows, tmp_path, monkeypatch, evaluations):
+        counting = zero_shot_run.evaluate
+
+        def stops(scorer, tasks, **options):
+            if "winogrande" in tasks["tasks"]:
+                raise KeyboardInterrupt
+            return counting(scorer, tasks, **options)
+
+        monkeypatch.setattr(zero_shot_run, "evaluate", stops)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, FEW, tmp_path, settings(rows))
+        partial = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        assert list(partial["tasks"]) == evaluations == ["lambada_openai", "piqa"]
+        monkeypatch.setattr(zero_shot_run, "evaluate", counting)
+        result = run(model, FEW, tmp_path, settings(rows))
+        assert evaluations == list(FEW) == list(result["tasks"])
+        assert result["tasks"]["piqa"] == partial["tasks"]["piqa"]
+        fresh = run(model, FEW, tmp_path / "fresh", settings(rows))
+        for task in FEW:
+            assert fresh["tasks"][task]["metrics"] == result["tasks"][task]["metrics"]
+            assert fresh["tasks"][task]["stderr"] == result["tasks"][task]["stderr"]
+
+    def test_what_makes_a_task_another_one(self, models, rows, tmp_path, evaluations):
+        def computed(folder=models["rope"], rows=rows, **changes) -> bool:
+            evaluations.clear()
+            (tmp_path / "zero_shot.json").unlink(missing_ok=True)  # else one model's alone
+            run(folder, ["piqa"], tmp_path, settings(rows, **changes))
+            return bool(evaluations)
+
+        assert computed() and not computed()
+        assert not computed(batch_size=2)
+        assert computed(limit=3) and computed(max_length=100) and computed(dtype="bfloat16")
+        assert computed(models["nope"])
+        assert computed(samples=True) and not computed(samples=True)
+        changed = [row | {"label": 1 - row["label"]} for row in ROWS["piqa"]]
+        other = write_rows(tmp_path / "other", {"piqa": changed})
+        assert computed(rows=other)
+        assert not computed()
+
+    def test_another_tokenizer_is_another_task(self, model, rows, tmp_path, evaluations):
+        """Whatever files it is in; a folder beside it is none."""
+        from tokenizers import Tokenizer
+
+        folder = shutil.copytree(model, tmp_path / "model")
+        (folder / "tokenizer").mkdir()
+        out = tmp_path / "out"
+        run(folder, ["piqa"], out, settings(rows))
+        changed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = changed["model"]["vocab"]
+        a, b = list(vocabulary)[10:12]
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+        (folder / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        with pytest.raises(UserError, match=r"has results with the tokenizer [0-9a-f]{12}…, this"):
+            run(folder, ["piqa"], out, settings(rows))
+        assert len(evaluations) == 1
+
+    def test_slow_tokenizer_s_own_files_count(self, tmp_path):
+        class Slow:
+            is_fast = False
+            special_tokens_map: ClassVar = {"eos_token": "</s>"}
+            vocab_files_names: ClassVar = {
+                "vocab_file": "spiece.model",
+                "merges_file": "merges.txt",
+            }
+
+        hashes = {zero_shot_run._tokenizer_sha256(Slow(), tmp_path)}
+        for name in ("spiece.model", "merges.txt", "added_tokens.json", "tokenizer_config.json"):
+            (tmp_path / name).write_text(name)
+            hashes.add(zero_shot_run._tokenizer_sha256(Slow(), tmp_path))
+        assert len(hashes) == 5
+        (tmp_path / "model.safetensors").write_text("no part of it")
+        assert zero_shot_run._tokenizer_sha256(Slow(), tmp_path) in hashes
+
+    def test_calls_add_to_one_file(self, model, rows, tmp_path):
+        both = run(model, ["piqa", "winogrande"], tmp_path, settings(rows))
+        stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        result = run(model, ["arc_easy"], tmp_path, settings(rows, batch_size=1))
+        assert list(result["tasks"]) == ["piqa", "winogrande", "arc_easy"]
+        assert {name: result["tasks"][name] for name in both["tasks"]} == stored["tasks"]
+        written = (tmp_path / "zero_shot.json").read_bytes()
+        with open(tmp_path / "zero_shot.csv", encoding="utf-8", newline="") as file:
+            assert {line["task"] for line in csv.DictReader(file)} == set(result["tasks"])
+        # A restart that ends at once does not shorten it.
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(zero_shot_run, "_compute", Mock(side_effect=KeyboardInterrupt))
+            run(model, ["piqa", "lambada_openai"], tmp_path, settings(rows))
+        tasks = json.loads((tmp_path / "zero_shot.json").read_bytes())["tasks"]
+        assert list(tasks) == ["piqa", "winogrande", "arc_easy"]
+        written = (tmp_path / "zero_shot.json").read_bytes()
+        for changes, message in (
+            ({"limit": 2}, "--limit none, this call has 2; use another --out"),
+            ({"max_length": 100}, f"--max-length {CONTEXT}, this call has 100; use"),
+            ({"dtype": "bfloat16"}, "--dtype float32, this call has bfloat16"),
+            ({"bootstrap_iterations": 0}, "--bootstrap-iterations 20, this call has 0"),
+        ):
+            with pytest.raises(UserError, match=message):
+                run(model, ["piqa"], tmp_path, settings(rows, **changes))
+        assert (tmp_path / "zero_shot.json").read_bytes() == written
+
+    def test_other_weights_are_refused(self, models, rows, tmp_path):
+        run(models["rope"], ["piqa"], tmp_path, settings(rows))
+        with pytest.raises(UserError, match=r"has results with the model [0-9a-f]{12}…, this call"):
+            run(models["nope"], ["arc_easy"], tmp_path, settings(rows))
+
+    def test_damaged_files_are_computed_again(self, model, rows, tmp_path, evaluations, capsys):
+        before = run(model, ["piqa"], tmp_path, settings(rows))
+        (path,) = (tmp_path / "tasks").iterdir()
+        whole = path.read_bytes()
+        keyless = json.loads(whole) | {"key": {}}
+        for damaged in (whole[:50], b"{}", b"[]", b"\xff", json.dumps(keyless).encode()):
+            path.write_bytes(damaged)
+            (tmp_path / "zero_shot.json").write_bytes(damaged)
+            evaluations.clear()
+            capsys.readouterr()
+            after = run(model, ["piqa"], tmp_path, settings(rows))
+            assert f"piqa: {path}: damaged, is computed again" in capsys.readouterr().err
+            assert evaluations == ["piqa"]
+            assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
+        stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        stored["tasks"]["arc_easy"] = {"metrics": 3}
+        (tmp_path / "zero_shot.json").write_text(json.dumps(stored), encoding="utf-8")
+        assert list(run(model, ["piqa"], tmp_path, settings(rows))["tasks"]) == ["piqa"]
+        assert "task arc_easy: damaged, is left out" in capsys.readouterr().err
