@@ -47,15 +47,17 @@ def test_workers_for_auto(arguments, count, monkeypatch):
     assert workers.worker_count(arguments) == count
 
 
-def test_a_test_that_ends_its_worker_fails_once_and_the_others_run(tmp_path):
+@pytest.mark.parametrize("ending", [1, 2, 3])
+def test_a_test_that_ends_its_worker_fails_once_and_the_others_run(ending, tmp_path):
     """xdist alone hands it out again, until no worker is left."""
     (tmp_path / "conftest.py").write_text(
         "from tests import workers\n\n"
         "def pytest_xdist_make_scheduler(config, log):\n"
         "    return workers.scheduler(config, log)\n"
     )
-    ending = "import os\n\ndef test_1(): pass\ndef test_2(): os._exit(3)\ndef test_3(): pass\n"
-    (tmp_path / "test_a.py").write_text(ending)
+    bodies = ["os._exit(3)" if number == ending else "pass" for number in (1, 2, 3)]
+    tests = [f"def test_{number}(): {body}\n" for number, body in enumerate(bodies, 1)]
+    (tmp_path / "test_a.py").write_text("import os\n\n" + "".join(tests))
     (tmp_path / "test_b.py").write_text("def test_4(): pass\n")
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
