@@ -45,18 +45,46 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
         record = None
     if not isinstance(record, dict) or not {"cell", "filters", "provenance"} <= record.keys():
         raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
-    _check_defaults(path, record, cell)
+    changed = _changed_defaults(record, cell)
+    if changed:
+        raise StaleCell([path], changed)
     return record
 
 
-def _check_defaults(path: Path, record: dict[str, Any], cell: AnyCell) -> None:
-    """A file is named by the options that were given; those left out must mean the same today."""
-    for kind, now in cell.resolved().items():
-        if record.get(kind) != json.loads(json.dumps(now)):
-            raise UserError(
-                f"{path}: its {kind} was {record.get(kind)}, and is {now} by today's defaults; "
-                "delete it, and the same command makes it again"
-            )
+class StaleCell(UserError):
+    """Finished cells whose options, where they were left out, mean something else today.
+
+    Attributes:
+        paths: their files.
+        changed: what differs in the first.
+    """
+
+    def __init__(self, paths: Sequence[Path], changed: str) -> None:
+        self.paths, self.changed = paths, changed
+        alike = dict.fromkeys(re.sub(r"-lr[^/]*$", "-lr*.json", str(path)) for path in paths)
+        these = str(paths[0]) if len(paths) == 1 else " ".join(alike)
+        super().__init__(
+            f"{len(paths)} finished, from before a default was changed ({changed}); to have the "
+            f"same command make them again, delete {these}"
+        )
+
+
+def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
+    """What differs from today's meaning, as `mixer's window was 7, is 3`."""
+    now, then = (
+        {
+            "task": values.get("task", {}),
+            "mixer": values.get("mixer", {}).get("options", {}),
+            "model": {"layers": values.get("layers")},
+        }
+        for values in (json.loads(json.dumps(cell.resolved())), record)
+    )
+    return ", ".join(
+        f"the {kind}'s {name} was {then[kind].get(name)}, is {value}"
+        for kind in now
+        for name in now[kind] | then[kind]
+        if (value := now[kind].get(name)) != then[kind].get(name)
+    )
 
 
 def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:

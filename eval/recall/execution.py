@@ -52,7 +52,7 @@ class Execution:
 
 def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execution) -> bool:
     """Estimates and runs the cells that OUT does not hold; whether all are there now."""
-    todo = {run.cell: run for run in runs if cells.finished(out, run.cell) is None}
+    todo = {run.cell: run for run in _unfinished(runs, out)}
     print(f"{title}: {len(runs)} runs, {len(todo)} to do", flush=True)
     groups = stacks(list(todo), execution)
     largest = max(map(len, groups), default=1)
@@ -70,6 +70,20 @@ def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execut
         return False
     execute([[todo[cell] for cell in group] for group in groups], out, device, workers)
     return True
+
+
+def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
+    """Runs whose cell OUT does not hold."""
+    found, stale = [], []
+    for run in runs:
+        try:
+            if cells.finished(out, run.cell) is None:
+                found.append(run)
+        except cells.StaleCell as error:
+            stale.append(error)
+    if stale:  # of all of them, not one after the other
+        raise cells.StaleCell([path for error in stale for path in error.paths], stale[0].changed)
+    return found
 
 
 def _together(hours: float, execution: Execution) -> str:

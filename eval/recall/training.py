@@ -90,10 +90,12 @@ class Cell:
         return make_task(name, self.seq_len, options)
 
     def resolved(self) -> dict[str, Any]:
-        """The task and the mixer with all options, defaults too, as plain values."""
+        """The task and the mixer with all options, and the layers, defaults too; plain values."""
+        mixer = make_mixer(self.mixer)
         return {
             "task": self.make_task().describe(),
-            "mixer": make_mixer(self.mixer).describe(),
+            "mixer": mixer.describe(),
+            "layers": self.layers or mixer.layers,
         }
 
     @property
@@ -198,11 +200,10 @@ class Trial:
             accuracies: test -> what it found.
             training, testing: seconds.
         """
-        cell, mixer = self.cell, self.mixer
+        cell = self.cell
         return {
             "cell": dataclasses.asdict(cell),
             **cell.resolved(),
-            "layers": cell.layers or mixer.layers,
             "parameters": parameters(self.model),
             "accuracy": accuracies["trained length"]["accuracy"],
             "best_accuracy": max(point["accuracy"] for point in self.history),

@@ -14,9 +14,11 @@ import torch
 
 from cat_lm.errors import UserError
 from eval.recall import cells
+from eval.recall.execution import Execution, run_unfinished
 from eval.recall.measuring import free_running, measure
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel
+from eval.recall.plan import Run
 from eval.recall.tasks import IGNORED, Examples, generate, make_task
 from eval.recall.training import Cell, delays, run_cell
 
@@ -142,21 +144,35 @@ def test_all_that_decides_a_result_decides_its_file(tmp_path):
     assert len({cells.cell_path(tmp_path, one) for one in (cell, *changed)}) == len(others) + 1
 
 
-@pytest.mark.parametrize("kind,place", [("task", "vocab_size"), ("mixer", "window")])
-def test_a_cell_from_before_a_default_was_changed_is_refused(kind, place, tmp_path):
+CHANGES = {
+    "another default": ("task's vocab_size was 7", lambda r: r["task"].update(vocab_size=7)),
+    "a new option": ("mixer's window was None", lambda r: r["mixer"]["options"].pop("window")),
+    "an option less": ("mixer's old was 1", lambda r: r["mixer"]["options"].update(old=1)),
+    "layers": ("the model's layers was 7, is 1", lambda r: r.update(layers=7)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cell_from_before_a_default_was_changed_is_refused(change, tmp_path):
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=64, epochs=1, **SMALL)
-    cells.run(tmp_path, cell, "cpu")
-    path = cells.cell_path(tmp_path, cell)
-    whole = path.read_text()
-    for change in (lambda options: options.update({place: 7}), lambda options: options.pop(place)):
-        record = json.loads(whole)
-        change(record[kind]["options"] if kind == "mixer" else record[kind])
-        path.write_text(json.dumps(record))
-        with pytest.raises(
-            UserError, match=f"{kind} was .*by today's defaults; delete it"
-        ) as error:
-            cells.finished(tmp_path, cell)
-        assert str(path) in str(error.value)
+    record = cells.run(tmp_path, cell, "cpu")
+    path, (words, how) = cells.cell_path(tmp_path, cell), CHANGES[change]
+    how(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError) as error:
+        cells.finished(tmp_path, cell)
+    assert words in str(error.value) and str(error.value).endswith(f"delete {path}")
+
+
+def test_a_grid_names_all_such_cells_at_once(tmp_path):
+    cell = Cell("mqar:vocab_size=64", "cat", train_examples=64, epochs=1, **SMALL)
+    alike = [dataclasses.replace(cell, seed=seed) for seed in (0, 1)]
+    for one in alike:
+        record = cells.run(tmp_path, one, "cpu") | {"layers": 7}
+        cells.cell_path(tmp_path, one).write_text(json.dumps(record))
+    runs = [Run("MQAR", "d = 16", "cat", one) for one in alike]
+    with pytest.raises(UserError, match=r"^2 finished, .*delete \S+-lr\*\.json$"):
+        run_unfinished("all", runs, tmp_path, Execution(estimate_only=True))
 
 
 def test_the_papers_batches_and_layers():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
 from cat_lm.ops.cpu import compiler
-from eval.recall.mixers import _scan, _scan_cpu
+from eval.recall.mixers import _scan_cpu, _scan_torch
 from eval.recall.mixers._scan import EVERY, decaying_scan
+from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
@@ -39,8 +43,8 @@ def inputs(rate: tuple[int, ...], a: tuple[int, ...], time: int, models: int = 2
 def in_torch(given: list[Tensor], grad: Tensor) -> list[Tensor]:
     """Outputs, kept states and gradients in fp64 by the torch path."""
     double = [s.double() for s in given]
-    out, kept = _scan._forward(*double)
-    return [out, kept, *_scan._backward(*double, kept, grad.double())]
+    out, kept = _scan_torch.forward(EVERY, *double)
+    return [out, kept, *_scan_torch.backward(EVERY, kept, grad.double(), *double)]
 
 
 @pytest.mark.parametrize("time", [1, EVERY - 1, EVERY, 2 * EVERY + 3])
@@ -73,6 +77,97 @@ def test_serves_fp32_alone():
     for other in (torch.float64, torch.bfloat16):
         assert _scan_cpu.kernel_for(single, single.to(other)) is None
     assert _scan_cpu.kernel_for(single, torch.zeros(2, device="meta")) is None
+
+
+def test_a_training_step_takes_the_kernel_both_ways(monkeypatch):
+    calls = []
+    for name in ("forward", "backward"):
+        whole = getattr(_scan_cpu.Kernel, name)
+        counted = lambda *inputs, n=name, f=whole: calls.append(n) or f(*inputs)  # noqa: E731
+        monkeypatch.setattr(_scan_cpu.Kernel, name, counted)
+    leaves = [s[0].requires_grad_() for s in inputs(*SHAPES["gla's"], 5)]
+    decaying_scan(*leaves).sum().backward()
+    assert calls == ["forward", "backward"]
+
+
+def test_stacked_models_in_fp32():
+    torch.manual_seed(0)
+    given = inputs(*SHAPES["mamba's"], 2 * EVERY + 3)
+    scored = torch.func.grad(lambda *s: decaying_scan(*s).square().sum(), tuple(range(5)))
+    alone = [scored(*(s[m].double() for s in given)) for m in range(2)]
+    for found, *wanted in zip(torch.func.vmap(scored)(*given), *alone, strict=True):
+        assert (found - torch.stack(wanted)).norm() < 1e-5 * torch.stack(wanted).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)], ids=str)
+def test_nothing_scans_to_nothing(sizes, dtype):
+    rows, time, keys, values = sizes
+    q, k, gate = torch.randn(3, rows, time, 2, keys, dtype=dtype)
+    v, one = torch.randn(rows, time, 2, values, dtype=dtype), torch.ones(1, 1, 1, dtype=dtype)
+    leaves = [s.requires_grad_() for s in (q, k, v, -gate[..., None].square(), one)]
+    y = decaying_scan(*leaves)
+    y.sum().backward()
+    assert y.shape == (rows, time, 2, values) and not y.any()
+    assert not any(s.grad.any() for s in leaves)
+
+
+WRONG = {
+    "keys of one head": (1, lambda k: k[:, :, :1]),
+    "fewer values' steps": (2, lambda v: v[:, :1]),
+    "a rate for one row": (3, lambda r: r[:1]),
+    "a rate for one head": (3, lambda r: r[:, :, :1]),
+    "a rate for two values": (3, lambda r: r[..., :2]),
+    "a of two keys": (4, lambda a: a[:, :2]),
+    "a with rows": (4, lambda a: a[None]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_shapes_that_do_not_fit_are_refused(wrong, dtype):
+    given = [s[0].to(dtype) for s in inputs(*SHAPES["all"], 4)]
+    index, change = WRONG[wrong]
+    given[index] = change(given[index])
+    with pytest.raises(ValueError, match="do not fit each other"):
+        decaying_scan(*given)
+
+
+def test_is_one_operator_to_fake_tensors_and_tracing():
+    given = [s[0] for s in inputs(*SHAPES["mamba's"], 19)]
+    traced = torch.fx.experimental.proxy_tensor.make_fx(decaying_scan)(*given)
+    other = [s[0] for s in inputs(*SHAPES["mamba's"], 19)]
+    assert torch.equal(traced(*other), decaying_scan(*other))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = decaying_scan(*(mode.from_tensor(s) for s in given))
+    assert fake.shape == decaying_scan(*given).shape
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("kernel", ["scan", "convolution"])
+def test_a_forked_child_keeps_out_of_its_parents_threads(kernel):
+    """The parent loaded the kernel and used torch's threads, but had not yet called the kernel."""
+    code = f"""
+import os, signal, torch
+from cat_lm.ops import depthwise_conv
+from cat_lm.ops.cpu.kernel import load_kernel
+from eval.recall.mixers import _scan_cpu
+from eval.recall.mixers._scan import decaying_scan
+torch.set_num_threads(2)
+load_kernel(), _scan_cpu.load_kernel()
+q, x = torch.randn(4, 256, 2, 16), torch.randn(4, 4096, 2, 16)
+x.exp()
+if os.fork() == 0:
+    signal.alarm(30)
+    if {kernel == "scan"}:
+        decaying_scan(q, q, q, torch.rand(4, 256, 2, 16, 1), -torch.ones(1, 1, 1))
+    else:
+        depthwise_conv(x, torch.randn(2, 16, 4))
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=REPOSITORY)
 
 
 def test_threads_change_nothing():

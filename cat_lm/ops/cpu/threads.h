@@ -34,6 +34,7 @@ struct Team {
 // Runs call(item, thread) for all items; an item's result must not depend on the thread.
 template <class Call>
 void for_each(int64_t items, int64_t threads, void* runtime, Call call) {
+  if (items < 1) return;
   Team team;
   team.work = [](void* c, int64_t item, int64_t thread) { (*static_cast<Call*>(c))(item, thread); };
   team.context = &call;

@@ -15,26 +15,24 @@ from pathlib import Path
 
 import torch
 
+_forked = False
+
+
+def _note_the_fork() -> None:
+    global _forked
+    _forked = True
+
+
+# At import: a parent may have used torch's pool before it ever calls a kernel.
+os.register_at_fork(after_in_child=_note_the_fork)
+
 
 def runtime() -> int | None:
     """The address of GOMP_parallel in the runtime that torch is linked to, or None."""
-    return _pool().address
-
-
-class _Pool:
-    def __init__(self) -> None:
-        self.address = _openmp_of_torch()
-        os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self.address = None
+    return None if _forked else _openmp_of_torch()
 
 
 @functools.cache
-def _pool() -> _Pool:
-    return _Pool()
-
-
 def _openmp_of_torch() -> int | None:
     path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:

@@ -46,7 +46,7 @@ class Kernel:
 
     def forward(self, every: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [M, B, T, H, V] and kept states [M, T/every up, B, H, K, V]; see `_Scan`."""
-        q, k, v, rate, a = (s.contiguous() for s in inputs)
+        q, k, v, rate, a = (s.resolve_neg().contiguous() for s in inputs)
         models, batch, time, heads, keys = q.shape
         out = torch.empty_like(v)
         kept = q.new_empty(models, batch, -(-time // every), heads, keys, v.shape[-1])
@@ -55,14 +55,14 @@ class Kernel:
 
     def backward(self, every: int, kept: Tensor, grad: Tensor, *inputs: Tensor) -> tuple:
         """The gradients of q, k, v, rate and a."""
-        q, k, v, rate, a = (s.contiguous() for s in inputs)
+        q, k, v, rate, a = (s.resolve_neg().contiguous() for s in inputs)
         dq, dk, dv = (torch.empty_like(s) for s in (q, k, v))
         drate = torch.zeros_like(rate)
         models, batch, _, heads, _ = q.shape
         da = a.new_zeros(models, batch, heads, *a.shape[2:])
         gradients = {"dq": dq, "dk": dk, "dv": dv, "drate": drate, "da": da}
         tensors = {"q": q, "k": k, "v": v, "rate": rate, "a": a, **gradients}
-        self._call(every, kept=kept.contiguous(), grad=grad.contiguous(), **tensors)
+        self._call(every, kept=kept.contiguous(), grad=grad.resolve_neg().contiguous(), **tensors)
         return dq, dk, dv, drate, da.sum(dim=1).sum_to_size(a.shape)
 
     def _call(self, every: int, **tensors: Tensor) -> None:

@@ -31,7 +31,7 @@ struct ScanCall {
 namespace {
 
 // e^x within two units of the last place, without branches, so that loops of it are vectorised.
-// Below the normal numbers it stays at the least of them; above the largest it is infinite.
+// Below the normal numbers it stays at the least of them; above e^88.37 it is infinite.
 inline float exponential(float x) {
   constexpr float ROUND = 0x1.8p23f;  // adding it leaves an integer in the low bits
   x = -87.3f > x ? -87.3f : x;        // written so that NaN stays NaN
