@@ -57,16 +57,22 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
 
 def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
     name = record["figure"]
-    title = f"{name}, {record['scale']} scale"
-    if not record["controls"]["positive"]["passed"]:
-        title += f": positive control failed ({record['positive_control']:.2f})"
+    title = picture_title(record)
     save(pictures.draw(rows, points, title), out, name)
     if record["fixed_items"]:
         fixed = [row for row in rows if fixed_points(*row)]
-        drawing = pictures.draw(fixed, fixed_points, f"{title}, as many keys as trained")
+        drawing = pictures.draw(fixed, fixed_points, f"{title}\nas many keys as trained")
         save(drawing, out, f"{name}-fixed")
     if record["filters"]:
         save(portraits.draw(record["filters"], title), out, f"{name}-filters")
+
+
+def picture_title(record: dict[str, Any]) -> str:
+    """Lines short enough to stand beside the legend of one column of panels."""
+    title = f"{record['figure']}, {record['scale']} scale"
+    if record["controls"]["positive"]["passed"]:
+        return title
+    return f"{title}\npositive control failed ({record['positive_control']:.2f})"
 
 
 def points(run: Run, record: dict[str, Any]) -> dict[int, float]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eval.recall import grid, page, pictures
-from eval.recall.plan import NEGATIVE, Run
+from eval.recall.plan import FIGURES, NEGATIVE, Run
 from eval.recall.training import Cell
 
 
@@ -160,6 +161,20 @@ def test_a_picture_shows_every_run_in_its_panel_and_the_best_as_a_line():
         "every run (line: the best)",
     ]
     assert drawing.get_suptitle() == "a title"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_pictures_title_stands_clear_of_its_legend(name):
+    record = {"figure": name, "scale": "smoke", "positive_control": 0.125}
+    title = grid.picture_title(record | {"controls": {"positive": {"passed": False}}})
+    run = Run("MQAR", "d = 16", "attention:position=rope", Cell("mqar", "attention", 16, 16))
+    rows = [(run, {"best_accuracy": 1.0, "layers": 2})]
+    drawing = pictures.draw(rows, grid.points, f"{title}\nas many keys as trained")
+    FigureCanvasAgg(drawing).draw()
+    legend, (words,) = drawing.legends[0].get_window_extent(), drawing.texts
+    assert "control failed (0.12)" in words.get_text()
+    assert words.get_window_extent().x1 < legend.x0
+    assert legend.x1 <= drawing.bbox.x1
 
 
 def test_a_picture_marks_the_trained_length():
