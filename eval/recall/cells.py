@@ -43,7 +43,8 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         record = None
-    if not isinstance(record, dict) or not {"cell", "filters", "provenance"} <= record.keys():
+    whole = isinstance(record, dict) and {"cell", "filters", "provenance"} <= record.keys()
+    if not whole or not all(isinstance(record.get(k), type(v)) for k, v in cell.resolved().items()):
         raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
     changed = _changed_defaults(record, cell)
     if changed:
@@ -70,7 +71,7 @@ class StaleCell(UserError):
 
 
 def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
-    """What differs from today's meaning, as `mixer's window was 7, is 3`."""
+    """What differs from today's meaning, as `the mixer's window was 7, is 3`."""
     now, then = (
         {
             "task": values.get("task", {}),

@@ -164,6 +164,15 @@ def test_a_cell_from_before_a_default_was_changed_is_refused(change, tmp_path):
     assert words in str(error.value) and str(error.value).endswith(f"delete {path}")
 
 
+@pytest.mark.parametrize("kind", ["task", "mixer", "layers"])
+def test_a_cell_whose_options_are_no_options_is_damaged(kind, tmp_path):
+    cell = Cell("mqar:vocab_size=64", "cat", train_examples=64, epochs=1, **SMALL)
+    record = cells.run(tmp_path, cell, "cpu") | {kind: "text"}
+    cells.cell_path(tmp_path, cell).write_text(json.dumps(record))
+    with pytest.raises(UserError, match="damaged"):
+        cells.finished(tmp_path, cell)
+
+
 def test_a_grid_names_all_such_cells_at_once(tmp_path):
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=64, epochs=1, **SMALL)
     alike = [dataclasses.replace(cell, seed=seed) for seed in (0, 1)]

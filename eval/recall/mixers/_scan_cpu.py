@@ -45,7 +45,7 @@ class Kernel:
         self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
 
     def forward(self, every: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [M, B, T, H, V] and kept states [M, T/every up, B, H, K, V]; see `_Scan`."""
+        """Outputs [M, B, T, H, V] and kept states [M, B, T/every up, H, K, V]."""
         q, k, v, rate, a = (s.resolve_neg().contiguous() for s in inputs)
         models, batch, time, heads, keys = q.shape
         out = torch.empty_like(v)
