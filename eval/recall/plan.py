@@ -36,7 +36,7 @@ class Scale:
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
         rates, length_rates: learning rates; seeds, length_seeds: runs with each.
         trained, tested: lengths of the length figures.
-        examples, bigram_examples, copy_examples: training rows of MQAR, MQNAR and copying.
+        examples, bigram_examples: training rows of MQAR and copying, and of MQNAR.
         batch_size: none for Zoology's.
         control_len, control_epochs: of the positive control.
         copies, signals: tokens to copy, and different ones to choose from.
@@ -56,7 +56,6 @@ class Scale:
     tested: tuple[int, ...]
     examples: int
     bigram_examples: int
-    copy_examples: int
     epochs: int
     batch_size: int | None
     control_len: int
@@ -81,7 +80,6 @@ SCALES = {
         tested=(16, 32),
         examples=1280,
         bigram_examples=1280,
-        copy_examples=1280,
         epochs=2,
         batch_size=64,
         control_len=32,
@@ -104,7 +102,6 @@ SCALES = {
         tested=(16, 32, 64, 128),
         examples=16_000,
         bigram_examples=16_000,
-        copy_examples=4_800,
         epochs=12,
         batch_size=64,
         control_len=32,
@@ -126,7 +123,6 @@ SCALES = {
         tested=(32, 64, 128, 256, 512, 1024),
         examples=100_000,
         bigram_examples=200_000,
-        copy_examples=100_000,
         epochs=64,
         batch_size=None,
         control_len=64,
@@ -222,7 +218,7 @@ def _copying(scale: Scale) -> Iterator[Run]:
         for width in scale.widths:
             for mixer in models:
                 for length in scale.copy_lengths:
-                    base = _base(scale, task, mixer, width, length, scale.copy_examples, False)
+                    base = _base(scale, task, mixer, width, length, scale.examples, False)
                     for cell in _sweep(replace(base, layers=layers), scale.rates, scale.seeds):
                         yield Run(f"{layers} layer{'s'[: layers - 1]}", f"d = {width}", mixer, cell)
 
