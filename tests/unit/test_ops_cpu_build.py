@@ -74,6 +74,17 @@ def test_is_built_once_and_found_again(cache):
     assert "C++ kernel" in cpu.describe("head", torch.float32, 2)
 
 
+@needs_compiler
+def test_removes_what_killed_builds_left(cache):
+    old, young = cache / "build-old", cache / "build-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "half.so").touch()
+    os.utime(old, (0, 0))
+    assert compiler.load_library().handle is not None
+    assert not old.exists() and young.exists()
+
+
 def test_no_compiler(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     check_convolution_without_kernel("no C++ compiler was found")

@@ -7,6 +7,7 @@ that build at once, or one that is killed, leave a whole library or none.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,11 +17,13 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120  # a compiler that takes longer counts as failing
+_ABANDONED = 3600  # seconds after which the folder of a build belongs to a process that was killed
 
 _lock = threading.Lock()
 
@@ -94,6 +97,7 @@ def cache_folder() -> Path:
 def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compiles the sources to `path`, which appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _sweep(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         made = Path(folder) / path.name
         command = [compiler, *flags, *sources.includes, str(sources.files[0]), "-o", str(made)]
@@ -110,6 +114,14 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
             detail = (lines or done.stderr.splitlines() or ["no message"])[0]
             raise BuildError(f"{compiler} could not build the kernel: {detail}")
         made.replace(path)
+
+
+def _sweep(cache: Path) -> None:
+    """Removes what builds that were killed have left."""
+    for folder in cache.glob("build-*"):
+        with contextlib.suppress(OSError):  # another process sweeps too
+            if time.time() - folder.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(folder)
 
 
 def _flags() -> tuple[str, ...]:
