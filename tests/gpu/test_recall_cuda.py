@@ -7,7 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from eval.recall.mixers import Setting, make_mixer, mixer_names
+from eval.recall.mixers import Setting, _scan, make_mixer, mixer_names
+from eval.recall.mixers._scan import EVERY, decaying_scan
+from tests.unit.scans import SHAPES, in_torch, inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,3 +60,54 @@ def test_the_packages_operators_give_the_same(name, time):
     other.load_state_dict(plain.state_dict())
     x = torch.randn(3, time, width)
     same(results(other, x, "cuda"), results(plain, x, "cuda"))
+
+
+def like(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """As fp64 on the CPU: fp32 sums in another order."""
+    found = found.detach().cpu().double()
+    assert (found - wanted).norm() <= 2e-5 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("time", [1, EVERY, 2 * EVERY + 3, 1030])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_scans_kernels_are_the_recurrence(shape, time):
+    pytest.importorskip("triton", reason="triton is not installed")
+    torch.manual_seed(time)
+    given, grad = inputs(*SHAPES[shape], time), torch.randn(2, 3, time, 2, 5)
+    wanted = in_torch(given, grad)
+    leaves, grad = [s.cuda() for s in given], grad.cuda()
+    kernels = _scan._kernels(*leaves)
+    assert kernels is _scan._scan_triton
+    out, kept = kernels.forward(EVERY, *leaves)
+    for one, other in zip((out, kept), wanted[:2], strict=True):
+        like(one, other)
+    # The same twice: sums are in a fixed order.
+    first, again = (kernels.backward(EVERY, kept, grad, *leaves) for _ in range(2))
+    for one, same_one, other in zip(first, again, wanted[2:], strict=True):
+        assert torch.equal(one, same_one)
+        like(one, other)
+
+
+def test_many_columns_are_shared_among_programs():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 67, 1, 16, device="cuda")
+    v, delta = torch.randn(2, 4, 67, 1, 200, device="cuda")
+    a = -torch.rand(1, 16, 200, device="cuda")
+    leaves = [q, k, v, delta.square()[..., None, :], a]
+    double = [s.cpu().double().requires_grad_() for s in leaves]
+    leaves = [s.requires_grad_() for s in leaves]
+    found, wanted = decaying_scan(*leaves), decaying_scan(*double)
+    like(found, wanted.detach())
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for one, other in zip(leaves, double, strict=True):
+        like(one.grad, other.grad)
+
+
+def test_stacked_scans_are_those_of_single_models():
+    torch.manual_seed(0)
+    given = [s.cuda() for s in inputs(*SHAPES["mamba's"], 37)]
+    scored = torch.func.grad(lambda *s: decaying_scan(*s).square().sum(), tuple(range(5)))
+    alone = [scored(*(s[m] for s in given)) for m in range(2)]
+    for found, *wanted in zip(torch.func.vmap(scored)(*given), *alone, strict=True):
+        like(found, torch.stack(wanted).cpu().double())

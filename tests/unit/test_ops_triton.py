@@ -1,23 +1,15 @@
-"""The Triton kernels where there is no GPU: through Triton's interpreter, in another process.
-
-Whether kernels are compiled or interpreted is settled for a process when they are imported, and
-other tests of this process must see them as users do.
-"""
+"""The Triton kernels of the convolutions where there is no GPU: through Triton's interpreter."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from cat_lm.ops import triton as backend
+from tests.unit.triton_interpreter import run_cases
 
-REPOSITORY = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -34,14 +26,7 @@ needs_triton = pytest.mark.skipif(
     ],
 )
 def test_kernels_in_the_interpreter(part, tmp_path):
-    command = [sys.executable, "-m", "pytest", "tests/unit/triton_cases.py", "-q", "-k", part]
-    command += ["-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
-    assert " passed" in result.stdout and " skipped" not in result.stdout
+    run_cases("triton_cases.py", tmp_path, "-k", part)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

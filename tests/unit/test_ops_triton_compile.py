@@ -149,5 +149,32 @@ def test_multihead(target, element, positions):
     compiled(mix_filters_kernel, target, pointers, constants, options)
 
 
+# H, K, V; sizes of the rate; of a. All that is 1 is a constant to the compiler.
+SCANS = {
+    "mamba's": ((1, 16, 128), (1, 128), (1, 16, 128)),
+    "gla's": ((4, 16, 32), (16, 1), (1, 1, 1)),
+    "all, wide": ((2, 64, 64), (64, 64), (2, 64, 64)),
+    "one number": ((1, 1, 1), (1, 1), (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE, ADA, MI300])
+@pytest.mark.parametrize("kind", SCANS)
+def test_scan_of_recall(kind, target):
+    from eval.recall.mixers import _scan_triton
+
+    (heads, keys, values), rate, a = SCANS[kind]
+    q, v = (torch.empty(1, 1, 1, heads, n, device="meta") for n in (keys, values))
+    rate, a = q.new_empty(1, 1, 1, heads, *rate), q.new_empty(1, *a)
+    _, constants, _ = _scan_triton._launch(16, q, v, rate, a)
+    options = {"num_warps": constants.pop("num_warps")}
+    sizes = {"heads": heads, "keys": keys, "values": values, "time": 1, "rows": 1}
+    constants |= {name: 1 for name, size in sizes.items() if size == 1 == heads}
+    for kernel in (_scan_triton.forward_kernel, _scan_triton.backward_kernel):
+        pointers = {name: "fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+        given = {name: n for name, n in constants.items() if name in kernel.arg_names}
+        compiled(kernel, target, pointers, given, options)
+
+
 def test_compiled_and_not_interpreted_here():
     assert not backend.INTERPRETED

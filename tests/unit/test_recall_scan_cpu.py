@@ -14,37 +14,14 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.cpu import compiler
-from eval.recall.mixers import _scan_cpu, _scan_torch
+from eval.recall.mixers import _scan, _scan_cpu, _scan_torch
 from eval.recall.mixers._scan import EVERY, decaying_scan
 from tests.conftest import REPOSITORY
+from tests.unit.scans import SHAPES, in_torch, inputs
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
 )
-
-# Sizes of the rate (K, V), and of a (H, K, V), where K = 3, V = 5 and H = 2 of the state.
-SHAPES = {
-    "mamba's": ((1, 5), (1, 3, 5)),
-    "gla's": ((3, 1), (1, 1, 1)),
-    "mamba 2's": ((1, 1), (2, 1, 1)),
-    "all": ((3, 5), (2, 3, 5)),
-    "a along keys": ((1, 5), (2, 3, 1)),
-    "one rate": ((1, 1), (1, 3, 5)),
-}
-
-
-def inputs(rate: tuple[int, ...], a: tuple[int, ...], time: int, models: int = 2) -> list[Tensor]:
-    """q, k, v, rate and a of `models` models, 3 rows, 2 heads, 3 keys, 5 values."""
-    q, k = torch.randn(2, models, 3, time, 2, 3)
-    v = torch.randn(models, 3, time, 2, 5)
-    return [q, k, v, torch.rand(models, 3, time, 2, *rate), -3 * torch.rand(models, *a)]
-
-
-def in_torch(given: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Outputs, kept states and gradients in fp64 by the torch path."""
-    double = [s.double() for s in given]
-    out, kept = _scan_torch.forward(EVERY, *double)
-    return [out, kept, *_scan_torch.backward(EVERY, kept, grad.double(), *double)]
 
 
 @pytest.mark.parametrize("time", [1, EVERY - 1, EVERY, 2 * EVERY + 3])
@@ -73,10 +50,10 @@ def test_inputs_may_have_any_strides():
 
 def test_serves_fp32_alone():
     single = torch.zeros(2)
-    assert _scan_cpu.kernel_for(single, single) is _scan_cpu.load_kernel() is not None
+    assert _scan._kernels(single, single) is _scan_cpu.load_kernel() is not None
     for other in (torch.float64, torch.bfloat16):
-        assert _scan_cpu.kernel_for(single, single.to(other)) is None
-    assert _scan_cpu.kernel_for(single, torch.zeros(2, device="meta")) is None
+        assert _scan._kernels(single, single.to(other)) is _scan_torch
+    assert _scan._kernels(single, torch.zeros(2, device="meta")) is _scan_torch
 
 
 def test_a_training_step_takes_the_kernel_both_ways(monkeypatch):

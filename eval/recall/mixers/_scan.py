@@ -5,8 +5,9 @@
 One step at a time, so that only decays are raised to powers, never their inverses: nothing can
 overflow where r ⊙ a ≤ 0, however long or strong the decay. A step's state is changed in place and
 is not kept: the backward pass is written out, and makes the states of EVERY steps again from the
-one before them. In fp32 on a CPU a C++ kernel does both (_scan_cpu.py); for other tensors, and
-without a compiler, plain torch (_scan_torch.py).
+one before them. In fp32 a C++ kernel does both on a CPU (_scan_cpu.py) and Triton kernels on a GPU
+(_scan_triton.py); for other tensors, and without a compiler or Triton, plain torch does
+(_scan_torch.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cat_lm.ops import triton
 from eval.recall.mixers import _scan_torch
-from eval.recall.mixers._scan_cpu import kernel_for
+from eval.recall.mixers._scan_cpu import load_kernel
+
+if triton.INSTALLED:
+    from eval.recall.mixers import _scan_triton
 
 EVERY = 16  # steps between states that are kept
 
@@ -51,12 +56,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
         raise ValueError(f"q, k, v, rate and a do not fit each other: {shapes}")
 
 
+def _kernels(*tensors: Tensor) -> Any:
+    """What computes the scan of these tensors, both ways."""
+    if all(s.is_cpu and s.dtype == torch.float32 for s in tensors):
+        return load_kernel() or _scan_torch
+    if triton.INSTALLED and all(s.is_cuda and s.dtype == torch.float32 for s in tensors):
+        return _scan_triton
+    return _scan_torch
+
+
 @torch.library.custom_op("cat_lm::decaying_scan", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and the states kept, [M, B, T/EVERY up, H, K, V]; M, the models, is in front."""
     if not q.numel() or not v.numel():
         return tuple(s.zero_() for s in _room(q, k, v, rate, a))
-    return (kernel_for(q, k, v, rate, a) or _scan_torch).forward(EVERY, q, k, v, rate, a)
+    return _kernels(q, k, v, rate, a).forward(EVERY, q, k, v, rate, a)
 
 
 @_forward.register_fake
@@ -74,7 +88,7 @@ def _backward(
     inputs = (q, k, v, rate, a)
     if not q.numel() or not v.numel():
         return tuple(s.new_zeros(s.shape) for s in inputs)
-    return (kernel_for(*inputs, grad) or _scan_torch).backward(EVERY, kept, grad, *inputs)
+    return _kernels(*inputs, grad).backward(EVERY, kept, grad, *inputs)
 
 
 @_backward.register_fake

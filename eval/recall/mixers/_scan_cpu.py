@@ -88,9 +88,3 @@ def load_kernel() -> Kernel | None:
     """The kernel, or None where it cannot be built; `load_library(SCAN).reason` says why."""
     library = compiler.load_library(SCAN).handle
     return None if library is None else Kernel(library)
-
-
-def kernel_for(*tensors: Tensor) -> Kernel | None:
-    """The kernel, if it can be built and has arithmetic for these tensors."""
-    fits = all(s.device.type == "cpu" and s.dtype == torch.float32 for s in tensors)
-    return load_kernel() if fits else None

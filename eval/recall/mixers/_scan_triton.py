@@ -1,0 +1,230 @@
+"""The scan of _scan.py for fp32 on a GPU: Triton kernels that keep the state in registers.
+
+A program has one head of one row and some columns of its state [K, V], and goes through time: the
+plain torch form starts several kernels for each step instead. Sums over columns of several programs
+are made afterwards, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cat_lm.ops.triton.launch import on_device_of
+
+AXES = ("HEADS", "KEYS", "VALUES")
+COLUMNS = 32  # of a state that a program has at most
+_NUMBERS = 512  # of a state that a warp has at most: 16 registers a thread for each array of them
+
+
+@triton.jit
+def _places(key, value, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Offsets [K or 1, V or 1] in an array with these dimensions or without, and those in it."""
+    rows, columns, width = tl.zeros((1, 1), tl.int32), tl.zeros((1, 1), tl.int32), 1
+    if KEYS:
+        rows = key[:, None]
+    if VALUES:
+        columns, width = value[None, :], values
+    return rows * width + columns, (rows < keys) & (columns < values)
+
+
+@triton.jit
+def _sum_to(x, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """x [K, V] summed over the dimensions that an array does not have."""
+    if not KEYS:
+        x = tl.sum(x, axis=0, keep_dims=True)
+    if not VALUES:
+        x = tl.sum(x, axis=1, keep_dims=True)
+    return x
+
+
+@triton.jit
+def _size(keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Numbers in an array that has these dimensions or not."""
+    size = 1
+    if KEYS:
+        size *= keys
+    if VALUES:
+        size *= values
+    return size
+
+
+@triton.jit
+def _item(heads, values, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's row, head and chunk of columns, and the keys and values that it has."""
+    chunks = tl.cdiv(values, COLUMNS)
+    program = tl.program_id(0)
+    item, chunk = program // chunks, program % chunks
+    row = (item // heads).to(tl.int64)
+    value = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    return row, item % heads, chunk, tl.arange(0, KEYS), value
+
+
+@triton.jit
+def _load_a(
+    a_ptr, row, head, model_rows, heads, keys, values, key, value,
+    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
+):  # fmt: skip
+    """a of this model and head."""
+    index = row // model_rows
+    if A_HEADS:
+        index = index * heads + head
+    offsets, inside = _places(key, value, keys, values, A_KEYS, A_VALUES)
+    return tl.load(a_ptr + index * _size(keys, values, A_KEYS, A_VALUES) + offsets, inside, 0.0)
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, out_ptr, kept_ptr,
+    model_rows, time, heads, keys, values,
+    EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
+    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Outputs, and the state before every EVERY-th step."""
+    row, head, _, key, value = _item(heads, values, KEYS, COLUMNS)
+    a = _load_a(
+        a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
+    )  # fmt: skip
+    state_at, inside = _places(key, value, keys, values, True, True)
+    rate_at, rate_inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
+    rates = _size(keys, values, RATE_KEYS, RATE_VALUES)
+    blocks = tl.cdiv(time, EVERY)
+    state = tl.zeros((KEYS, COLUMNS), tl.float32)
+    for t in range(time):
+        if t % EVERY == 0:
+            block = (row * blocks + t // EVERY) * heads + head
+            tl.store(kept_ptr + block * keys * values + state_at, state, inside)
+        at = (row * time + t) * heads + head
+        q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
+        k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
+        v = tl.load(v_ptr + at * values + value, value < values, 0.0)
+        rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
+        state = tl.exp(rate * a) * state + k[:, None] * v[None, :]
+        out = tl.sum(q[:, None] * state, axis=0)
+        tl.store(out_ptr + at * values + value, out, value < values)
+
+
+@triton.jit
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, kept_ptr, grad_ptr, states_ptr,
+    dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr,
+    rows, model_rows, time, heads, keys, values,
+    EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
+    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Gradients; those summed over columns are this program's part of them.
+
+    The EVERY states of a block are made again, into this program's memory at `states_ptr`.
+    """
+    row, head, chunk, key, value = _item(heads, values, KEYS, COLUMNS)
+    a = _load_a(
+        a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
+    )  # fmt: skip
+    state_at, inside = _places(key, value, keys, values, True, True)
+    rate_at, rate_inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
+    rates = _size(keys, values, RATE_KEYS, RATE_VALUES)
+    blocks = tl.cdiv(time, EVERY)
+    parts = chunk.to(tl.int64) * rows  # rows of the chunks before this one
+    rate_parts = parts * (not RATE_VALUES)
+    a_parts = parts * (not A_VALUES)
+    scratch_at = tl.arange(0, KEYS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    scratch_ptr = states_ptr + tl.program_id(0).to(tl.int64) * EVERY * KEYS * COLUMNS
+    flow = tl.zeros((KEYS, COLUMNS), tl.float32)  # ∂/∂S_t
+    da = tl.zeros_like(a)
+    for step in range(blocks):
+        block = blocks - 1 - step
+        start = block * EVERY
+        count = tl.minimum(EVERY, time - start)
+        kept = ((row * blocks + block) * heads + head) * keys * values
+        state = tl.load(kept_ptr + kept + state_at, inside, 0.0)
+        tl.debug_barrier()  # the states of the block worked on before have been read
+        for i in range(count):
+            tl.store(scratch_ptr + i * KEYS * COLUMNS + scratch_at, state)
+            at = (row * time + start + i) * heads + head
+            k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
+            v = tl.load(v_ptr + at * values + value, value < values, 0.0)
+            rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
+            state = tl.exp(rate * a) * state + k[:, None] * v[None, :]
+        tl.debug_barrier()
+        for i in range(count):
+            t = start + count - 1 - i
+            at = (row * time + t) * heads + head
+            q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
+            k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
+            v = tl.load(v_ptr + at * values + value, value < values, 0.0)
+            grad = tl.load(grad_ptr + at * values + value, value < values, 0.0)
+            rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
+            flow += q[:, None] * grad[None, :]
+            place = (parts * time * heads + at) * keys + key
+            tl.store(dq_ptr + place, tl.sum(state * grad[None, :], axis=1), key < keys)
+            tl.store(dk_ptr + place, tl.sum(flow * v[None, :], axis=1), key < keys)
+            dv = tl.sum(flow * k[:, None], axis=0)
+            tl.store(dv_ptr + at * values + value, dv, value < values)
+            before = tl.load(scratch_ptr + (t - start) * KEYS * COLUMNS + scratch_at)
+            flow *= tl.exp(rate * a)
+            exponent = flow * before  # ∂/∂(r_t ⊙ a)
+            da += _sum_to(exponent * rate, A_KEYS, A_VALUES)
+            drate = _sum_to(exponent * a, RATE_KEYS, RATE_VALUES)
+            place = (rate_parts * time * heads + at) * rates + rate_at
+            tl.store(drate_ptr + place, drate, rate_inside)
+            state = before
+    a_at, a_inside = _places(key, value, keys, values, A_KEYS, A_VALUES)
+    place = ((a_parts + row) * heads + head) * _size(keys, values, A_KEYS, A_VALUES) + a_at
+    tl.store(da_ptr + place, da, a_inside)
+
+
+def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, tuple]:
+    """Chunks of columns, options of a kernel, and the sizes that it takes."""
+    batch, time, heads, keys = q.shape[1:]
+    values = v.shape[-1]
+    has_keys = triton.next_power_of_2(keys)
+    columns = min(COLUMNS, triton.next_power_of_2(values))
+    options = {"EVERY": every, "KEYS": has_keys, "COLUMNS": columns}
+    options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
+    options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
+    options["num_warps"] = min(8, max(1, has_keys * columns // _NUMBERS))
+    return triton.cdiv(values, columns), options, (batch, time, heads, keys, values)
+
+
+def forward(
+    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs [M, B, T, H, V] and kept states [M, B, T/every up, H, K, V]."""
+    q, k, v, rate, a = (s.contiguous() for s in (q, k, v, rate, a))
+    chunks, options, sizes = _launch(every, q, v, rate, a)
+    models, batch, time, heads, keys = q.shape
+    out = torch.empty_like(v)
+    kept = q.new_empty(models, batch, triton.cdiv(time, every), heads, keys, v.shape[-1])
+    with on_device_of(q):
+        forward_kernel[(models * batch * heads * chunks,)](
+            *(q, k, v, rate, a, out, kept, *sizes), **options
+        )
+    return out, kept
+
+
+def backward(
+    every: int, kept: Tensor, grad: Tensor, *inputs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, rate and a."""
+    q, k, v, rate, a = (s.contiguous() for s in inputs)
+    chunks, options, sizes = _launch(every, q, v, rate, a)
+    models, batch, _, heads, _ = q.shape
+    programs = models * batch * heads * chunks
+    states = q.new_empty(programs, every, options["KEYS"], options["COLUMNS"])
+    dq, dk = (s.new_empty(chunks, *s.shape) for s in (q, k))
+    dv = torch.empty_like(v)
+    drate = rate.new_empty(1 if options["RATE_VALUES"] else chunks, *rate.shape)
+    a_sizes = (models, batch, heads, *a.shape[-2:])
+    da = a.new_empty(1 if options["A_VALUES"] else chunks, *a_sizes)
+    with on_device_of(q):
+        backward_kernel[(programs,)](
+            *(q, k, v, rate, a, kept.contiguous(), grad.contiguous(), states),
+            *(dq, dk, dv, drate, da, models * batch, *sizes),
+            **options,
+        )
+    dq, dk, drate = (s[0] if len(s) == 1 else s.sum(0) for s in (dq, dk, drate))
+    return dq, dk, dv, drate, da.sum((0, 2)).sum_to_size(a.shape)
