@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eval.recall.plan import NEGATIVE
+from eval.recall.portraits import verdict
 
 SOLVED = 0.99  # from which a model counts as having solved a task; Zoology's runs stop there
 
@@ -165,25 +166,28 @@ def _rate(line: dict[str, Any]) -> str:
 
 
 def _filters(record: dict[str, Any]) -> list[str]:
+    entries = [(entry, head) for entry in record["filters"] for head in entry["heads"]]
+    ruled = any(verdict(head) for _, head in entries)
+    rule = "Layers that recall by single taps have delay(k) = delay(q) + delay(v) + 1. "
     lines = [
         "## Learned filters",
         "",
         "The lag of the largest tap of each head's filters, in the run with the best last accuracy "
-        "of each place. Layers that recall by single taps have delay(k) = delay(q) + delay(v) + 1. "
+        f"of each place. {rule if ruled else ''}"
         "`single` is the least share that a largest tap has of the squares of its filter.",
         "",
         f"![Learned filters]({record['figure']}-filters.png)",
         "",
-        "| task | width | mixer | length | accuracy | layer | head | q | k | v | single | holds |",
-        "| --- | --- | --- |" + " ---: |" * 9,
+        "| task | width | mixer | length | accuracy | layer | head | q | k | v | single |"
+        + (" holds |" if ruled else ""),
+        "| --- | --- | --- |" + " ---: |" * (9 if ruled else 8),
     ]
-    for entry in record["filters"]:
-        for head in entry["heads"]:
-            values = [entry["row"], entry["column"], f"`{entry['mixer']}`", str(entry["seq_len"])]
-            values += [f"{entry['accuracy']:.4f}", str(head["layer"]), str(head["head"])]
-            values += [str(head["delays"].get(stream, "–")) for stream in "qkv"]
-            holds = {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]
-            lines.append("| " + " | ".join([*values, f"{head['single']:.2f}", holds]) + " |")
+    for entry, head in entries:
+        values = [entry["row"], entry["column"], f"`{entry['mixer']}`", str(entry["seq_len"])]
+        values += [f"{entry['accuracy']:.4f}", str(head["layer"]), str(head["head"])]
+        values += [str(head["delays"].get(stream, "–")) for stream in "qkv"]
+        values += [f"{head['single']:.2f}"] + ([verdict(head)] if ruled else [])
+        lines.append("| " + " | ".join(values) + " |")
     return lines
 
 

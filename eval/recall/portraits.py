@@ -5,7 +5,8 @@ key before its value, and so has
 
     delay(k) = delay(q) + delay(v) + 1
 
-which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one lag further on.
+which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one lag further on. For
+copying there is no such rule.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 
 from eval.figures import GRID, INK, MUTED, STYLE
 from eval.filters import LAGS, diverging_map
+from eval.recall.tasks import TASKS
 from eval.recall.theory.figures import save
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
     cell = record["cell"]
     place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
     entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
-    entry["heads"] = list(heads(record["filters"]))
+    entry["heads"] = list(heads(record["filters"], _recalls(cell["task"])))
     name = f"{path.stem}-filters"
     save(draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent, name)
     return path.with_name(f"{name}.png")
@@ -76,22 +78,29 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
             "lr": run.cell.lr,
             "seed": run.cell.seed,
             "accuracy": record["accuracy"],
-            "heads": list(heads(record["filters"])),
+            "heads": list(heads(record["filters"], _recalls(run.cell.task))),
         }
         for run, record in best_runs(rows)
     ]
 
 
-def heads(filters: Sequence[dict[str, list[list[float]]]]) -> Iterator[dict[str, Any]]:
+def _recalls(task: str) -> bool:
+    return TASKS[task.partition(":")[0]][0].recalls
+
+
+def heads(
+    filters: Sequence[dict[str, list[list[float]]]], recalls: bool = True
+) -> Iterator[dict[str, Any]]:
     """Each head of each layer with its filters.
 
     Args:
         filters: for each layer, stream -> [H][W], lag 0 first; a stream without one has delay 0.
+        recalls: whether the task is one of recall, whose rule says something.
 
     Yields:
         `layer`, `head`, `taps` and `delays` by stream; `single`: the least share that a largest
-        tap has of its filter's squares; `key_is_one_more`: whether delay(k) = delay(q) + delay(v)
-        + 1, none where a filter has no single tap.
+        tap has of its filter's squares; for recall `key_is_one_more`: whether delay(k) = delay(q)
+        + delay(v) + 1, none where a filter has no single tap.
     """
     for layer, streams in enumerate(filters):
         for head in range(len(next(iter(streams.values()), []))):
@@ -99,15 +108,19 @@ def heads(filters: Sequence[dict[str, list[list[float]]]]) -> Iterator[dict[str,
             delays = {s: int(np.abs(f).argmax()) for s, f in taps.items()}
             shares = [np.square(f).max() / max(np.square(f).sum(), 1e-30) for f in taps.values()]
             lag = {s: delays.get(s, 0) for s in STREAMS}
-            holds = lag["k"] == lag["q"] + lag["v"] + 1
-            yield {
-                "layer": layer,
-                "head": head,
-                "taps": taps,
-                "delays": delays,
-                "single": round(float(min(shares)), 3),
-                "key_is_one_more": holds if min(shares) >= SINGLE else None,
-            }
+            found = {"layer": layer, "head": head, "taps": taps, "delays": delays}
+            found["single"] = round(float(min(shares)), 3)
+            if recalls:
+                holds = lag["k"] == lag["q"] + lag["v"] + 1
+                found["key_is_one_more"] = holds if min(shares) >= SINGLE else None
+            yield found
+
+
+def verdict(head: dict[str, Any]) -> str:
+    """Whether the rule holds for a head of a task of recall; nothing for others."""
+    if "key_is_one_more" not in head:
+        return ""
+    return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]
 
 
 def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
@@ -134,10 +147,12 @@ def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
             _panel(axes, stream, [head["taps"].get(stream, []) for _, head in lines], longest)
         panels[0].set_yticks(range(len(lines)), names, fontsize=8)
         right = panels[-1].secondary_yaxis("right")
-        right.set_yticks(range(len(lines)), [_verdict(*line) for line in lines], fontsize=8)
+        said = [f"{entry['accuracy']:.3f}  {verdict(head)}".rstrip() for entry, head in lines]
+        right.set_yticks(range(len(lines)), said, fontsize=8)
         right.spines[:].set_visible(False)
         right.tick_params(length=0)
-        figure.suptitle(f"{title}\naccuracy; delay(k) = delay(q) + delay(v) + 1?", fontsize=9)
+        rule = "; delay(k) = delay(q) + delay(v) + 1?" if any(verdict(h) for _, h in lines) else ""
+        figure.suptitle(f"{title}\naccuracy{rule}", fontsize=9)
     return figure
 
 
@@ -168,8 +183,3 @@ def _name(entry: dict[str, Any], head: dict[str, Any]) -> str:
     name = f"{entry['row']}, {entry['column']}, L {entry['seq_len']}: {entry['mixer']}"
     several = len(entry["heads"]) > 1
     return f"{name}, layer {head['layer']}, head {head['head']}" if several else name
-
-
-def _verdict(entry: dict[str, Any], head: dict[str, Any]) -> str:
-    holds = {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]
-    return f"{entry['accuracy']:.3f}  {holds}"

@@ -125,6 +125,13 @@ def test_learned_filters_are_listed_by_head():
         f"{start}1 | – | 2 | 0.88 | several taps |",
     ]
     assert "layer | head | q | k | v | single | holds |" in text
+    assert "delay(k) = delay(q) + delay(v) + 1" in text
+    for head in heads:
+        del head["key_is_one_more"]  # as for copying
+    text = page.markdown(record([line("cat", 16, 0.9)], filters=[{**place, "heads": heads}]))
+    rows = [row for row in text.splitlines() if row.startswith("| MQAR")][1:]
+    assert rows[0] == f"{start}0 | 3 | 2 | 0.88 |"
+    assert "| v | single |\n" in text and "delay(k)" not in text
 
 
 def test_a_picture_shows_every_run_in_its_panel_and_the_best_as_a_line():

@@ -80,6 +80,18 @@ def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():
     assert drawing.get_suptitle().startswith("a title\n")
 
 
+def test_copying_has_no_rule_of_delays():
+    cell = Cell("selective-copy:copies=2,signals=4", "cat", 16, 16)
+    rows = [(replace(RUN, cell=cell), {"accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]})]
+    (entry,) = portraits.table(rows)
+    (head,) = entry["heads"]
+    assert head["delays"] == {"k": 1} and portraits.verdict(head) == ""
+    drawing = portraits.draw([entry], "a title")
+    assert drawing.get_suptitle() == "a title\naccuracy"
+    (right,) = drawing.axes[0].child_axes
+    assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
+
+
 def test_one_runs_portrait_stands_beside_its_file(tmp_path):
     record = {"cell": asdict(RUN.cell), "accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]}
     picture = portraits.save_portrait(record, tmp_path / "cat-lr0.01-seed0.json")

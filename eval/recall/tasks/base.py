@@ -44,6 +44,7 @@ class Task:
 
     seq_len: int
     free_running: ClassVar[bool] = False  # whether the labels are fed back when a model runs alone
+    recalls: ClassVar[bool] = True  # whether an answer is the token after an earlier key
 
     @property
     def vocabulary(self) -> int:

@@ -44,6 +44,7 @@ class SelectiveCopying(Task):
     unique: bool = True
     mode: str = "autoregressive"
     free_running: ClassVar[bool] = True
+    recalls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
