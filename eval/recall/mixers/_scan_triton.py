@@ -16,7 +16,8 @@ from cat_lm.ops.triton.launch import on_device_of
 
 AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most
-_NUMBERS = 512  # of a state that a warp has at most: 16 registers a thread for each array of them
+_NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
+_WARPS = 8  # of a program at most; with more keys than fit it has fewer columns
 
 
 @triton.jit
@@ -181,12 +182,12 @@ def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[
     """Chunks of columns, options of a kernel, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
-    has_keys = triton.next_power_of_2(keys)
-    columns = min(COLUMNS, triton.next_power_of_2(values))
-    options = {"EVERY": every, "KEYS": has_keys, "COLUMNS": columns}
+    rows = triton.next_power_of_2(keys)
+    columns = min(COLUMNS, triton.next_power_of_2(values), max(1, _WARPS * _NUMBERS // rows))
+    options = {"EVERY": every, "KEYS": rows, "COLUMNS": columns}
     options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
     options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
-    options["num_warps"] = min(8, max(1, has_keys * columns // _NUMBERS))
+    options["num_warps"] = min(_WARPS, max(1, rows * columns // _NUMBERS))
     return triton.cdiv(values, columns), options, (batch, time, heads, keys, values)
 
 
