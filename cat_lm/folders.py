@@ -14,10 +14,20 @@ from cat_lm.errors import UserError
 from cat_lm.files import sync_directory
 
 
-def refuse_file(out: Path | str) -> None:
-    """Raises UserError where `out`, a folder to write to, is a file: before any work is done."""
-    if Path(out).exists() and not Path(out).is_dir():
-        raise UserError(f"--out {out}: is a file; give a folder")
+def check_output(out: Path | str) -> None:
+    """Before any work is done: can `out` be a folder to write to?
+
+    Raises:
+        UserError: it, or a folder that it would be in, is a file or may not be written to.
+    """
+    place = Path(out).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        which = "is a file" if place == Path(out).absolute() else f"{place} is a file"
+        raise UserError(f"--out {out}: {which}; give a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {place} may not be written to")
 
 
 @contextmanager

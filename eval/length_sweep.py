@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
 from cat_lm.files import replacing, write_json
-from cat_lm.folders import refuse_file
+from cat_lm.folders import check_output
 from cat_lm.pretrained import DTYPES, model_config, model_folder, quiet_transformers
 from eval.length_sweep_cells import (
     DOCUMENTS,
@@ -300,7 +300,7 @@ def parser() -> argparse.ArgumentParser:
 @command
 def main() -> None:
     arguments = parser().parse_args()
-    refuse_file(arguments.out)
+    check_output(arguments.out)
     _check(arguments)
     quiet_transformers()
     options = vars(arguments)

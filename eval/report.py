@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
 from cat_lm.files import replacing, write_json, write_text
-from cat_lm.folders import refuse_file
+from cat_lm.folders import check_output
 
 if TYPE_CHECKING:
     from eval.runs import Run
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
     arguments = parser.parse_args()
-    refuse_file(arguments.out)
+    check_output(arguments.out)
     print(report(arguments.runs, arguments.out, arguments.title))
 
 

@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
-from cat_lm.folders import refuse_file
+from cat_lm.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
 
 RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
@@ -130,7 +130,7 @@ def _main(arguments: argparse.Namespace) -> None:
 
 def _out(arguments: argparse.Namespace, first: bool) -> Path:
     if arguments.out is not None:
-        refuse_file(arguments.out)
+        check_output(arguments.out)
         return Path(arguments.out)
     if not first or (Path(arguments.model) / "model" / "config.json").is_file():
         return Path(arguments.model) / RUN_SUBFOLDER

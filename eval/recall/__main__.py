@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError, command
-from cat_lm.folders import refuse_file
+from cat_lm.folders import check_output
 
 if TYPE_CHECKING:
     from eval.recall.execution import Execution
@@ -27,7 +27,7 @@ def main() -> None:
     _add_streams(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
-    refuse_file(arguments.out)
+    check_output(arguments.out)
     arguments.run(arguments)
 
 

@@ -12,7 +12,7 @@ from typing import IO
 from cat_lm.config import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.files import write_json
-from cat_lm.folders import refuse_file
+from cat_lm.folders import check_output
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 from eval.small_study.statistics import MAX_SEEDS
 
@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.out is not None:
-        refuse_file(arguments.out)
+        check_output(arguments.out)
     study = study_of(arguments)
     os.chdir(ROOT)
     # Only now: what follows needs the libraries that --help and wrong arguments do without.
