@@ -61,7 +61,7 @@ def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
     cell = record["cell"]
     place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
     entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
-    entry["heads"] = list(heads(record["filters"], _recalls(cell["task"])))
+    entry["heads"] = list(heads(record["filters"], recalls=_recalls(cell["task"])))
     name = f"{path.stem}-filters"
     save(draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent, name)
     return path.with_name(f"{name}.png")
@@ -78,7 +78,7 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
             "lr": run.cell.lr,
             "seed": run.cell.seed,
             "accuracy": record["accuracy"],
-            "heads": list(heads(record["filters"], _recalls(run.cell.task))),
+            "heads": list(heads(record["filters"], recalls=_recalls(run.cell.task))),
         }
         for run, record in best_runs(rows)
     ]
@@ -89,7 +89,7 @@ def _recalls(task: str) -> bool:
 
 
 def heads(
-    filters: Sequence[dict[str, list[list[float]]]], recalls: bool = True
+    filters: Sequence[dict[str, list[list[float]]]], *, recalls: bool
 ) -> Iterator[dict[str, Any]]:
     """Each head of each layer with its filters.
 

@@ -88,12 +88,30 @@ def test_the_scans_kernels_are_the_recurrence(shape, time):
         like(one, other)
 
 
-def test_many_columns_are_shared_among_programs():
+# H, K, V; sizes of the rate; of a; warps and programs of a head.
+WIDE = {
+    "many columns": ((1, 16, 200), (1, 200), (1, 16, 200), (1, 7)),
+    "several warps, sums in parts": ((2, 40, 70), (40, 1), (1, 1, 1), (4, 3)),
+    "many keys": ((2, 600, 20), (1, 1), (2, 600, 1), (8, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_large_states_are_shared_among_warps_and_programs(kind):
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    (heads, keys, values), rate, a, (warps, programs) = WIDE[kind]
     torch.manual_seed(0)
-    q, k = torch.randn(2, 4, 67, 1, 16, device="cuda")
-    v, delta = torch.randn(2, 4, 67, 1, 200, device="cuda")
-    a = -torch.rand(1, 16, 200, device="cuda")
-    leaves = [q, k, v, delta.square()[..., None, :], a]
+    q, k = torch.randn(2, 4, 67, heads, keys, device="cuda")
+    v = torch.randn(4, 67, heads, values, device="cuda")
+    leaves = [
+        q,
+        k,
+        v,
+        torch.rand(4, 67, heads, *rate, device="cuda"),
+        -torch.rand(a, device="cuda"),
+    ]
+    _, options, _ = _scan._scan_triton._launch(EVERY, *(leaves[i][None] for i in (0, 2, 3, 4)))
+    assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]
     found, wanted = decaying_scan(*leaves), decaying_scan(*double)

@@ -81,6 +81,8 @@ def test_removes_what_killed_builds_left(cache):
         folder.mkdir(parents=True)
         (folder / "half.so").touch()
     os.utime(old, (0, 0))
+    (cache / "build-file").touch()  # not ours, and no folder: it stays, and stops nothing
+    os.utime(cache / "build-file", (0, 0))
     assert compiler.load_library().handle is not None
     assert not old.exists() and young.exists()
 

@@ -149,12 +149,14 @@ def test_multihead(target, element, positions):
     compiled(mix_filters_kernel, target, pointers, constants, options)
 
 
-# H, K, V; sizes of the rate; of a. All that is 1 is a constant to the compiler.
+# H, K, V; sizes of the rate; of a; other arguments that are 1, and so constants to the compiler.
 SCANS = {
-    "mamba's": ((1, 16, 128), (1, 128), (1, 16, 128)),
-    "gla's": ((4, 16, 32), (16, 1), (1, 1, 1)),
-    "all, wide": ((2, 512, 64), (512, 64), (2, 512, 64)),
-    "one number": ((1, 1, 1), (1, 1), (1, 1, 1)),
+    "mamba's": ((1, 16, 128), (1, 128), (1, 16, 128), ()),
+    "mamba's, one row": ((1, 16, 128), (1, 128), (1, 16, 128), ("rows", "model_rows")),
+    "gla's": ((4, 16, 32), (16, 1), (1, 1, 1), ()),
+    "gla's, one step": ((4, 16, 32), (16, 1), (1, 1, 1), ("time",)),
+    "many keys": ((2, 512, 64), (512, 64), (2, 512, 64), ()),
+    "one number": ((1, 1, 1), (1, 1), (1, 1, 1), ("rows", "model_rows", "time")),
 }
 
 
@@ -163,17 +165,22 @@ SCANS = {
 def test_scan_of_recall(kind, target):
     from eval.recall.mixers import _scan_triton
 
-    (heads, keys, values), rate, a = SCANS[kind]
+    (heads, keys, values), rate, a, ones = SCANS[kind]
     q, v = (torch.empty(1, 1, 1, heads, n, device="meta") for n in (keys, values))
     rate, a = q.new_empty(1, 1, 1, heads, *rate), q.new_empty(1, *a)
     _, constants, _ = _scan_triton._launch(16, q, v, rate, a)
+    # 16 registers a thread for each array of the state's numbers, all keys and some columns of it.
     options = {"num_warps": constants.pop("num_warps")}
-    sizes = {"heads": heads, "keys": keys, "values": values, "time": 1, "rows": 1}
-    constants |= {name: 1 for name, size in sizes.items() if size == 1 == heads}
+    assert constants["KEYS"] * constants["COLUMNS"] <= 512 * options["num_warps"] <= 512 * 8
+    sizes = {"heads": heads, "keys": keys, "values": values}
+    constants |= dict.fromkeys([*ones, *(name for name, size in sizes.items() if size == 1)], 1)
     for kernel in (_scan_triton.forward_kernel, _scan_triton.backward_kernel):
         pointers = {name: "fp32" for name in kernel.arg_names if name.endswith("_ptr")}
         given = {name: n for name, n in constants.items() if name in kernel.arg_names}
-        compiled(kernel, target, pointers, given, options)
+        code = compiled(kernel, target, pointers, given, options).asm["ttgir"]
+        # Threads read what others have written, and a row's place may lie beyond 2^31.
+        assert code.count("barrier all") == (2 if kernel is _scan_triton.backward_kernel else 0)
+        assert re.search(r"tt\.addptr %v_ptr\S*, %\S+ : \S+, i64", code)
 
 
 def test_compiled_and_not_interpreted_here():

@@ -22,14 +22,14 @@ def test_delays_of_heads_and_their_rule():
         "k": [one_hot(2, -2.0), one_hot(1), [1.0, 1.0, 1.0, 1.0]],
         "v": [one_hot(1), one_hot(0), one_hot(0)],
     }
-    first, second, third = portraits.heads([layer])
+    first, second, third = portraits.heads([layer], recalls=True)
     assert first["delays"] == {"q": 0, "k": 2, "v": 1} and first["key_is_one_more"] is True
     assert second["key_is_one_more"] is False
     assert third["key_is_one_more"] is None and third["single"] == 0.25
     # A stream without a filter has no delay.
-    (alone,) = portraits.heads([{"k": [one_hot(1)]}])
+    (alone,) = portraits.heads([{"k": [one_hot(1)]}], recalls=True)
     assert alone["delays"] == {"k": 1} and alone["key_is_one_more"] is True
-    assert not list(portraits.heads([]))
+    assert not list(portraits.heads([], recalls=True))
 
 
 def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
@@ -47,9 +47,13 @@ def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
 
 
 def test_a_tap_is_single_by_its_share_of_the_squares():
-    (head,) = portraits.heads([{"q": [[1.0, 0.0]], "k": [[1.0, 3.0]], "v": [[-1.0, 0.125]]}])
+    (head,) = portraits.heads(
+        [{"q": [[1.0, 0.0]], "k": [[1.0, 3.0]], "v": [[-1.0, 0.125]]}], recalls=True
+    )
     assert head["single"] == 0.9 and head["key_is_one_more"] is True
-    (head,) = portraits.heads([{"q": [[1.0, 0.0]], "k": [[1.0, 1.9]], "v": [[1.0, 0.0]]}])
+    (head,) = portraits.heads(
+        [{"q": [[1.0, 0.0]], "k": [[1.0, 1.9]], "v": [[1.0, 0.0]]}], recalls=True
+    )
     assert head["single"] < 0.8 and head["key_is_one_more"] is None
 
 
@@ -80,7 +84,7 @@ def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():
     assert drawing.get_suptitle().startswith("a title\n")
 
 
-def test_copying_has_no_rule_of_delays():
+def test_copying_has_no_rule_of_delays(tmp_path, monkeypatch):
     cell = Cell("selective-copy:copies=2,signals=4", "cat", 16, 16)
     rows = [(replace(RUN, cell=cell), {"accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]})]
     (entry,) = portraits.table(rows)
@@ -90,6 +94,10 @@ def test_copying_has_no_rule_of_delays():
     assert drawing.get_suptitle() == "a title\naccuracy"
     (right,) = drawing.axes[0].child_axes
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
+    drawings = []
+    monkeypatch.setattr(portraits, "save", lambda drawing, *place: drawings.append(drawing))
+    portraits.save_portrait({"cell": asdict(cell), **rows[0][1]}, tmp_path / "x.json")
+    assert "delay" not in drawings[0].get_suptitle()
 
 
 def test_one_runs_portrait_stands_beside_its_file(tmp_path):

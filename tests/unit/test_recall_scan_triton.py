@@ -21,12 +21,23 @@ def test_kernels_in_the_interpreter(tmp_path):
 
 
 def test_serves_fp32_on_a_gpu_alone(monkeypatch):
-    def tensor(dtype: torch.dtype, on_gpu: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(is_cpu=not on_gpu, is_cuda=on_gpu, dtype=dtype)
+    def tensor(dtype: torch.dtype = torch.float32, device: str = "cuda:0") -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
-    single = tensor(torch.float32)
+    single = tensor()
     assert _scan._kernels(single, single) is _scan._scan_triton
-    for other in (tensor(torch.float64), tensor(torch.bfloat16), tensor(torch.float32, False)):
+    others = (tensor(torch.float64), tensor(torch.bfloat16), tensor(device="cpu"))
+    for other in (*others, tensor(device="cuda:1")):
         assert _scan._kernels(single, other) is _scan_torch
+        assert _scan._kernels(other, single) is _scan_torch
     monkeypatch.setattr(_scan.triton, "INSTALLED", False)
     assert _scan._kernels(single, single) is _scan_torch
+
+
+def test_the_kind_of_the_gradient_counts_too(monkeypatch):
+    seen = []
+    chosen = _scan._kernels
+    monkeypatch.setattr(_scan, "_kernels", lambda *s: seen.append(len(s)) or chosen(*s))
+    q = torch.randn(1, 3, 1, 2, requires_grad=True)
+    _scan.decaying_scan(q, q, q, -q[..., None].square(), torch.ones(1, 1, 1)).sum().backward()
+    assert seen == [5, 6]

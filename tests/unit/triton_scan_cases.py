@@ -30,6 +30,33 @@ def test_equals_the_torch_path(shape, columns, time, monkeypatch):
     check([*(s[:, :rows] for s in streams), a], torch.randn(2, rows, time, 2, 5))
 
 
+def test_many_keys_leave_few_columns(monkeypatch):
+    monkeypatch.setattr(_scan_triton, "_NUMBERS", 2)
+    monkeypatch.setattr(_scan_triton, "_WARPS", 4)
+    torch.manual_seed(0)
+    given = [s[:, :1] if s.dim() > 4 else s for s in inputs(*SHAPES["one rate"], 2)]
+    _, options, _ = _scan_triton._launch(EVERY, given[0], *given[2:])
+    assert (options["KEYS"], options["COLUMNS"], options["num_warps"]) == (4, 2, 4)
+    check(given, torch.randn_like(given[2]))
+
+
+@pytest.mark.parametrize("which", ["rate", "k", "v", "q", "grad"])
+def test_an_infinity_stays_where_it_is(which):
+    """Of K = 3 keys and V = 5 values the kernel has 4 and 8: what is not there must stay 0."""
+    torch.manual_seed(0)
+    *streams, a = inputs(*SHAPES["mamba's"], 3, models=1)
+    q, k, v, rate = (s.abs()[:, :1] for s in streams)  # no infinity meets one of the other sign
+    grad = torch.rand_like(v)
+    {"rate": rate, "k": k, "v": v, "q": q, "grad": grad}[which][0, 0, 1, 0].flatten()[1] = torch.inf
+    given = [q, k, v, rate, a - 0.1]
+    out, kept = _scan_triton.forward(EVERY, *given)
+    found = [out, kept, *_scan_triton.backward(EVERY, kept, grad, *given)]
+    for one, other in zip(found, in_torch(given, grad), strict=True):
+        known = ~other.isnan()  # an infinity times a state of 0 is a NaN in torch as well
+        assert known.any()
+        torch.testing.assert_close(one.double()[known], other[known], rtol=2e-5, atol=2e-5)
+
+
 def test_inputs_and_gradients_may_have_any_strides():
     torch.manual_seed(0)
     q, k, v, rate, a = inputs(*SHAPES["all"], 3, models=1)

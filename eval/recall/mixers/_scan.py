@@ -6,8 +6,8 @@ One step at a time, so that only decays are raised to powers, never their invers
 overflow where r ⊙ a ≤ 0, however long or strong the decay. A step's state is changed in place and
 is not kept: the backward pass is written out, and makes the states of EVERY steps again from the
 one before them. In fp32 a C++ kernel does both on a CPU (_scan_cpu.py) and Triton kernels on a GPU
-(_scan_triton.py); for other tensors, and without a compiler or Triton, plain torch does
-(_scan_torch.py).
+(_scan_triton.py); for other tensors, on a CPU without a compiler and on a GPU without Triton, plain
+torch does (_scan_torch.py).
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
 
 def _kernels(*tensors: Tensor) -> Any:
     """What computes the scan of these tensors, both ways."""
-    if all(s.is_cpu and s.dtype == torch.float32 for s in tensors):
-        return load_kernel() or _scan_torch
-    if triton.INSTALLED and all(s.is_cuda and s.dtype == torch.float32 for s in tensors):
-        return _scan_triton
+    kinds = {(s.device, s.dtype) for s in tensors}
+    device, dtype = kinds.pop()
+    if not kinds and dtype == torch.float32:
+        if device.type == "cpu":
+            return load_kernel() or _scan_torch
+        if device.type == "cuda" and triton.INSTALLED:
+            return _scan_triton
     return _scan_torch
 
 

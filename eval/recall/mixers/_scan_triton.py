@@ -77,6 +77,26 @@ def _load_a(
 
 
 @triton.jit
+def _load_step(
+    k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value,
+    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
+):  # fmt: skip
+    """k, v, the rate and the decay of a step, whose number `at` counts rows, steps and heads."""
+    k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
+    v = tl.load(v_ptr + at * values + value, value < values, 0.0)
+    offsets, inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
+    size = _size(keys, values, RATE_KEYS, RATE_VALUES)
+    rate = tl.load(rate_ptr + at * size + offsets, inside, 0.0)
+    return k, v, rate, tl.exp(rate * a)
+
+
+@triton.jit
+def _next(state, decay, k, v, inside):
+    """The state after a step; what is not in it stays 0, which an infinity times 0 would not."""
+    return tl.where(inside, decay * state + k[:, None] * v[None, :], 0.0)
+
+
+@triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, out_ptr, kept_ptr,
     model_rows, time, heads, keys, values,
@@ -90,8 +110,6 @@ def forward_kernel(
         a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
     )  # fmt: skip
     state_at, inside = _places(key, value, keys, values, True, True)
-    rate_at, rate_inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
-    rates = _size(keys, values, RATE_KEYS, RATE_VALUES)
     blocks = tl.cdiv(time, EVERY)
     state = tl.zeros((KEYS, COLUMNS), tl.float32)
     for t in range(time):
@@ -99,11 +117,11 @@ def forward_kernel(
             block = (row * blocks + t // EVERY) * heads + head
             tl.store(kept_ptr + block * keys * values + state_at, state, inside)
         at = (row * time + t) * heads + head
+        k, v, _rate, decay = _load_step(
+            k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
+        )  # fmt: skip
+        state = _next(state, decay, k, v, inside)
         q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
-        k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
-        v = tl.load(v_ptr + at * values + value, value < values, 0.0)
-        rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
-        state = tl.exp(rate * a) * state + k[:, None] * v[None, :]
         out = tl.sum(q[:, None] * state, axis=0)
         tl.store(out_ptr + at * values + value, out, value < values)
 
@@ -126,68 +144,64 @@ def backward_kernel(
         a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
     )  # fmt: skip
     state_at, inside = _places(key, value, keys, values, True, True)
-    rate_at, rate_inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
-    rates = _size(keys, values, RATE_KEYS, RATE_VALUES)
     blocks = tl.cdiv(time, EVERY)
     parts = chunk.to(tl.int64) * rows  # rows of the chunks before this one
-    rate_parts = parts * (not RATE_VALUES)
-    a_parts = parts * (not A_VALUES)
-    scratch_at = tl.arange(0, KEYS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     scratch_ptr = states_ptr + tl.program_id(0).to(tl.int64) * EVERY * KEYS * COLUMNS
+    scratch_ptr += tl.arange(0, KEYS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     flow = tl.zeros((KEYS, COLUMNS), tl.float32)  # ∂/∂S_t
     da = tl.zeros_like(a)
     for step in range(blocks):
-        block = blocks - 1 - step
-        start = block * EVERY
+        start = (blocks - 1 - step) * EVERY
         count = tl.minimum(EVERY, time - start)
-        kept = ((row * blocks + block) * heads + head) * keys * values
+        kept = ((row * blocks + start // EVERY) * heads + head) * keys * values
         state = tl.load(kept_ptr + kept + state_at, inside, 0.0)
         tl.debug_barrier()  # the states of the block worked on before have been read
         for i in range(count):
-            tl.store(scratch_ptr + i * KEYS * COLUMNS + scratch_at, state)
+            tl.store(scratch_ptr + i * KEYS * COLUMNS, state)
             at = (row * time + start + i) * heads + head
-            k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
-            v = tl.load(v_ptr + at * values + value, value < values, 0.0)
-            rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
-            state = tl.exp(rate * a) * state + k[:, None] * v[None, :]
+            k, v, _rate, decay = _load_step(
+                k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
+            )  # fmt: skip
+            state = _next(state, decay, k, v, inside)
         tl.debug_barrier()
-        for i in range(count):
-            t = start + count - 1 - i
-            at = (row * time + t) * heads + head
+        for j in range(count):
+            i = count - 1 - j
+            at = (row * time + start + i) * heads + head
+            k, v, rate, decay = _load_step(
+                k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
+            )  # fmt: skip
             q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
-            k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
-            v = tl.load(v_ptr + at * values + value, value < values, 0.0)
             grad = tl.load(grad_ptr + at * values + value, value < values, 0.0)
-            rate = tl.load(rate_ptr + at * rates + rate_at, rate_inside, 0.0)
-            flow += q[:, None] * grad[None, :]
+            flow = tl.where(inside, flow + q[:, None] * grad[None, :], 0.0)
             place = (parts * time * heads + at) * keys + key
             tl.store(dq_ptr + place, tl.sum(state * grad[None, :], axis=1), key < keys)
             tl.store(dk_ptr + place, tl.sum(flow * v[None, :], axis=1), key < keys)
             dv = tl.sum(flow * k[:, None], axis=0)
             tl.store(dv_ptr + at * values + value, dv, value < values)
-            before = tl.load(scratch_ptr + (t - start) * KEYS * COLUMNS + scratch_at)
-            flow *= tl.exp(rate * a)
-            exponent = flow * before  # ∂/∂(r_t ⊙ a)
+            state = tl.load(scratch_ptr + i * KEYS * COLUMNS)
+            flow = tl.where(inside, flow * decay, 0.0)
+            exponent = flow * state  # ∂/∂(r_t ⊙ a)
             da += _sum_to(exponent * rate, A_KEYS, A_VALUES)
             drate = _sum_to(exponent * a, RATE_KEYS, RATE_VALUES)
-            place = (rate_parts * time * heads + at) * rates + rate_at
-            tl.store(drate_ptr + place, drate, rate_inside)
-            state = before
-    a_at, a_inside = _places(key, value, keys, values, A_KEYS, A_VALUES)
-    place = ((a_parts + row) * heads + head) * _size(keys, values, A_KEYS, A_VALUES) + a_at
-    tl.store(da_ptr + place, da, a_inside)
+            rate_at, there = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
+            place = parts * (not RATE_VALUES) * time * heads + at
+            place = place * _size(keys, values, RATE_KEYS, RATE_VALUES) + rate_at
+            tl.store(drate_ptr + place, drate, there)
+    a_at, there = _places(key, value, keys, values, A_KEYS, A_VALUES)
+    place = ((parts * (not A_VALUES) + row) * heads + head) * _size(keys, values, A_KEYS, A_VALUES)
+    tl.store(da_ptr + place + a_at, da, there)
 
 
 def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, tuple]:
     """Chunks of columns, options of a kernel, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
-    rows = triton.next_power_of_2(keys)
-    columns = min(COLUMNS, triton.next_power_of_2(values), max(1, _WARPS * _NUMBERS // rows))
-    options = {"EVERY": every, "KEYS": rows, "COLUMNS": columns}
+    padded = triton.next_power_of_2(keys)
+    columns = min(COLUMNS, triton.next_power_of_2(values), max(1, _WARPS * _NUMBERS // padded))
+    options = {"EVERY": every, "KEYS": padded, "COLUMNS": columns}
     options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
     options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
-    options["num_warps"] = min(_WARPS, max(1, rows * columns // _NUMBERS))
+    options["num_warps"] = min(_WARPS, max(1, padded * columns // _NUMBERS))
     return triton.cdiv(values, columns), options, (batch, time, heads, keys, values)
 
 

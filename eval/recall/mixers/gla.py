@@ -29,7 +29,8 @@ class Options:
         heads: H.
         expand_k: width of all keys over C.
         expand_v: width of all values over C.
-        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/_fla.py.
+        operator: torch, our own scan, or fla, flash-linear-attention's on a GPU, see
+            eval/recall/mixers/_fla.py.
     """
 
     heads: int = 4
