@@ -152,7 +152,7 @@ def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
         right.spines[:].set_visible(False)
         right.tick_params(length=0)
         rule = "; delay(k) = delay(q) + delay(v) + 1?" if any(verdict(h) for _, h in lines) else ""
-        figure.suptitle(f"{title}\naccuracy{rule}", fontsize=9)
+        figure.suptitle(f"{title}\nat the right: accuracy{rule}", fontsize=9)
     return figure
 
 

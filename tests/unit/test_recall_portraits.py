@@ -91,7 +91,7 @@ def test_copying_has_no_rule_of_delays(tmp_path, monkeypatch):
     (head,) = entry["heads"]
     assert head["delays"] == {"k": 1} and portraits.verdict(head) == ""
     drawing = portraits.draw([entry], "a title")
-    assert drawing.get_suptitle() == "a title\naccuracy"
+    assert drawing.get_suptitle() == "a title\nat the right: accuracy"
     (right,) = drawing.axes[0].child_axes
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
     drawings = []
