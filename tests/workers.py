@@ -19,7 +19,6 @@ LONGEST = (
     "tests/e2e/test_readme.py",
     "tests/e2e/test_train_command.py",
     "tests/unit/test_ops_triton.py",
-    "tests/unit/test_recall_scan_triton.py",
     "tests/distributed/test_engine.py",
     "tests/distributed/test_resume.py",
     "tests/distributed/test_checkpoint.py",

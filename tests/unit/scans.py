@@ -26,8 +26,8 @@ def inputs(rate: tuple[int, ...], a: tuple[int, ...], time: int, models: int = 2
     return [q, k, v, torch.rand(models, 3, time, 2, *rate), -3 * torch.rand(models, *a)]
 
 
-def in_torch(given: list[Tensor], grad: Tensor) -> list[Tensor]:
+def in_torch(given: list[Tensor], grad: Tensor, every: int = EVERY) -> list[Tensor]:
     """Outputs, kept states and gradients in fp64 by the torch path."""
     double = [s.double() for s in given]
-    out, kept = _scan_torch.forward(EVERY, *double)
-    return [out, kept, *_scan_torch.backward(EVERY, kept, grad.double(), *double)]
+    out, kept = _scan_torch.forward(every, *double)
+    return [out, kept, *_scan_torch.backward(every, kept, grad.double(), *double)]
