@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.files import sha256, write_json, write_text
-from cat_lm.folders import replaced_folder
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import write_json, write_text
+from cat_lm.io.folders import replaced_folder
 from cat_lm.pretrained import (
     DTYPES,
     load_model,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
 from cat_lm.export import describe_model
-from cat_lm.folders import replaced_folder
+from cat_lm.io.folders import replaced_folder
 from cat_lm.pretrained import (
     WEIGHTS,
     load_model,

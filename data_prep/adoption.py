@@ -17,7 +17,8 @@ from cat_lm.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS, TokenCorpus, fi
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, sync_directory, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import sync_directory, write_json
 from data_prep.foreign import count_tokens, document_lengths, scan
 from data_prep.output import TOKENIZER
 from data_prep.progress import TextProgress

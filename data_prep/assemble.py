@@ -15,7 +15,7 @@ import numpy as np
 from cat_lm.data.corpus import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
-from cat_lm.files import replacing
+from cat_lm.io.files import replacing
 from data_prep import output
 from data_prep.amounts import Limit
 from data_prep.assembly import (

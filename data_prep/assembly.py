@@ -11,7 +11,8 @@ import numpy as np
 
 from cat_lm.data.corpus import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
-from cat_lm.files import replacing, sha256
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import replacing
 from data_prep.parts import (
     KINDS,
     UnitDocuments,

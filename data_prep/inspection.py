@@ -9,7 +9,7 @@ from pathlib import Path
 from cat_lm.data.corpus import SPLITS, TokenCorpus, read_manifest
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from data_prep import excerpts
 from data_prep.duplicates import Duplicates, find_duplicates
 from data_prep.intact import manifest_problems, shard_problems

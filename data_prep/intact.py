@@ -17,7 +17,7 @@ import numpy as np
 from cat_lm.data.corpus import SPLITS, TokenCorpus, fingerprint
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
-from cat_lm.files import sha256
+from cat_lm.io.checksums import sha256
 from data_prep.output import TOKENIZER
 from data_prep.progress import TextProgress
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.errors import UserError
-from cat_lm.files import replacing
+from cat_lm.io.files import replacing
 from data_prep.intact import document_ends
 
 PICTURE = "document_lengths.png"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cat_lm.data.corpus import MANIFEST, PACKING, SPLITS, TokenCorpus, read_manifest
 from cat_lm.errors import UserError
-from cat_lm.files import sync_directory, write_json
+from cat_lm.io.files import sync_directory, write_json
 from data_prep.locks import Busy, file_lock
 
 LOCK = ".prepare.lock"

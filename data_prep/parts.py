@@ -25,7 +25,8 @@ from typing import IO
 import numpy as np
 
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, sync_directory, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import sync_directory, write_json
 
 DOCUMENT = np.dtype(
     [

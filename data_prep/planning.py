@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
-from cat_lm.files import sha256
+from cat_lm.io.checksums import sha256
 from data_prep.choosing import MARGIN, Shortage, place_for
 from data_prep.documents import Document
 from data_prep.encode import PLACES, Encoding, Range, Ranges, split_of

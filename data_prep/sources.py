@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.errors import UserError
-from cat_lm.files import sha256
+from cat_lm.io.checksums import sha256
 from data_prep.documents import (
     TEXT_PER_FILE_BYTE,
     Document,

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from cat_lm.files import replacing
+from cat_lm.io.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.files import replacing, write_json
-from cat_lm.folders import check_output
+from cat_lm.io.files import replacing, write_json
+from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_config, model_folder, quiet_transformers
 from eval.length_sweep_cells import (
     DOCUMENTS,

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import write_json
 from cat_lm.pretrained import choose_device, load_model, weight_files
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.files import replacing, write_json, write_text
-from cat_lm.folders import check_output
+from cat_lm.io.files import replacing, write_json, write_text
+from cat_lm.io.folders import check_output
 
 if TYPE_CHECKING:
     from eval.runs import Run

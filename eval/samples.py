@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError, command
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:

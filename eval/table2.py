@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.files import replacing
+from cat_lm.io.files import replacing
 from eval.tasks import table2
 
 if TYPE_CHECKING:

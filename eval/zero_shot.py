@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 
 from cat_lm.errors import UserError, command
-from cat_lm.folders import check_output
+from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
 
 RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given

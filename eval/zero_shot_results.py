@@ -13,7 +13,7 @@ from typing import Any
 from lm_eval.utils import handle_non_serializable
 
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, write_json
+from cat_lm.io.files import replacing, write_json
 
 RESULT = "zero_shot.json"
 # Keys that the tasks of one result file share, with their names on the command line.

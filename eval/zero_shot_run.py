@@ -30,7 +30,8 @@ import torch
 from lm_eval.evaluator import evaluate
 
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import write_json
 from cat_lm.pretrained import model_folder, weight_files
 from eval.provenance import provenance
 from eval.tasks import table2

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import __version__
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 
 if TYPE_CHECKING:
     from launch.findings import Finding

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from cat_lm.training.devices import Device, device_by_option
 from launch.costs import (
     ASSUMED_INTERCONNECT,

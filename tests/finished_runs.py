@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import load_config
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from tests.runs import run_values, write_config
 
 CONTEXT = 32

@@ -26,7 +26,7 @@ from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
 from cat_lm.data.shards import Shard
 from cat_lm.data.windows import IGNORE, Batch
 from cat_lm.errors import UserError
-from cat_lm.files import sync_directory, write_json
+from cat_lm.io.files import sync_directory, write_json
 
 VERSION = 1
 GROUP = 100_000

@@ -30,7 +30,8 @@ from cat_lm.data.remote_shards import Copying, RemoteShard, locked
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, sha256
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import replacing
 
 RANGE_THREADS = 32
 TOKENIZER = "tokenizer"

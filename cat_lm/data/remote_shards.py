@@ -31,7 +31,8 @@ from cat_lm.data.corpus import open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import Storage
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, sync_directory, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import sync_directory, write_json
 
 if TYPE_CHECKING:
     from cat_lm.data.remote import RemoteCorpus

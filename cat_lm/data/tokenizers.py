@@ -37,7 +37,8 @@ from cat_lm.data.tokenizer_kinds import (
 from cat_lm.data.unigram_ids import UnigramIds
 from cat_lm.data.word_cache import WordCache
 from cat_lm.errors import UserError
-from cat_lm.files import sha256, write_json, write_text
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import write_json, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -43,7 +43,7 @@ from typing import IO, TYPE_CHECKING, Any
 from cat_lm import __version__
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import SharedError, UserError
-from cat_lm.files import sync_directory, write_json, write_text
+from cat_lm.io.files import sync_directory, write_json, write_text
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks

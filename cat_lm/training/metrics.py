@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, write_text
+from cat_lm.io.files import replacing, write_text
 
 
 class RunLog:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError, command
-from cat_lm.folders import check_output
+from cat_lm.io.folders import check_output
 
 if TYPE_CHECKING:
     from eval.recall.execution import Execution

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from eval.provenance import provenance
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.files import write_json, write_text
+from cat_lm.io.files import write_json, write_text
 from eval.provenance import provenance
 from eval.recall import cells, page, pictures, portraits
 from eval.recall.execution import Execution, run_unfinished

@@ -24,7 +24,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from cat_lm.data.corpus import read_manifest
-from cat_lm.files import write_json, write_text
+from cat_lm.io.files import write_json, write_text
 from eval.figures import MARKERS, RUN_COLOURS, STYLE
 from eval.provenance import provenance
 from eval.recall import cells

@@ -11,8 +11,8 @@ from typing import IO
 
 from cat_lm.config import parse_count
 from cat_lm.errors import UserError, command
-from cat_lm.files import write_json
-from cat_lm.folders import check_output
+from cat_lm.io.files import write_json
+from cat_lm.io.folders import check_output
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 from eval.small_study.statistics import MAX_SEEDS
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from eval.result_files import read_metrics
 from eval.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study

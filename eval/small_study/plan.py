@@ -9,7 +9,7 @@ from typing import Any
 
 from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
 CONFIGS = Path("configs/study")  # a folder for each size, a file for each model, base.yaml

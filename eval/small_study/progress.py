@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from eval.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
 from eval.small_study.plan import MODELS, Job, Study

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from cat_lm.files import replacing, write_text
+from cat_lm.io.files import replacing, write_text
 from eval.figures import short_count
 
 WORDS = {

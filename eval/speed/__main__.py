@@ -206,7 +206,7 @@ def main() -> None:
     options = _parser().parse_args()
     # Before torch loads: a thread that waits by spinning slows those that work on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from cat_lm.files import write_json
+    from cat_lm.io.files import write_json
     from cat_lm.pretrained import quiet_transformers
     from eval.provenance import provenance
     from eval.speed import tables

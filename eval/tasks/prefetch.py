@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import replacing, sha256, write_json
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import replacing, write_json
 from eval.tasks.catalog import Catalog
 from eval.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest
 

@@ -21,7 +21,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
 
 from cat_lm.errors import UserError
-from cat_lm.files import sha256
+from cat_lm.io.checksums import sha256
 
 MANIFEST = "manifest.json"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from launch.slurm.options import Options
 
 

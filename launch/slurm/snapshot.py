@@ -17,8 +17,9 @@ import yaml
 from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.files import write_json, write_text
-from cat_lm.folders import replaced_folder
+from cat_lm.io.files import write_json, write_text
+from cat_lm.io.folders import replaced_folder
+from cat_lm.io.own_files import read_listing, set_aside, write_listing
 from launch.slurm.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -41,10 +42,13 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     own = (folder.run, folder.slurm)
     files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
-    with replaced_folder(folder.code) as copy:
+    if folder.code.exists() and not read_listing(folder.code):
+        set_aside(folder.code)  # of a version that made no list of what is in it
+    with replaced_folder(folder.code, read_listing) as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)
+        write_listing(copy)
     diff = _git(project, "diff", "--binary", "HEAD") if commit else None
     record = {
         "cat_lm": __version__,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from launch.slurm import attempts, cluster
 from launch.slurm.folder import RunFolder, read_record
 

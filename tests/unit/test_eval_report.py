@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from eval import table2
 from eval.filters import Filters, filters_figure, own_taps, read_filters, views
 from eval.length_sweep_cells import folder_sha256

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.errors import UserError
-from cat_lm.folders import check_output
+from cat_lm.io.folders import check_output
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {

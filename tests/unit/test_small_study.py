@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
-from cat_lm.files import write_json
+from cat_lm.io.files import write_json
 from eval.length_sweep_cells import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
 from eval.small_study.execute import RESULT, Workers, commands, complete_run, held, unfinished

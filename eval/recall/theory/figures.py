@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from cat_lm.files import replacing
+from cat_lm.io.files import replacing
 from eval.figures import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
 from eval.recall.theory.generalization import LENGTH, Trained
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cat_lm.files import write_json, write_text
+from cat_lm.io.files import write_json, write_text
 from eval.provenance import provenance
 from eval.recall.theory import associative, copying, generalization, landmark
 from eval.recall.theory.claims import Claim

@@ -1,8 +1,7 @@
-"""Files that are either whole or absent: atomic replacement, checksums, flushes to disk."""
+"""Files that are either whole or absent: atomic replacement, flushes to disk."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -44,12 +43,6 @@ def write_text(path: Path | str, text: str) -> None:
 def write_json(path: Path | str, value: Any) -> None:
     """Writes `value` atomically as indented JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def sha256(path: Path | str) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync_directory(path: Path | str) -> None:

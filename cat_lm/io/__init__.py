@@ -1,0 +1,1 @@
+"""Files and folders: typed readers, atomic writing, checksums, and deletion of one's own alone."""

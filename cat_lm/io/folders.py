@@ -1,0 +1,199 @@
+"""Folders that are either whole or absent: written beside their place, flushed, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.files import sync_directory
+from cat_lm.io.own_files import (
+    MARK,
+    empty_marked,
+    make_marked,
+    remove_empty,
+    remove_listed,
+    remove_marked,
+)
+from cat_lm.io.readers import resolve
+
+_PURPOSE = "a folder on its way to {}"
+
+
+def check_output(out: Path | str, flag: str = "--out") -> None:
+    """Check, before any work is done, that `out` can be a folder to write to.
+
+    Raises:
+        UserError: it, or a folder that it would be in, is a file, may not be written to, or is no
+            path at all; or it lies in /proc or /sys, where no folder can be made.
+    """
+    if not str(out) or str(out) != str(out).strip() or "\0" in str(out):
+        raise UserError(f"{flag} {str(out)!r}: is no path; give a folder")
+    place = Path(out).absolute()
+    try:
+        while not os.path.lexists(place):
+            place = place.parent
+        kind_is_folder = place.is_dir()
+        too_long = [part for part in Path(out).parts if len(os.fsencode(part)) > 255]
+    except OSError as error:
+        raise UserError(f"{flag} {out}: {describe_os_error(error)}") from None
+    if too_long:
+        raise UserError(f"{flag} {out}: {describe_os_error(OSError(errno.ENAMETOOLONG, ''))}")
+    if not kind_is_folder:
+        if place.is_symlink() and not place.exists():
+            resolve(place)  # a loop is said as such
+        which = "is a file" if place == Path(out).absolute() else f"{place} is a file"
+        raise UserError(f"{flag} {out}: {which}; give a folder")
+    virtual = resolve(place).is_relative_to("/proc") or resolve(place).is_relative_to("/sys")
+    if virtual or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{flag} {out}: {place} may not be written to")
+
+
+def _nothing(folder: Path) -> Collection[str]:
+    return ()
+
+
+@contextmanager
+def replaced_folder(
+    out: Path, listing: Callable[[Path], Collection[str]] = _nothing
+) -> Iterator[Path]:
+    """Yield a new folder beside `out` that takes its place when the block ends without an error.
+
+    Its name depends on `out` alone, so that the next attempt clears what a killed one has left.
+    What stands in `out` and is not of an earlier result stays there, beside the new files.
+
+    Args:
+        listing: the relative paths that a folder's own record says were written there by us, the
+            record last; these alone are replaced or go.
+
+    Raises:
+        UserError: it cannot be written; or a new file has the name of one that is not ours.
+    """
+    from safetensors import SafetensorError
+
+    place = resolve(out)  # of a link, the folder that it points to is replaced
+    folder, old = (place.parent / f".{place.name}.{suffix}" for suffix in ("tmp", "old"))
+    try:
+        with _claimed(folder, place, out):
+            _restore(place, old, listing)
+            try:
+                yield folder
+                _carry_over(place, folder, listing, out)
+                _publish(folder)
+                if place.exists():
+                    os.replace(place, old)
+                os.replace(folder, place)
+                (place / MARK).unlink()
+                sync_directory(place.parent)
+            finally:
+                remove_marked(folder, _PURPOSE.format(place.name))
+                _restore(place, old, listing)
+    except OSError as error:
+        raise UserError(f"OUT {out}: cannot be written: {describe_os_error(error)}") from error
+    except SafetensorError as error:  # which is no OSError, not even for a full disk
+        raise UserError(f"OUT {out}: cannot be written: {error}") from error
+
+
+@contextmanager
+def _claimed(folder: Path, place: Path, out: Path) -> Iterator[None]:
+    """Make `folder` empty and hold it. Raises UserError while another command writes to it."""
+    try:
+        make_marked(folder, _PURPOSE.format(place.name))
+    except UserError as error:
+        raise UserError(f"OUT {out}: {error}") from None
+    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one that finished just now may have renamed the folder that was opened above.
+            ours = folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
+        except OSError as error:
+            # Network file systems may have no locks for folders: there, the work goes on.
+            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        if not ours:
+            raise UserError(f"OUT {out}: another command is writing to it")
+        empty_marked(folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _carry_over(
+    place: Path, folder: Path, listing: Callable[[Path], Collection[str]], out: Path
+) -> None:
+    """Link what is not ours from the earlier folder into the new one; no bytes are copied."""
+    if not place.exists():
+        return
+    listed = {MARK, *listing(place)}
+    for parent, folders, files in os.walk(place):
+        inner = Path(parent).relative_to(place)
+        linked = [name for name in folders if (Path(parent) / name).is_symlink()]
+        for name in (str(inner / name) for name in (*files, *linked)):
+            if name in listed:
+                continue
+            if os.path.lexists(folder / name):
+                raise UserError(
+                    f"OUT {out}: {name} is not of an earlier result and would be replaced; "
+                    "move it away or give another folder"
+                )
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(place / name, folder / name, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(place / name, folder / name, follow_symlinks=False)
+        if not folders and not files and parent != str(place):
+            (folder / inner).mkdir(parents=True, exist_ok=True)
+
+
+def _restore(out: Path, old: Path, listing: Callable[[Path], Collection[str]]) -> None:
+    """End a replacement: the earlier folder goes, or comes back where none took its place.
+
+    Of the earlier one go the files that its own record lists, and those that the new one has too.
+    """
+    if not os.path.lexists(old):
+        return
+    if not out.exists():
+        os.replace(old, out)
+        return
+    carried = []
+    for name in remove_listed(old, [*listing(old), MARK]):
+        mine, its = old / name, out / name
+        same = os.path.lexists(its) and os.path.samestat(mine.lstat(), its.lstat())
+        if same or _equal(mine, its):
+            carried.append(name)
+    for name in carried:
+        (old / name).unlink()
+    if os.path.lexists(old):
+        remove_empty(old)
+
+
+def _equal(mine: Path, its: Path) -> bool:
+    """Tell whether a file was copied where it could not be linked."""
+    import filecmp
+
+    if mine.is_symlink():
+        return its.is_symlink() and os.readlink(mine) == os.readlink(its)
+    return its.is_file() and filecmp.cmp(mine, its, shallow=False)
+
+
+def _publish(folder: Path) -> None:
+    """Flush everything to disk, with the permissions that newly made files would have."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            continue
+        # Weights are made for their owner only. What was carried over keeps what it had.
+        if path.is_dir() or path.stat().st_nlink == 1:
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+    sync_directory(folder)

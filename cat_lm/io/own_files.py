@@ -1,0 +1,175 @@
+"""Delete what this program wrote and can prove that it wrote; set aside or refuse the rest.
+
+Two kinds of proof. A *listing* inside a folder (complete.json, export.json, a manifest) names the
+files that were written there; only these go. A *mark* claims a folder of temporary files from its
+making on, by the folder's own inode: what was copied, or made by hand, is not ours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from cat_lm.errors import UserError
+from cat_lm.io.readers import InsideName, Record, read_json
+
+MARK = ".cat_lm.json"
+LISTING = ".cat_lm_files.json"
+
+
+class Mark(Record):
+    """What a folder of ours says of itself."""
+
+    program: str
+    purpose: str
+    inode: int
+
+
+class Listing(Record):
+    """The files that were written into a folder, for folders without a record of another kind."""
+
+    program: str
+    files: list[InsideName]
+
+
+def write_listing(folder: Path) -> None:
+    """List all files of a folder of ours, in a file beside them."""
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    ours = Listing(program="cat_lm", files=sorted(set(names) - {MARK, LISTING}))
+    (folder / LISTING).write_text(ours.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_listing(folder: Path) -> list[str]:
+    """Read what `write_listing` wrote, itself last; nothing where there is no such list."""
+    try:
+        found = read_json(folder / LISTING, Listing)
+    except UserError:
+        return []
+    return [*found.files, LISTING] if found.program == "cat_lm" else []
+
+
+def make_marked(folder: Path, purpose: str) -> None:
+    """Make a folder of ours, which `remove_marked` may delete with all that is in it.
+
+    One that is there already is taken where it is ours, or has nothing in it.
+
+    Raises:
+        UserError: there is something else of that name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_marked(folder, purpose):
+        return
+    if not _is_only_begun(folder):
+        raise _not_ours(folder)
+    mark = Mark(program="cat_lm", purpose=purpose, inode=folder.stat().st_ino)
+    # Not replaced atomically: there is nothing else in the folder yet.
+    (folder / MARK).write_text(mark.model_dump_json() + "\n", encoding="utf-8")
+
+
+def _is_only_begun(folder: Path) -> bool:
+    """Tell whether a kill may have left the folder between its making and its mark."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return {path.name for path in folder.iterdir()} <= {MARK}
+
+
+def _not_ours(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: stands where temporary files go, and was not made by this program; move it away"
+    )
+
+
+def is_marked(folder: Path, purpose: str) -> bool:
+    """Tell whether `make_marked` made this very folder, and not one that it was copied from."""
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return False
+        mark = read_json(folder / MARK, Mark)
+    except (OSError, UserError):
+        return False
+    return (mark.program, mark.purpose, mark.inode) == ("cat_lm", purpose, folder.stat().st_ino)
+
+
+def remove_marked(folder: Path, purpose: str) -> None:
+    """Delete a folder that `make_marked` made, whole; nothing where there is none.
+
+    Raises:
+        UserError: there is something else of that name, or the folder cannot be removed.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not is_marked(folder, purpose) and not _is_only_begun(folder):
+        raise _not_ours(folder)
+    try:
+        # The mark goes last: a kill in between leaves a folder that is still known as ours.
+        empty_marked(folder)
+        (folder / MARK).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be removed ({error.strerror})") from None
+
+
+def empty_marked(folder: Path) -> None:
+    """Delete what is in a folder that is known as ours, but for its mark."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
+
+
+def remove_listed(folder: Path, names: Iterable[str]) -> list[str]:
+    """Delete the files of `folder` that `names` lists, then the folders that this leaves empty.
+
+    Links are deleted, never followed; `folder` itself goes where nothing else is in it.
+
+    Args:
+        names: relative paths, as a listing of ours holds them.
+
+    Returns:
+        The relative paths of what stays, because it is not listed.
+    """
+    for name in names:
+        path = folder / name
+        if _leads_out(folder, name) or not os.path.lexists(path):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+    return remove_empty(folder)
+
+
+def remove_empty(folder: Path) -> list[str]:
+    """Delete the empty folders below `folder` and then itself; return the files that keep it."""
+    left = []
+    for parent, folders, files in os.walk(folder, topdown=False):
+        place = Path(parent)
+        linked = [name for name in folders if (place / name).is_symlink()]
+        left += [str((place / name).relative_to(folder)) for name in (*files, *linked)]
+        if not os.listdir(place):
+            place.rmdir()
+    return sorted(left)
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    """Tell whether a link on the way makes the name one of another folder's."""
+    place = folder
+    for part in Path(name).parts[:-1]:
+        place = place / part
+        if place.is_symlink():
+            return True
+    return ".." in Path(name).parts or Path(name).is_absolute()
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder that is not ours to delete, and return its new place beside it."""
+    number = 1
+    while True:
+        suffix = ".aside" if number == 1 else f".aside-{number}"
+        place = path.with_name(path.name + suffix)
+        if not os.path.lexists(place):
+            os.rename(path, place)
+            return place
+        number += 1

@@ -1,0 +1,302 @@
+"""Read the project's text files: one clear line names what is wrong with a file.
+
+Whatever a path leads to and whatever a file holds, the caller gets a value of the shape that it
+asked for or a `UserError` with the file, the place in it, what stands there and what is expected.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from cat_lm.errors import UserError, describe_os_error
+
+MAX_TEXT_BYTES = 2**30
+MAX_YAML_BYTES = 2**24
+# Deeper than any file of ours; the libraries' parsers recurse and end with Python's own limit.
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+# Digits of a whole number; Python itself refuses to read more than 4,300.
+MAX_DIGITS = 40
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """The schema of a JSON file of ours: exact types; keys of a later version are left alone."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+
+def _check_inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+        raise ValueError("must be a path inside the file's own folder, such as model/config.json")
+    return name
+
+
+# A path that a file names may not lead out of that file's folder.
+InsideName = Annotated[str, AfterValidator(_check_inside)]
+
+
+def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a whole file.
+
+    Args:
+        what: a word before the path in errors, such as "site file".
+        limit: bytes that such a file never has.
+
+    Raises:
+        UserError: there is no such file, it may not be read, is no file, or is too large.
+    """
+    path, name = Path(path), f"{what} {path}".strip()
+    try:
+        with open(path, "rb") as stream:
+            text = stream.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"{name}: {describe_os_error(error)}") from None
+    except ValueError as error:  # a zero byte in the path
+        raise UserError(f"{name!r}: {error}") from None
+    if len(text) > limit:
+        raise UserError(f"{name}: is larger than {limit >> 20} MiB; it cannot be what is meant")
+    return text
+
+
+def read_text(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> str:
+    """Read a UTF-8 text file; errors as in `read_bytes`, and for bytes that are not UTF-8."""
+    return decode(read_bytes(path, what, limit), f"{what} {path}".strip())
+
+
+def decode(text: bytes, name: str) -> str:
+    """Decode UTF-8. Raises UserError, in which `name` names the text."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path | str, schema: type[T], advice: str = "") -> T:
+    """Read a JSON file of one schema.
+
+    Raises:
+        UserError: as `read_bytes`, or the file is not JSON of that shape; `advice` ends the line.
+    """
+    return parse_json(read_bytes(path), schema, str(path), advice)
+
+
+def parse_json(text: bytes | str, schema: type[T], name: str, advice: str = "") -> T:
+    """Read JSON of one schema from its text; `name` names it in the UserError that it may raise."""
+    try:
+        return schema.model_validate_json(text)
+    except ValidationError as error:
+        raise UserError(f"{name}: {describe_mismatch(error)}{_then(advice)}") from None
+
+
+def check_shape(values: Any, schema: type[T], name: str, advice: str = "") -> T:
+    """Check values that were read already, as `parse_json` does."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{name}: {describe_mismatch(error)}{_then(advice)}") from None
+
+
+def _then(advice: str) -> str:
+    return f"; {advice}" if advice else ""
+
+
+def describe_mismatch(error: ValidationError) -> str:
+    """Say the first thing that pydantic found wrong: the place, what stands there, what should."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return f"is not JSON ({first['ctx']['error']})"
+    if first["type"] == "missing":
+        return f"has no {place}"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = message[0].lower() + message[1:]
+    where = f"{place} is" if place else "holds"
+    return f"{where} {short(first['input'])}: {message}"
+
+
+def short(value: Any, most: int = 60) -> str:
+    """Show a value as JSON in at most `most` characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def read_object(path: Path | str, advice: str = "") -> dict[str, Any]:
+    """Read a JSON file that holds an object of any keys; errors as in `read_json`."""
+    values = parse_value(read_bytes(path), str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {short(values)}, must be an object{_then(advice)}")
+    return values
+
+
+def parse_value(text: bytes, name: str) -> Any:
+    """Read any JSON value from its text. Raises UserError where it is none."""
+    try:
+        return json.loads(decode(text, name))
+    except ValueError as error:
+        raise UserError(f"{name}: is not JSON ({error})") from None
+    except RecursionError:
+        raise UserError(f"{name}: is nested too deeply") from None
+
+
+def read_json_lines(
+    path: Path | str,
+    check: Callable[[Any, str], None],
+    *,
+    cut_tail: bool = False,
+) -> list[dict[str, Any]]:
+    """Read a file of one JSON object a line.
+
+    Args:
+        check: gets each object and its place ("FILE, line 3"), and raises UserError.
+        cut_tail: leave out a last line that a kill has cut.
+
+    Raises:
+        UserError: as `read_text`, or a line is no JSON object.
+    """
+    lines = read_text(path).splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
+        try:
+            record = parse_value(line.encode(), place)
+        except UserError:
+            if cut_tail and number == len(lines):
+                break
+            raise
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: holds {short(record)}, must be an object")
+        check(record, place)
+        records.append(record)
+    return records
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML of plain values: what JSON can say too. No dates, tags, recursion or repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        own = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        seen = set()
+        for key_node in own:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise _refused(key_node, f"the key {short(key)} is no text; put it in quotes")
+            if key in seen:
+                raise _refused(key_node, f"key '{key}' stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth = getattr(self, "_depth", 0) + 1
+        if self._depth > MAX_DEPTH:
+            event = self.peek_event()
+            raise _refused(event, f"is nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, ())
+        return node
+
+
+def _count_values(node: yaml.Node, above: tuple[yaml.Node, ...]) -> int:
+    """Count the values that a node stands for, each alias for all that it repeats."""
+    if any(node is other for other in above):
+        raise _refused(node, "an alias (*) stands within what it repeats")
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+    values = 1
+    for child in children:
+        values += _count_values(child, (*above, node))
+        if values > MAX_VALUES:
+            raise _refused(node, f"repeats more than {MAX_VALUES:,} values by aliases (*)")
+    return values
+
+
+def _refused(place: Any, message: str) -> UserError:
+    return UserError(f"line {place.start_mark.line + 1}: {message}")
+
+
+def _plain_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > MAX_DIGITS:
+        raise _refused(node, f"a number of {len(node.value)} characters is too long")
+    try:
+        return loader.construct_yaml_int(node)
+    except ValueError:
+        raise _refused(node, f"{node.value!r} is no number; put text in quotes") from None
+
+
+def _plain_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
+    try:
+        return loader.construct_yaml_float(node)
+    except ValueError:
+        raise _refused(node, f"{node.value!r} is no number; put text in quotes") from None
+
+
+def _text(loader: _PlainLoader, node: yaml.ScalarNode) -> str:
+    return loader.construct_yaml_str(node)
+
+
+def _no_tag(loader: _PlainLoader, node: yaml.Node) -> Any:
+    raise _refused(node, f"the tag {node.tag!r} is not allowed; write a plain value")
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _plain_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:float", _plain_float)
+# A date is text to us; the key's own type says whether text may stand there.
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in pairs if tag != "tag:yaml.org,2002:timestamp"]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag in ("timestamp", "binary", "omap", "pairs", "set"):
+    _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _no_tag)
+_PlainLoader.add_constructor(None, _no_tag)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Read YAML that says no more than JSON could: null, booleans, numbers, text, lists, objects.
+
+    Raises:
+        UserError: anything else, with `name` and the line.
+    """
+    try:
+        return yaml.load(text, _PlainLoader)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def read_yaml(path: Path | str, what: str = "") -> Any:
+    """Read a YAML file; errors as in `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path, what, MAX_YAML_BYTES), f"{what} {path}".strip())
+
+
+def resolve(path: Path | str) -> Path:
+    """Resolve links. Raises UserError for a loop of them and for names that no system takes."""
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError) as error:
+        loop = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
+        reason = "a loop of symbolic links" if loop else describe_os_error(error)
+        raise UserError(f"{path}: {reason}") from None
+    except ValueError as error:
+        raise UserError(f"{str(path)!r}: {error}") from None

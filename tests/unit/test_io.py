@@ -1,0 +1,312 @@
+"""Typed readers, and deletion of what is provably ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+
+import pytest
+from pydantic import Field
+
+from cat_lm import cli
+from cat_lm.errors import UserError
+from cat_lm.io import own_files, readers
+from cat_lm.io.checksums import checksums
+from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.limits import Range
+
+
+class Example(readers.Record):
+    count: int
+    path: readers.InsideName = "a"
+    names: list[str] = Field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 5000, "is not JSON"),
+        (b"[]", "holds []: should be an object"),
+        (b"{}", "has no count"),
+        (b'{"count": "1"}', 'count is "1": should be a valid integer'),
+        (b'{"count": true}', "count is true: should be a valid integer"),
+        (b'{"count": 1, "names": ["x", null]}', "names.1 is null: should be a valid string"),
+        (b'{"count": 1, "path": "../x"}', 'path is "../x": must be a path inside'),
+        (b'{"count": 1, "path": "/x"}', 'path is "/x": must be a path inside'),
+        (b'{"count": 1, "path": "a/../../x"}', "must be a path inside"),
+        (b'{"count": ' + b"9" * 5000 + b"}", "is not JSON"),
+    ],
+)
+def test_json_of_another_shape_is_one_line(text, said, tmp_path):
+    file = tmp_path / "example.json"
+    file.write_bytes(text)
+    with pytest.raises(UserError) as raised:
+        readers.read_json(file, Example, "make it again")
+    line = str(raised.value)
+    assert line.startswith(f"{file}: {said}") or said in line
+    assert "\n" not in line and line.endswith("; make it again")
+
+
+def test_json_of_a_later_version_keeps_its_keys_to_itself(tmp_path):
+    file = tmp_path / "example.json"
+    file.write_text('{"count": 3, "path": "model/config.json", "later": 1}')
+    assert readers.read_json(file, Example).count == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: !!timestamp abc", "tag"),
+        ("a: !!float abc", "'abc' is no number"),
+        ("a: !!python/object:os.x 1", "tag"),
+        ("a: &x [*x]", "stands within what it repeats"),
+        ("a: 0x_", "'0x_' is no number"),
+        ("a: " + "9" * 400, "400 characters is too long"),
+        ("a: " + "[" * 400, "nested more than 32 deep"),
+        ("a: " + "[" * 400 + "]" * 400, "nested more than 32 deep"),
+        ("1: 2", "the key 1 is no text"),
+        ("? [1]\n: 2", "the key [1] is no text"),
+        ("a: 1\na: 2", "line 2: key 'a' stands twice"),
+        ("a: b: c", "not valid YAML"),
+        ("a: \x01", "not valid YAML"),
+    ],
+)
+def test_yaml_beyond_plain_values_is_one_line(text, said, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as raised:
+        readers.read_yaml(file)
+    assert str(raised.value).startswith(f"{file}: ")
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_yaml_aliases_may_repeat_but_not_without_end(tmp_path):
+    assert readers.parse_yaml("a: &x {k: 1}\nb: {<<: *x, c: 2}\nd: *x", "F") == {
+        "a": {"k": 1},
+        "b": {"k": 1, "c": 2},
+        "d": {"k": 1},
+    }
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
+    for level in range(1, 10):
+        lines.append(f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]")
+    with pytest.raises(UserError, match="repeats more than 100,000 values"):
+        readers.parse_yaml("\n".join(lines), "F")
+
+
+def test_a_date_in_yaml_is_text():
+    assert readers.parse_yaml("a: 2020-99-99\nb: 2020-01-01", "F") == {
+        "a": "2020-99-99",
+        "b": "2020-01-01",
+    }
+
+
+def test_what_a_path_may_lead_to(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    for path, said in (
+        (tmp_path / "none", "no such file or folder"),
+        (tmp_path, "is a folder, not a file"),
+        (tmp_path / "loop", "a loop of symbolic links"),
+        (tmp_path / ("x" * 300), "a name is longer than 255 bytes"),
+        (tmp_path / "binary" / "x", "a part of the path is a file"),
+        (tmp_path / "binary", r"is not UTF-8 text \(byte 2\)"),
+    ):
+        with pytest.raises(UserError, match=said):
+            readers.read_text(path)
+    with pytest.raises(UserError, match="a loop of symbolic links"):
+        readers.resolve(tmp_path / "loop")
+    with pytest.raises(UserError, match="null byte"):
+        readers.read_text("a\0b")
+    with pytest.raises(UserError, match="larger than 0 MiB"):
+        readers.read_text(tmp_path / "binary", limit=2)
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied", "x")
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(UserError, match=r"site file .*binary: no permission"):
+        readers.read_text(tmp_path / "binary", "site file")
+
+
+def test_outputs_that_cannot_be(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out, said in (
+        ("", "is no path"),
+        (" ", "is no path"),
+        ("/proc/x", "may not be written to"),
+        (tmp_path / "loop", "a loop of symbolic links"),
+        (tmp_path / ("x" * 300) / "y", "longer than 255 bytes"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_output(out)
+
+
+def test_only_listed_files_are_removed(tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    (folder / "model").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "thesis").write_text("kept")
+    for name in ("a", "model/b", "notes"):
+        (folder / name).write_text(name)
+    (folder / "linked").symlink_to(outside)
+    names = ["a", "model/b", "model/gone", "linked/thesis", "../outside/thesis", str(outside)]
+    assert own_files.remove_listed(folder, names) == ["linked", "notes"]
+    assert sorted(path.name for path in folder.iterdir()) == ["linked", "notes"]
+    assert (outside / "thesis").read_text() == "kept"
+    (folder / "notes").unlink()
+    assert own_files.remove_listed(folder, ["linked"]) == []
+    assert not folder.exists() and (outside / "thesis").exists()
+
+
+def test_a_marked_folder_is_ours_and_its_copy_is_not(tmp_path):
+    folder, copy = tmp_path / "work", tmp_path / "copy"
+    own_files.make_marked(folder, "parts")
+    (folder / "part").write_text("x")
+    shutil.copytree(folder, copy)
+    assert own_files.is_marked(folder, "parts") and not own_files.is_marked(folder, "other")
+    assert not own_files.is_marked(copy, "parts")
+    for foreign in (copy, tmp_path / "link"):
+        if foreign.name == "link":
+            foreign.symlink_to(folder)
+        with pytest.raises(UserError, match="was not made by this program"):
+            own_files.remove_marked(foreign, "parts")
+        with pytest.raises(UserError, match="was not made by this program"):
+            own_files.make_marked(copy, "parts")
+    assert (copy / "part").exists() and (folder / "part").exists()
+    own_files.remove_marked(folder, "parts")
+    own_files.remove_marked(folder, "parts")
+    assert not folder.exists()
+    # What a kill leaves between the making and the mark.
+    for cut in (None, "{"):
+        folder.mkdir()
+        if cut:
+            (folder / own_files.MARK).write_text(cut)
+        own_files.make_marked(folder, "parts")
+        assert own_files.is_marked(folder, "parts")
+        own_files.remove_marked(folder, "parts")
+
+
+def test_setting_aside_never_replaces(tmp_path):
+    for number in range(3):
+        (tmp_path / "step").mkdir()
+        (tmp_path / "step" / str(number)).touch()
+        own_files.set_aside(tmp_path / "step")
+    assert sorted(os.listdir(tmp_path)) == ["step.aside", "step.aside-2", "step.aside-3"]
+    assert (tmp_path / "step.aside-3" / "2").exists()
+
+
+def listing(folder):
+    file = folder / "record"
+    return [*file.read_text().split(), "record"] if file.exists() else []
+
+
+def write(out, **files):
+    with replaced_folder(out, listing) as folder:
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        (folder / "record").write_text(" ".join(files))
+
+
+def test_replacing_keeps_what_is_not_ours(tmp_path):
+    out = tmp_path / "model"
+    write(out, weights="1", extra="1")
+    (out / "results").mkdir()
+    (out / "results" / "mine").write_text("kept")
+    (out / "empty").mkdir()
+    (out / "link").symlink_to("nowhere")
+    write(out, weights="2")
+    assert {str(p.relative_to(out)) for p in out.rglob("*")} == {
+        *("weights", "record", "results", "results/mine", "link", "empty")
+    }
+    assert (out / "weights").read_text() == "2" and (out / "results/mine").read_text() == "kept"
+    assert os.listdir(tmp_path) == ["model"]
+    with pytest.raises(UserError, match="link is not of an earlier result"):
+        write(out, weights="3", link="3")
+    assert (out / "weights").read_text() == "2" and os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_kill_amid_a_replacement_loses_nothing(tmp_path, links, monkeypatch):
+    """As if killed after every renaming in turn, then done again."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+    out, real = tmp_path / "model", os.replace
+
+    class Killed(BaseException):
+        pass
+
+    for at in range(2):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir()
+        write(out, weights="1")
+        (out / "mine").write_text("kept")
+        calls = iter(range(10))
+
+        def replace(*paths, calls=calls, at=at):
+            real(*paths)
+            if next(calls) == at:
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            # Nothing is tidied after a kill.
+            patch.setattr("cat_lm.io.folders._restore", lambda *_: None)
+            patch.setattr("cat_lm.io.folders.remove_marked", lambda *_: None)
+            patch.setattr(os, "replace", replace)
+            with pytest.raises(Killed):
+                write(out, weights="2")
+        write(out, weights="3")
+        assert {path.name: path.read_text() for path in out.iterdir()} == {
+            "weights": "3",
+            "mine": "kept",
+            "record": "weights",
+        }
+        assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_foreign_folder_where_temporary_files_go(tmp_path):
+    (tmp_path / ".model.tmp").mkdir()
+    (tmp_path / ".model.tmp" / "thesis").write_text("kept")
+    with pytest.raises(UserError, match="was not made by this program"):
+        write(tmp_path / "model", weights="1")
+    assert (tmp_path / ".model.tmp" / "thesis").read_text() == "kept"
+
+
+def test_checksums_of_many_files(tmp_path):
+    import hashlib
+
+    import xxhash
+
+    files = [tmp_path / str(size) for size in (0, 1, 5 << 20)]
+    for file in files:
+        file.write_bytes(os.urandom(int(file.name)))
+    for algorithm, make in (("sha256", hashlib.sha256), ("xxh3_128", xxhash.xxh3_128)):
+        seen = []
+        found = checksums(files, algorithm, seen.append)
+        assert found == {file: make(file.read_bytes()).hexdigest() for file in files}
+        assert seen == files
+    assert checksums([], "sha256") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "x", "1e30", "nan", "0.5", "9" * 5000, "true", "0x10", "٣", "-1", "11"]
+)
+def test_arguments_outside_of_their_range(text):
+    for kind in (cli.whole(Range(0, 10)), cli.whole_numbers(Range(0, 10), "1,2")):
+        with pytest.raises(argparse.ArgumentTypeError) as raised:
+            kind(text)
+        assert len(str(raised.value)) < 160
+
+
+def test_arguments_within_their_range():
+    assert cli.whole(Range(0, 10_000))("1_000") == 1000
+    assert cli.whole_numbers(Range(1, 512), "1,2")("256,512") == (256, 512)
+    assert cli.number(Range(0, 1))("1e-3") == 1e-3
+    for text in ("inf", "nan", "-0.1", "1.1", "x", "0" * 50):
+        with pytest.raises(argparse.ArgumentTypeError):
+            cli.number(Range(0, 1))(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be greater than 0"):
+        cli.number(Range(0, 1), above=0)("0")
