@@ -36,7 +36,8 @@ from cat_lm.pretrained import model_folder, weight_files
 from eval.provenance import provenance
 from eval.tasks import table2
 from eval.tasks.catalog import Catalog
-from eval.tasks.sources import Hub, LocalFolder, rows_sha256
+from eval.tasks.rows import check_answers
+from eval.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
 from eval.zero_shot_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot_results import (
     earlier_tasks,
@@ -91,6 +92,8 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
             catalog = Catalog(names)
             source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
             tasks = {name: catalog.load(name, source) for name in catalog.specs}
+            for task in tasks.values():
+                check_answers(task, source, needed_splits(task.config), settings.limit)
             scorer = _scorer(folder, settings, accelerator)
             for name, task in tasks.items():
                 _check_rows(name, task, settings.limit, scorer.world_size)

@@ -155,21 +155,27 @@ def read_json_lines(
     path: Path | str,
     check: Callable[[Any, str], None],
     *,
+    what: str = "",
     cut_tail: bool = False,
 ) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line.
+    """Read a file of one JSON object a line; blank lines count, and hold none.
 
     Args:
         check: gets each object and its place ("FILE, line 3"), and raises UserError.
+        what: a word before the path in errors.
         cut_tail: leave out a last line that a kill has cut.
 
     Raises:
         UserError: as `read_text`, or a line is no JSON object.
     """
-    lines = read_text(path).splitlines()
+    # Not str.splitlines, which also splits at characters that JSON's texts may hold.
+    lines = read_text(path, what).removesuffix("\n").split("\n")
+    name = f"{what} {path}".strip()
     records = []
     for number, line in enumerate(lines, 1):
-        place = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
         try:
             record = parse_value(line.encode(), place)
         except UserError:
