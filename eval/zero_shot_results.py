@@ -53,8 +53,22 @@ def finished(out: Path, name: str, key: Mapping[str, Any], samples: bool) -> dic
     if not _is_whole(values) or values["key"] != key:
         print(f"{name}: {path}: damaged, is computed again", file=sys.stderr)
         return None
-    print(f"{name}: finished before, read from {path}", file=sys.stderr)
+    print(f"{name}: finished before, read from {path} ({counted(values)})", file=sys.stderr)
     return values
+
+
+def counted(values: Mapping[str, Any]) -> str:
+    """What was scored of a task and what was left out, in words."""
+    parts = [f"{values['n']} of {values['rows']} rows scored"]
+    # Absent in results of earlier versions.
+    for reason, rows in values.get("left_out", {}).items():
+        if rows:
+            which = "by --limit" if reason == "by_limit" else "by the task's definition"
+            parts.append(f"{rows} left out {which}")
+    if values["truncated"]:
+        asked = f" of {values['requests']}" if "requests" in values else ""
+        parts.append(f"{values['truncated']}{asked} requests without the start of their context")
+    return ", ".join(parts)
 
 
 def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -40,6 +40,7 @@ from eval.tasks.rows import check_answers
 from eval.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
 from eval.zero_shot_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot_results import (
+    counted,
     earlier_tasks,
     finished,
     number,
@@ -197,12 +198,16 @@ def _compute(
     finally:
         scorer.end()
     seconds = time.perf_counter() - begin
-    positions, truncated = scorer.totals()
+    answered = [request.doc_id for request in task.instances if request.resps]
+    positions, truncated, requests, scored = scorer.totals(len(answered), len(set(answered)))
     if scorer.rank != 0:
         return None
     if settings.samples:
         write_samples(samples_file(out, name, key), found["samples"][name])
-    values = _values(found, name) | {
+    values = _values(found, name)
+    values |= {
+        "left_out": _left_out(task, values["rows"], scored, settings.limit),
+        "requests": requests,
         "truncated": truncated,
         "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
         "seconds": round(seconds, 3),
@@ -211,8 +216,25 @@ def _compute(
     }
     write_json(task_file(out, name, key), values)
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
-    print(f"{name}: {metrics} ({values['n']} rows, {seconds:.1f} s)", file=sys.stderr, flush=True)
+    print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
     return values
+
+
+def _left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) -> dict[str, int]:
+    """Rows of the split that were not scored, by the reason for it.
+
+    Args:
+        rows: that the definition makes of the split's.
+        scored: those of them that have answers of the model.
+
+    Raises:
+        RuntimeError: the harness has scored other rows than it was asked to.
+    """
+    asked = min(rows, limit or rows)
+    if scored != asked:
+        raise RuntimeError(f"task {task.config.task}: {scored} of {asked} rows were scored")
+    there = len(task.dataset[needed_splits(task.config)[0]])
+    return {"by_limit": rows - scored, "by_definition": there - rows}
 
 
 @contextlib.contextmanager
