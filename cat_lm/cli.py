@@ -1,4 +1,4 @@
-"""Kinds of arguments for the commands' parsers: what they refuse is one line, exit code 2.
+"""A parser for commands, and kinds of arguments: what they refuse is one line, exit code 2.
 
 A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.limits`.
 """
@@ -8,11 +8,27 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
+from cat_lm.errors import UserError
 from cat_lm.limits import Range
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a UserError where argparse would print how the command is used, and end."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def path_name(text: str) -> str:
+    """Be a kind for files and folders: none has a blank name."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return text
 
 
 def whole(allowed: Range) -> Callable[[str], int]:

@@ -71,14 +71,17 @@ def quiet_transformers() -> None:
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """`auto` is the GPU where there is one, else the CPU. Raises UserError for an absent device."""
+    """`auto` is the GPU where there is one, else the CPU.
+
+    Raises UserError for a device that is absent, or that does not compute ("meta").
+    """
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        (torch.ones(1, device=device) + 1).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name}: cannot be used ({reason}); use auto or cpu") from None

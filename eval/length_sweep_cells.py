@@ -124,6 +124,7 @@ class Cells:
             "temperature_scope": protocol.temperature_scope,
             "model": str(subject.folder),
             "training_length": subject.training_length,
+            **self.stream.counts,
         }
 
     def _factor(self, length: int, method: str) -> float:

@@ -74,7 +74,7 @@ def _whole_windows(
             f"{stream.source}: too short for length {largest} ({why}); "
             f"use lengths up to {limit} or a longer text"
         )
-    return stream.cut(limit // largest * largest, tokenizer)
+    return stream.cut(limit, tokenizer, multiple_of=largest)
 
 
 def _long_enough(stream: TokenStream, largest: int) -> TokenStream:

@@ -11,12 +11,12 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import Parser, path_name
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
@@ -94,11 +94,13 @@ def final_numbers(run: Run) -> dict[str, Any]:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.report", description="Tables and figures from finished runs."
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument(
+        "runs", nargs="+", type=path_name, metavar="RUN", help="folder that train.py wrote"
+    )
+    parser.add_argument("--out", type=path_name, required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
     arguments = parser.parse_args()
     check_output(arguments.out)

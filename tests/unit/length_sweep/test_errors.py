@@ -33,7 +33,10 @@ class TestBadInput:
             path.unlink()
         for arguments, message in (
             ((cat, "--text", text, *base, bytes_ + 1), f"it has {bytes_} tokens"),
-            ((cat, "--text", text, *base, "64", "--max-tokens", "60"), "--max-tokens is 60"),
+            (
+                (cat, "--text", text, *base, "64", "--max-tokens", "60"),
+                "--max-tokens 60: must be at",
+            ),
             ((cat, "--text", text, *base, "900", *per_document), f"the longest has {bytes_}"),
             ((cat, "--text", text, *base, "64", "--methods", "ntk"), "known: none, pi,"),
             (
@@ -48,7 +51,18 @@ class TestBadInput:
                 (nope, "--text", text, *base, "64", "--methods", "temperature", *rotary),
                 "nothing is rotated",
             ),
-            ((cat, "--text", text, *base, "64", "--factor", "0.5"), "--factor 0.5: must be at"),
+            ((cat, "--text", text, *base, "64", "--factor", "0.5"), "--factor: '0.5' must be from"),
+            ((cat, "--text", text, *base, "64", "--factor", "1e300"), "must be from 1 to 4,096"),
+            ((cat, "--text", text, *base, "64", "--factor", "nan"), "--factor: 'nan' must be from"),
+            ((cat, "--text", text, *base, "64,"), "--lengths: '' must be a whole number; give a"),
+            ((cat, "--text", text, *base, "64,99999999999"), "'99999999999' must be from 1 to"),
+            ((cat, "--text", text, *base, "64", "--stride", "65"), "largest of --lengths is 64"),
+            ((cat, "--text", text, *base, "64", "--batch-tokens", "0"), "--batch-tokens: '0' must"),
+            ((cat, "--text", "", *base, "64"), "--text: '' is no path"),
+            ((cat, "--text", tmp_path, *base, "64"), f"--text {tmp_path}: is a folder, not a"),
+            ((cat, "--text", text, *base, "64", "--device", "meta"), "--device meta: cannot be"),
+            ((cat, "--text", text, *base, "64", "--out", "/proc/x"), "/proc may not be written"),
+            ((cat, "--text", text, *base, "64", "--out", 300 * "x"), "a name is longer than 255"),
             ((cat, "--text", text, *base, "64", "--factor", "2"), "--factor 2: does nothing with"),
             ((cat, "--text", text, *base, "64", *rotary), "--temperature-scope rotary: does noth"),
             (
@@ -60,13 +74,13 @@ class TestBadInput:
                 ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: damaged")
                 for folder in damaged
             ),
-            ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride 0: must be at least"),
+            ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride: '0' must be from 1"),
             ((cat, "--text", text, *base, "64", "--min-document-tokens", "9"), "only with --doc"),
             (
                 (cat, "--text", documents, *base, "64", "--document-separator", "("),
                 "--document-separator '(': no regular",
             ),
-            ((cat, "--text", tmp_path / "no.txt", *base, "8"), "no.txt: no such file"),
+            ((cat, "--text", tmp_path / "no.txt", *base, "8"), "no.txt: no such file or folder"),
             ((cat, "--data", tmp_path, *base, "8"), "no manifest.json"),
             ((tmp_path, "--text", text, *base, "8"), "not a model folder"),
             ((tmp_path / "bare", "--text", text, *base, "8"), "has config.json but no weights"),
