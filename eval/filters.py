@@ -11,11 +11,10 @@ kind of convolution:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import matplotlib
 import numpy as np
@@ -24,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cat_lm.errors import UserError
+from cat_lm.io.readers import Record, check_shape, read_object
 from eval.figures import INK, MUTED, STYLE, WIDE
 
 if TYPE_CHECKING:
@@ -80,12 +80,30 @@ def read_filters(model: Path) -> Filters | None:
         return None
     from safetensors import SafetensorError
 
+    config = read_object(model / "config.json", "export it again")
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         streams = _streams(weights)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"model {model}: cannot be read: {error}; export it again") from None
-    return Filters(config["conv_type"], streams) if streams else None
+    if not streams:
+        return None
+    kind = check_shape(config, _Config, str(model / "config.json"), "export it again").conv_type
+    shapes = {taps.shape for taps in streams.values()}
+    if len(shapes) > 1 or len(next(iter(shapes))) != _AXES[kind]:
+        raise UserError(
+            f"model {model}: its filters have the shapes {sorted(shapes)}, which are none of "
+            f"conv_type {kind}; export it again"
+        )
+    return Filters(kind, streams)
+
+
+class _Config(Record):
+    """What is used of an export's config.json."""
+
+    conv_type: Literal["head", "depthwise", "multihead"]
+
+
+_AXES = {"head": 3, "depthwise": 4, "multihead": 4}  # of `Filters.streams`
 
 
 def _streams(weights: Path) -> dict[str, np.ndarray]:

@@ -32,7 +32,8 @@ from lm_eval.evaluator import evaluate
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import write_json
-from cat_lm.pretrained import model_folder, weight_files
+from cat_lm.io.readers import read_object, short
+from cat_lm.pretrained import DTYPES, model_folder, weight_files
 from eval.provenance import provenance
 from eval.tasks import table2
 from eval.tasks.catalog import Catalog
@@ -43,6 +44,7 @@ from eval.zero_shot_results import (
     counted,
     earlier_tasks,
     finished,
+    left_out,
     number,
     samples_file,
     task_file,
@@ -206,7 +208,7 @@ def _compute(
         write_samples(samples_file(out, name, key), found["samples"][name])
     values = _values(found, name)
     values |= {
-        "left_out": _left_out(task, values["rows"], scored, settings.limit),
+        "left_out": left_out(task, values["rows"], scored, settings.limit),
         "requests": requests,
         "truncated": truncated,
         "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
@@ -218,23 +220,6 @@ def _compute(
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
     print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
     return values
-
-
-def _left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) -> dict[str, int]:
-    """Rows of the split that were not scored, by the reason for it.
-
-    Args:
-        rows: that the definition makes of the split's.
-        scored: those of them that have answers of the model.
-
-    Raises:
-        RuntimeError: the harness has scored other rows than it was asked to.
-    """
-    asked = min(rows, limit or rows)
-    if scored != asked:
-        raise RuntimeError(f"task {task.config.task}: {scored} of {asked} rows were scored")
-    there = len(task.dataset[needed_splits(task.config)[0]])
-    return {"by_limit": rows - scored, "by_definition": there - rows}
 
 
 @contextlib.contextmanager
@@ -371,8 +356,14 @@ def _joint_sha256(paths: Sequence[Path]) -> str:
 
 def _stored_dtype(folder: Path) -> str:
     """The dtype that config.json gives the weights, as transformers' and the harness's "auto"."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    config = read_object(folder / "config.json")
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored not in DTYPES:
+        raise UserError(
+            f"{folder / 'config.json'}: dtype is {short(stored)}: should be one of "
+            f"{', '.join(DTYPES)}; or give --dtype"
+        )
+    return stored
 
 
 def _provenance() -> dict[str, Any]:

@@ -119,6 +119,8 @@ def describe_mismatch(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"has no {place}"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] in ("model_type", "dict_type"):  # else the words of Python, or a class's name
+        message = "should be an object"
     message = message[0].lower() + message[1:]
     where = f"{place} is" if place else "holds"
     return f"{where} {short(first['input'])}: {message}"
