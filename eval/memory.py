@@ -6,10 +6,10 @@ not enough.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
+from cat_lm.host import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -68,35 +68,4 @@ def free_bytes(device: torch.device) -> int | None:
         return free + kept
     if device.type != "cpu":
         return None
-    limits = [_available(), _group_limit()]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _available() -> int | None:
-    """Linux' own estimate of what can be taken without swapping."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container may still take: its limit less what it holds, files it can drop aside."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit_text = (root / limit).read_text(encoding="utf-8").strip()
-            held = int((root / used).read_text(encoding="utf-8"))
-            statistics = (root / limit).with_name("memory.stat").read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        if limit_text == "max":
-            return None
-        counts = dict(line.split() for line in statistics.splitlines())
-        files = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
-        return int(limit_text) - held + files
-    return None
+    return available_memory()

@@ -207,17 +207,6 @@ def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("limit", "usage", "inactive", "left"),
-    [("1000", "900", 300, 400), ("max", "900", 0, None), ("500", "900", 0, 0)],
-)
-def test_the_limit_of_a_control_group(tmp_path, monkeypatch, limit, usage, inactive, left):
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{usage}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
-    assert facts._room(tmp_path, "memory.max", "memory.current") == ([] if left is None else [left])
-
-
 def test_the_code_of_a_node_is_its_sources():
     assert facts.code_hash() == facts.code_hash() and len(facts.code_hash()) == 12
 
