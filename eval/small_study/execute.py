@@ -139,7 +139,7 @@ def held(study: Study) -> Iterator[IO]:
     """
     path = study.out / ".lock"
     study.out.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as lock:
+    with open(path, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
