@@ -15,6 +15,7 @@ from pydantic import Field
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing, write_json
+from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
 from eval.tasks.sources import needed_splits
 
@@ -125,7 +126,8 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
     result = _read(path)
     tasks = result.get("tasks") if isinstance(result, dict) else None
     if not isinstance(tasks, dict):
-        print(f"{path}: damaged, is written anew", file=sys.stderr)
+        aside = set_aside(path)
+        print(f"{path}: damaged, is written anew; it is kept as {aside}", file=sys.stderr)
         return {}
     for name in [name for name, values in tasks.items() if not _is_whole(values)]:
         print(f"{path}: task {name}: damaged, is left out", file=sys.stderr)

@@ -22,7 +22,7 @@ from lm_eval.config.task import TaskConfig
 
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.readers import Record, check_shape, read_json, read_json_lines
+from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_json_lines
 from eval.tasks.rows import check_answers, check_columns
 
 MANIFEST = "manifest.json"
@@ -209,7 +209,7 @@ class _Manifest(Record):
     """The file that --prefetch writes beside its files."""
 
     revisions: dict[str, str | None]
-    files: dict[str, dict[str, Any]]
+    files: dict[InsideName, dict[str, Any]]
 
 
 class _PrefetchedFile(Record):

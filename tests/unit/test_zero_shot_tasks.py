@@ -338,6 +338,7 @@ class TestPrefetch:
         [
             ("[]", "holds \\[\\]: should be an object"),
             ('{"revisions": {}}', "has no files"),
+            ('{"revisions": {}, "files": {"../x": {}}}', "must be a path inside.*"),
             ('{"revisions": {}, "files": {"piqa.jsonl": {}}}', "piqa.jsonl: has no task"),
         ],
     )
