@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from cat_lm.config import parse_count
+from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output

@@ -85,7 +85,7 @@ def test_bad_input_is_one_clear_line(place, arguments, says):
 
 
 def test_a_missing_config_and_a_missing_run(place):
-    assert "no such configuration" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
+    assert "x.yaml: no such file" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
     for name in ("status", "cancel", "resume"):
         assert "no such run folder" in place.fails(name, place.folder / "nothing")
         assert "was never submitted" in place.fails(name, place.data)
