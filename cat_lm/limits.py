@@ -63,7 +63,7 @@ LEARNING_RATE = Range(0.0, 1e3)
 OPTIMIZER_EPSILON = Range(1e-30, 1.0)
 WEIGHT_DECAY = Range(0.0, 1e3)
 GRADIENT_NORM = Range(0.0, 1e9)
-BATCH = Range(1, 2**22)
+BATCH = Range(1, 2**20)
 STEPS = Range(0, 10**9)
 TOKENS = Range(0, 10**15)
 SEED = Range(0, 2**62)
@@ -74,9 +74,29 @@ FRACTION = Range(0.0, 1.0)
 SHARE = Range(1e-9, 1e9)
 # Machines
 RANKS = Range(1, 2**20)
+NODES = Range(1, 2**16)
+# Devices or ranks of one machine.
+PER_NODE = Range(1, 1024)
+CORES = Range(1, 4096)
 WORKERS = Range(1, 4096)
+ARRAY_TASKS = Range(1, 10**6)
+RESTARTS = Range(1, 10**6)
+# GB/s, of a link or of a file system.
+BANDWIDTH = Range(1e-6, 1e6)
+PRICE = Range(1e-9, 1e9)
+MEGABYTES = Range(1, 10**7)
 # Text and evaluations
 NEW_TOKENS = Range(1, 2**20)
 ROWS = Range(1, 10**9)
 SAMPLES = Range(1, 10**4)
 REPEATS = Range(1, 10**6)
+# Small models and their made-up data, which one machine holds.
+SMALL_WIDTH = Range(1, 2**14)
+SMALL_DEPTH = Range(1, 128)
+SMALL_CONTEXT = Range(1, 2**20)
+EPOCHS = Range(1, 10**6)
+TRIALS = Range(20, 10**6)
+# Any whole number of an option such as keys=8.
+OPTION = Range(-(2**20), 2**20)
+# An accuracy to stop at; above 1 it is never reached.
+STOP_ACCURACY = Range(0.0, 10.0)

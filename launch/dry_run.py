@@ -6,9 +6,12 @@ DeepSpeed's engine is started on a process group that only says how large it is.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cat_lm import limits
+from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.devices import Device, device_by_option
@@ -43,12 +46,11 @@ class DryRun:
                 errors.append(f"{part.strip()!r}: must be one each of {'=…, '.join(KEYS)}=…")
             values[key] = value
         numbers = {"ranks": 0, "gpus-per-node": 8}
-        for key in numbers:
-            given = values.get(key, "8" if key == "gpus-per-node" else "")
-            if not given.isdigit() or int(given) < 1:
-                errors.append(f"{key}={given}: must be a whole number of at least 1")
-            else:
-                numbers[key] = int(given)
+        for key, allowed in (("ranks", limits.RANKS), ("gpus-per-node", limits.PER_NODE)):
+            try:
+                numbers[key] = whole(allowed)(values.get(key, str(numbers[key] or "")))
+            except argparse.ArgumentTypeError as error:
+                errors.append(f"{key}: {error}")
         device = None
         try:
             device = device_by_option(values["device"]) if "device" in values else None

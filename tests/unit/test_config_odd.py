@@ -123,7 +123,7 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
             ["model.hidden_size=131072", "model.num_hidden_layers=1024"],
             "parameters; at most 10,000,000,000,000 are meant",
         ),
-        (["train.global_batch_size=4194304", "data.context_length=16777216"], "tokens; at most"),
+        (["train.global_batch_size=1048576", "data.context_length=16777216"], "tokens; at most"),
         (["model.rope_parameters={rope_type: [1]}"], "model.rope_parameters.rope_type=[1]"),
         (
             ["model.rope_parameters={rope_type: linear, factor: .inf}"],
