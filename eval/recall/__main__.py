@@ -91,6 +91,12 @@ def _whole(name: str) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    for length in arguments.test_lengths:
+        if length < arguments.seq_len:
+            raise UserError(
+                f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
+                "tokens"
+            )
     from eval.recall.cells import cell_path, run
     from eval.recall.portraits import save_portrait
     from eval.recall.training import Cell, choose_device

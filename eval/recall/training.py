@@ -78,11 +78,6 @@ class Cell:
                     f"{name}={getattr(self, name)}: with seq_len={self.seq_len} these are more "
                     f"than {MOST_TOKENS:,} tokens"
                 )
-        for length in self.test_lengths:
-            if length < self.seq_len:
-                raise UserError(
-                    f"--test-lengths {length}: is shorter than the training's {self.seq_len} tokens"
-                )
         if self.fixed_items and not self.test_lengths:
             raise UserError("fixed_items: needs test_lengths, at which items are fixed")
 

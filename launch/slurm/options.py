@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from cat_lm import limits
 from cat_lm.cli import whole
 from cat_lm.errors import UserError
+from cat_lm.io.readers import clipped
 from cat_lm.limits import Range
 from launch.slurm.site import ENV_NAME, Site
 
@@ -75,8 +76,9 @@ class Options:
             )
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, str) and (not value.strip() or "\n" in value):
-                raise UserError(f"--{f.name.replace('_', '-')} {value!r}: must be one line of text")
+            if isinstance(value, str) and not (value.strip() and value.isprintable()):
+                name = f.name.replace("_", "-")
+                raise UserError(f"--{name} {clipped(repr(value))}: must be one line of text")
         if self.container_mounts and not self.container:
             raise UserError(f"--container-mounts {self.container_mounts}: needs --container IMAGE")
         limit = seconds_of(self.time) if self.time else None
@@ -96,10 +98,12 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in ("unlimited", "infinite", "-1"):
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    # SLURM's own numbers have 32 bits.
+    digits = r"[0-9]{1,9}"
+    match = re.fullmatch(rf"(?:({digits})-)?({digits})(?::({digits}))?(?::({digits}))?", time)
     if not match:
         raise UserError(
-            f"--time {time}: must be minutes, hours:minutes:seconds, days-hours or "
+            f"--time {clipped(time)}: must be minutes, hours:minutes:seconds, days-hours or "
             "days-hours:minutes:seconds"
         )
     days, *parts = match.groups()
@@ -168,5 +172,5 @@ def options_from(arguments: argparse.Namespace, earlier: Options | None = None) 
 def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
-        raise argparse.ArgumentTypeError(f"{text!r}: must have the form NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{clipped(repr(text))}: must have the form NAME=VALUE")
     return name, value
