@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import __version__
+from cat_lm.cli import whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError, command
+from cat_lm.limits import RANKS
 from cat_lm.training import launcher
 from cat_lm.training.checkpoint import find_checkpoint
 from cat_lm.training.stop import StopSignal
@@ -38,7 +40,9 @@ def main() -> None:
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
     # DeepSpeed's launcher passes it; the environment says the same.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     stop = StopSignal()
     config = load_config(arguments.config, arguments.overrides)

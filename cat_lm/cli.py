@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from cat_lm.errors import UserError
+from cat_lm.io.folders import check_file
+from cat_lm.io.readers import clipped
 from cat_lm.limits import Range
 
 # More digits than any range has.
@@ -60,17 +63,31 @@ def number(allowed: Range, *, above: float | None = None) -> Callable[[str], flo
     return parse
 
 
-def whole_numbers(allowed: Range, example: str) -> Callable[[str], tuple[int, ...]]:
-    """Make a kind for lists of whole numbers with commas between them."""
+def whole_numbers(
+    allowed: Range, example: str, *, distinct: bool = False
+) -> Callable[[str], tuple[int, ...]]:
+    """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
     one = whole(allowed)
 
     def parse(text: str) -> tuple[int, ...]:
         try:
-            return tuple(one(part) for part in text.split(","))
+            found = tuple(one(part) for part in text.split(","))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+        if distinct and len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{_short(text)} names a number twice")
+        return found
 
     return parse
+
+
+def output_file(text: str) -> Path:
+    """Read a path that a file can be written to when the work is done."""
+    try:
+        check_file(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def _within(value: float, allowed: Range, text: str) -> float:
@@ -80,4 +97,4 @@ def _within(value: float, allowed: Range, text: str) -> float:
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+    return repr(clipped(text))

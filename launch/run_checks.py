@@ -48,12 +48,12 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
     """What training takes of this machine's device, one rank alone."""
-    from cat_lm.training.estimate import MEMORY_ACCURACY, count_parameters, memory_per_rank
+    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank
     from cat_lm.training.preflight.facts import free_memory
 
     device, config = _device(), config.with_precision(precision_here(config))
-    model, on_gpu = _model(config), device.type == "cuda"
-    parameters, vocab_size = count_parameters(model), model.config.vocab_size
+    vocab_size, on_gpu = vocabulary(config)[0], device.type == "cuda"
+    parameters = config.model.num_parameters(vocab_size)
     memory = memory_per_rank(config, parameters, 1, vocab_size, on_gpu)
     free, problem = free_memory(device), None
     if memory.total > free:
@@ -91,9 +91,9 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     """Whether two checkpoints have room; of a run that has some already, the next one."""
     from cat_lm.training.checkpoint import complete_checkpoints
-    from cat_lm.training.estimate import checkpoint_bytes, count_parameters
+    from cat_lm.training.estimate import checkpoint_bytes
 
-    one = checkpoint_bytes(count_parameters(_model(config)))
+    one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
     needed = one * max(1, 2 - len(complete_checkpoints(folder / "checkpoints")))
     free, problem = shutil.disk_usage(parent).free, None
     if free < needed:

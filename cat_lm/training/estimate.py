@@ -59,7 +59,8 @@ def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> 
         convolved = layers * len(config.convolved_streams)
         heads_read = heads if config.conv_type == "multihead" else 1
         convolution = 6 * config.conv_window * heads_read * width * convolved
-        filters = identity_filters(config).numel() * convolved
+        with torch.device("meta"):
+            filters = identity_filters(config).numel() * convolved
     matrices = parameters - lookup_parameters(config) - filters
     return 6 * matrices + attention + convolution
 
@@ -97,6 +98,11 @@ def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     # Building draws from the generator, which is the run's.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return build_model(config, vocab_size)
+
+
+def building_bytes(parameters: int) -> int:
+    """Bytes of its host's memory that a rank takes to build the model: whole, in fp32."""
+    return 4 * parameters
 
 
 def checkpoint_bytes(parameters: int) -> int:

@@ -43,7 +43,7 @@ def without_progress(folder: RunFolder) -> int:
 
 def _lines(folder: RunFolder) -> list[str]:
     try:
-        return folder.attempts.read_text(encoding="utf-8").splitlines()
+        return folder.attempts.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
 

@@ -228,7 +228,7 @@ def test_model_is_looked_at_without_weights(run_file):
 def test_bad_configuration(command, only, run_file):
     only(FINE)
     for arguments, named in (
-        (["nowhere.yaml"], "nowhere.yaml: no such configuration file"),
+        (["nowhere.yaml"], "configuration file nowhere.yaml: no such file"),
         ([*run_file, "model.conv_windw=3"], "nearest known one is model.conv_window"),
     ):
         code, out, err = command(*arguments)

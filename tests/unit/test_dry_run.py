@@ -92,13 +92,13 @@ def test_wrong_samples_are_found():
     ("text", "named"),
     [
         ("", "'': must be one each of ranks=…, gpus-per-node=…, device=…"),
-        ("ranks=", "ranks=: must be a whole number of at least 1"),
-        ("ranks=0", "ranks=0: must be a whole number"),
-        ("device=h100", "ranks=: must be a whole number"),
+        ("ranks=", "ranks: '' must be a whole number"),
+        ("ranks=0", "ranks: '0' must be from 1 to 1,048,576"),
+        ("device=h100", "ranks: '' must be a whole number"),
         ("ranks=8,device=h1", "device 'h1': is not known"),
         ("ranks=8,ranks=9", "'ranks=9': must be one each of"),
         ("ranks=8,nodes=2", "'nodes=2': must be one each of"),
-        ("ranks=8,gpus-per-node=x", "gpus-per-node=x: must be a whole number"),
+        ("ranks=8,gpus-per-node=x", "gpus-per-node: 'x' must be a whole number"),
     ],
 )
 def test_wrong_options(command, text, named):

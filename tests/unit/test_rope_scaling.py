@@ -284,7 +284,12 @@ class TestWhatExists:
                 },
                 "attn_factor: unknown",
             ),
-            ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "at least 1"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+                "factor=0.5: must be",
+            ),
+            ({"rope_parameters": {"rope_type": [1]}}, "is not supported"),
+            ({"rope_parameters": {"rope_type": "linear", "factor": True}}, "must be a number"),
             ({"rope_scaling": {"rope_type": "linear"}}, "factor: missing"),
             (
                 {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1e4}},

@@ -128,15 +128,27 @@ class TestPlan:
         ("arguments", "message"),
         [
             (["--models", "pythia,cats"], "--models cats: unknown; known: pythia"),
-            (["--seeds", "0,x"], "--seeds 0,x: must be numbers"),
-            (["--seeds", "1,1"], "--seeds 1,1: must be up to 10 different"),
-            (["--parallel", "0"], "--parallel 0: must be at least 1"),
-            (["--tokens", "many"], "--tokens many: must be a whole number"),
+            (["--seeds", ",".join(map(str, range(11)))], "--seeds: 11 of them; must be up to 10"),
         ],
     )
     def test_bad_arguments_are_one_line(self, arguments, message):
         with pytest.raises(UserError, match=re.escape(message)):
             study_of(parse_arguments(arguments))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--seeds", "0,x"], "'x' must be a whole number; give a list such as 0,1,2"),
+            (["--seeds", "1,1"], "'1,1' names a number twice"),
+            (["--parallel", "0"], "'0' must be from 1 to 4,096"),
+            (["--tokens", "many"], "'many' must be a whole number such as"),
+            (["--tokens", "1e30"], "'1e30' must be from 1 to"),
+        ],
+    )
+    def test_bad_numbers_are_refused(self, arguments, message, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            parse_arguments(arguments)
+        assert f"argument {arguments[0]}: {message}" in capsys.readouterr().err
 
     def test_help_imports_nothing_heavy(self):
         code = (

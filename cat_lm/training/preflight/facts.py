@@ -45,6 +45,7 @@ class Facts:
         versions: name to version of what must be equal on all ranks.
         device, driver: names; they may differ, but should not.
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
+        host_memory: bytes that are free on its host, whatever the device.
         matmul_seconds: of a small matrix product, to tell a slow device from the others.
         data: None where another rank of the host opened them, or where `data_problem` says why.
         folder: None where another rank of the host looked.
@@ -58,6 +59,7 @@ class Facts:
     on_gpu: bool
     driver: str
     free_memory: int
+    host_memory: int
     matmul_seconds: float
     data: DataFacts | None = None
     data_problem: str | None = None
@@ -80,6 +82,7 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         on_gpu=on_gpu,
         driver=driver() if on_gpu else "",
         free_memory=free_memory(ranks.device),
+        host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
         data=data,
         data_problem=data_problem,
