@@ -14,7 +14,7 @@ import yaml
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values, write_config
-from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.cluster import NODES, Cluster, kill, wait_for
 from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
@@ -184,6 +184,18 @@ def test_sigkill_of_a_rank(submit, straight):
         job.signal_ranks(signal.SIGKILL, rank)
         job.wait_for_log(f" restart {restart + 1} ")
     check_finished(job, straight, restarts=2)
+
+
+def test_step_daemon_killed(submit, straight):
+    """SLURM can end neither the rank below it nor tell it anything; it ends by itself."""
+    job = submit()
+    job.wait_for_step(FAULT)
+    rank = job.ranks()[1]
+    daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"slurmstepd" in Path(f"/proc/{daemon}/cmdline").read_bytes()
+    kill(daemon, signal.SIGKILL)
+    wait_for(lambda: rank not in job.ranks().values(), "end of the orphaned rank")
+    check_finished(job, straight, restarts=1)
 
 
 def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
