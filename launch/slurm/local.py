@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cat_lm.errors import UserError
 from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
@@ -24,6 +25,7 @@ def local(arguments: argparse.Namespace) -> None:
     """Runs until the run is finished; leaves with its exit code where it is not."""
     arguments.tasks_per_node = arguments.tasks
     plan = plan_of(arguments.config, arguments.overrides, options_from(arguments))
+    check_gpus(plan.options)
     with suppress(cluster.NoSlurm):
         refuse_second_job(plan.folder, cluster.active_job(plan.folder))
     refuse_other_run(plan)
@@ -34,6 +36,28 @@ def local(arguments: argparse.Namespace) -> None:
     code = Local(plan.folder, plan.options).run()
     if code:
         raise SystemExit(code)
+
+
+def check_gpus(options: Options) -> None:
+    """Raises UserError where the ranks, in their environment, have fewer GPUs than asked for."""
+    if not options.gpus_per_node:
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        env={**os.environ, **options.env},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["torch cannot be imported"]
+        raise UserError(f"--gpus-per-node {options.gpus_per_node}: {lines[-1]}")
+    found = int(done.stdout.split()[-1])
+    if found < options.gpus_per_node:
+        raise UserError(
+            f"--gpus-per-node {options.gpus_per_node}: this machine shows {found} "
+            f"GPU{'' if found == 1 else 's'}; ask for as many at most, or for CPU ranks with "
+            "--tasks N"
+        )
 
 
 class Local:

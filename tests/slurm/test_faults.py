@@ -94,7 +94,7 @@ def check_not_requeued(job: Job, state: str) -> None:
     assert job.shown()["Restarts"] == "0" and len(job.attempts) == 1
 
 
-# Two jobs whose ranks stand still until something finds it. Other tests run meanwhile.
+# Jobs in which something waits for long. Other tests run meanwhile.
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,19 @@ def hung(submit) -> Job:
 
 
 @pytest.fixture(scope="module")
+def orphaned(submit) -> Job:
+    """A job of which one rank ended by itself: SLURM's daemon above it was killed."""
+    job = submit()
+    job.wait_for_step(FAULT)
+    rank = job.ranks()[1]
+    daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"slurmstepd" in Path(f"/proc/{daemon}/cmdline").read_bytes()
+    kill(daemon, signal.SIGKILL)
+    wait_for(lambda: rank not in job.ranks().values(), "end of the orphaned rank")
+    return job
+
+
+@pytest.fixture(scope="module")
 def busy(submit, tmp_path_factory) -> Job:
     """A job whose ranks, at its first start, do nothing and hear no signal but KILL.
 
@@ -138,7 +151,7 @@ exec {sys.executable} "$@"
     return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
 
 
-def test_uninterrupted(submit, straight, limited, hung, busy):
+def test_uninterrupted(submit, straight, limited, hung, busy, orphaned):
     check_finished(submit(), straight, restarts=0)
 
 
@@ -184,18 +197,6 @@ def test_sigkill_of_a_rank(submit, straight):
         job.signal_ranks(signal.SIGKILL, rank)
         job.wait_for_log(f" restart {restart + 1} ")
     check_finished(job, straight, restarts=2)
-
-
-def test_step_daemon_killed(submit, straight):
-    """SLURM can end neither the rank below it nor tell it anything; it ends by itself."""
-    job = submit()
-    job.wait_for_step(FAULT)
-    rank = job.ranks()[1]
-    daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    assert b"slurmstepd" in Path(f"/proc/{daemon}/cmdline").read_bytes()
-    kill(daemon, signal.SIGKILL)
-    wait_for(lambda: rank not in job.ranks().values(), "end of the orphaned rank")
-    check_finished(job, straight, restarts=1)
 
 
 def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
@@ -261,6 +262,13 @@ def test_hung_rank(hung, straight):
     assert re.search(r"rank 0 on \S+: no progress for 1\.\d minutes after step", hung.log)
     check_finished(hung, straight, restarts=1)
     assert "hung (exit code 76" in hung.log
+
+
+def test_step_daemon_killed(orphaned, straight):
+    """Its rank saves and ends; srun, which hears no more of it, gives up a minute later."""
+    assert re.search(r"rank 1 on n\d: the launcher .* is gone: a checkpoint follows", orphaned.log)
+    assert "stopped by a signal after step" in orphaned.log
+    check_finished(orphaned, straight, restarts=1)
 
 
 # Last: what happens to a node happens to all jobs on it.

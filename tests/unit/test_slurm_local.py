@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm import __main__ as program
 from launch.slurm import attempts
 from launch.slurm.folder import RunFolder
 from launch.slurm.local import Local
@@ -93,6 +94,51 @@ def test_attempts_are_noted(looped, folder, capsys):
     assert looped(0) == (2, 0)
     attempts.count_anew(folder, "local")
     assert looped(0) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"), [("0", "shows 0 GPUs"), ("1", "shows 1 GPU;"), ("2", None)]
+)
+def test_gpus_that_are_not_there_are_one_line(shown, said, tmp_path, monkeypatch, capsys):
+    """Before anything is written; the number is that of the ranks' own environment."""
+    torch = tmp_path / "modules/torch.py"
+    torch.parent.mkdir()
+    torch.write_text(
+        "import os, types\n"
+        "cuda = types.SimpleNamespace(device_count=lambda: int(os.environ['SHOWN']))\n"
+    )
+    (tmp_path / "data").mkdir()
+    run = tmp_path / "run"
+    config = write_config(tmp_path, run_values(tmp_path / "data", run))
+    monkeypatch.setenv("PYTHONPATH", str(torch.parent))
+    monkeypatch.setattr("launch.slurm.snapshot.save_code", lambda *_: None)
+    monkeypatch.setattr(Local, "run", lambda self: 7)
+    options = ["--gpus-per-node", "2", "--env", f"SHOWN={shown}"]
+    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    printed = capsys.readouterr()
+    assert printed.out == "" and run.exists() == (said is None)
+    if said is None:
+        assert ended.value.code == 7 and printed.err == ""
+        return
+    assert ended.value.code == 2
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: --gpus-per-node 2: this machine ") and said in line
+
+
+@pytest.mark.parametrize(
+    "options", [["--nodes", "2"], ["--gpus-per-node", "1", "--tasks", "2"], ["--tasks", "3"], []]
+)
+def test_ranks_that_one_machine_cannot_have(options, tmp_path, monkeypatch, capsys):
+    """More nodes, ranks both on GPUs and CPUs, a number that does not divide the batch, none."""
+    (tmp_path / "data").mkdir()
+    config = write_config(tmp_path, run_values(tmp_path / "data", tmp_path / "run"))
+    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2 and not (tmp_path / "run").exists()
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> str:
