@@ -31,9 +31,9 @@ class Launcher:
     was_gone: bool = False
 
     def is_gone(self) -> bool:
-        children = (os.getpid(), *self.line)
-        links = zip(children, self.line, strict=False)
-        return self.was_gone or any(_parent(child) != parent for child, parent in links)
+        links = zip((os.getpid(), *self.line), self.line, strict=False)
+        # 0, unknown: where a wrapper has ended, the one below it tells.
+        return self.was_gone or any(_parent(child) not in (parent, 0) for child, parent in links)
 
 
 def find_launcher() -> Launcher | None:

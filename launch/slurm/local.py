@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
 
+PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -103,6 +105,8 @@ class Local:
         environment |= {"GIT_CEILING_DIRECTORIES": str(self.folder.slurm)}
         if not self.options.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if sys.platform == "linux":  # ranks of a torchrun that was killed become children of this
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.torchrun = subprocess.Popen(
             [
                 *(sys.executable, "-c", torchrun.START, "--standalone"),
@@ -118,6 +122,10 @@ class Local:
         if self.told_to_end:  # while it started
             self.torchrun.terminate()
         code = self.torchrun.wait()
+        # Where it was killed, its ranks still save, and end; until then the run's folder is theirs.
+        for rank in ranks_of(os.getpid()):
+            with suppress(ChildProcessError):
+                os.waitpid(rank, 0)
         return code if code >= 0 else 128 - code
 
     @contextmanager
@@ -136,7 +144,7 @@ class Local:
             number = signal.SIGTERM
         if self.torchrun is None:
             return
-        ranks = ranks_of(self.torchrun.pid)
+        ranks = {*ranks_of(self.torchrun.pid), *ranks_of(os.getpid())} - {self.torchrun.pid}
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
@@ -144,16 +152,16 @@ class Local:
             self.torchrun.terminate()
 
 
-def ranks_of(torchrun: int) -> list[int]:
-    """The processes that torchrun started: its children that run train.py."""
+def ranks_of(parent: int) -> list[int]:
+    """The children of a process that run train.py: torchrun's are the ranks."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
             # The command's name, in parentheses, may hold anything.
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == torchrun and b"\0train.py\0" in (folder / "cmdline").read_bytes():
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and b"\0train.py\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except (OSError, ValueError):
             continue  # it has just ended

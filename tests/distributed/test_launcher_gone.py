@@ -127,7 +127,7 @@ def test_ranks_of_a_killed_deepspeed_save_and_end(adopting, tiny_corpus, tmp_pat
     wait_for_a_step(tmp_path, deepspeed)
     deepspeed.kill()
     deepspeed.wait()
-    wait_for(lambda: not ranks(tmp_path), "end of the ranks")
+    wait_for(lambda: not ranks(tmp_path), "end of the ranks", seconds=180)
     assert find_checkpoint(tmp_path / "run")
 
 

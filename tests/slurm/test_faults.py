@@ -265,8 +265,7 @@ def test_hung_rank(hung, straight):
 
 
 def test_step_daemon_killed(orphaned, straight):
-    """Its rank saves and ends; srun, which hears no more of it, gives up a minute later."""
-    assert re.search(r"rank 1 on n\d: the launcher .* is gone: a checkpoint follows", orphaned.log)
+    """Its rank, whose output ended there, saves and ends; srun gives it up a minute later."""
     assert "stopped by a signal after step" in orphaned.log
     check_finished(orphaned, straight, restarts=1)
 
