@@ -19,6 +19,7 @@ from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError, command
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
+from cat_lm.training.ancestors import find_launcher
 from cat_lm.training.checkpoint import find_checkpoint
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
@@ -34,8 +35,9 @@ def main() -> None:
         prog="train.py",
         description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
-        "same. Exit codes: 0 finished, 2 bad input, 75 stopped by a signal after a checkpoint "
-        "(go on with train.resume=auto), 130 the same after Ctrl-C, 76 hung (train.hang_minutes).",
+        "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
+        "death of its launcher, after a checkpoint (go on with train.resume=auto), 130 the same "
+        "after Ctrl-C, 76 hung (train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
@@ -44,7 +46,7 @@ def main() -> None:
         "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
     )
     arguments = parser.parse_args()
-    stop = StopSignal()
+    stop, started_by = StopSignal(), find_launcher()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
@@ -55,13 +57,13 @@ def main() -> None:
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    watchdog = Watchdog(config.train.hang_minutes)
+    watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed
 
     # The watchdog must be the first to find a rank that hangs.
     timeout = max(distributed.TIMEOUT_MINUTES, 2 * config.train.hang_minutes)
-    with distributed.start(timeout) as ranks:
+    with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
     distributed.leave(exit_code)
@@ -136,14 +138,18 @@ class Trainer:
         self.watchdog.progress("the dry-run batch")
         self.validation.run(max_batches=2)
         exit_code = 0
+        self.watchdog.steps_begin(self.stop)
         for batch, waited in self.batches():
             self.train_step(batch, waited)
             is_last = self.step == last_step
             if self.step % config.validation.every_steps == 0 or is_last:
                 self.validate()
+            if self.write_error():
+                self.stop.request()  # all ranks end in `save`
             exit_code = self.stop.agreed(self.ranks) if not is_last else 0
             if self.step % config.checkpoint.every_steps == 0 or is_last or exit_code:
-                self.save()
+                with self.watchdog.unhurried():
+                    self.save()
             if exit_code:
                 self.log.line(f"stopped by a signal after step {self.step}")
                 break
@@ -152,11 +158,25 @@ class Trainer:
         return self.close(exit_code)
 
     def close(self, exit_code: int) -> int:
-        if self.metrics:
-            self.metrics.close()
-        self.log.close()
-        self.checkpoints.close()
+        with self.watchdog.unhurried():
+            if self.metrics:
+                self.metrics.close()
+            self.log.close()
+            self.checkpoints.close()
+            self.ranks.on_first(self.check_writes)
         return exit_code
+
+    def write_error(self) -> str | None:
+        """Why the log or the records are not whole, or None; known on the first rank."""
+        return self.log.error or (self.metrics.error if self.metrics else None)
+
+    def check_writes(self) -> None:
+        """Raises UserError where the log or the records are not whole."""
+        if error := self.write_error():
+            raise UserError(
+                f"{error}; the run ends, its checkpoints are as they were: when the file can be "
+                "written, train.resume=auto goes on from the newest"
+            )
 
     def batches(self) -> Iterator[tuple[Batch, float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
@@ -222,6 +242,7 @@ class Trainer:
     def save(self) -> None:
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
+        self.ranks.on_first(self.check_writes)
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,

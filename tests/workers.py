@@ -21,6 +21,7 @@ LONGEST = (
     "tests/unit/test_ops_triton.py",
     "tests/distributed/test_engine.py",
     "tests/distributed/test_resume.py",
+    "tests/distributed/test_launcher_gone.py",
     "tests/distributed/test_checkpoint.py",
     "tests/e2e/test_lowest_transformers.py",
     "tests/unit/test_model_auto.py",

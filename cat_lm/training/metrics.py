@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import time
 import uuid
@@ -17,14 +16,19 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_text
+from cat_lm.io.files import AppendedFile, replacing, write_text
 
 
 class RunLog:
     """Lines for people: on the terminal and appended to `train.log`; silent on later ranks."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
+        self._file = AppendedFile(path) if path else None
+
+    @property
+    def error(self) -> str | None:
+        """Why a line could not be written, or None."""
+        return self._file.error if self._file else None
 
     def line(self, text: str = "") -> None:
         if self._file is None:
@@ -34,8 +38,7 @@ class RunLog:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
-        self._file.flush()
+        self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")).encode())
 
     def close(self) -> None:
         if self._file:
@@ -49,36 +52,35 @@ class Metrics:
     """
 
     def __init__(self, run_folder: Path, config: RunConfig, resumed_step: int) -> None:
-        self._path = run_folder / "metrics.jsonl"
-        keep_records(self._path, up_to_step=resumed_step)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        path = run_folder / "metrics.jsonl"
+        keep_records(path, up_to_step=resumed_step)
+        self._file = AppendedFile(path)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from cat_lm.training.tensorboard import EventFile
 
-            self._tensorboard = SummaryWriter(
-                str(run_folder / "tensorboard"), purge_step=resumed_step + 1
-            )
+            self._tensorboard = EventFile(run_folder / "tensorboard", purge_step=resumed_step + 1)
         if config.logging.wandb_project:
             self._wandb = _start_wandb(run_folder, config)
+
+    @property
+    def error(self) -> str | None:
+        """Why a record could not be written, or None."""
+        return self._file.error or (self._tensorboard.error if self._tensorboard else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends `record`, which holds `step`; a number that is not finite becomes null."""
         record = {name: _finite(value) for name, value in record.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(record) + "\n").encode())
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
-            for name, value in numbers.items():
-                group = "validation" if name.startswith("val_") else "train"
-                self._tensorboard.add_scalar(f"{group}/{name}", value, record["step"])
+            self._tensorboard.add(record["step"], {_group(k): v for k, v in numbers.items()})
         if self._wandb:
             self._wandb.log(numbers, step=record["step"])
 
     def sync(self) -> None:
         """Flushes to disk: what a checkpoint counts as done must not be lost with the machine."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -113,6 +115,10 @@ def keep_records(path: Path, up_to_step: int) -> None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _group(name: str) -> str:
+    return f"validation/{name}" if name.startswith("val_") else f"train/{name}"
 
 
 def _start_wandb(run_folder: Path, config: RunConfig) -> Any:

@@ -96,8 +96,9 @@ requeue_at_limit() {
     esac
 }
 
+# --wait: of a task whose slurmstepd was killed srun hears no more; all ranks end at the same time.
 begin=$(stat -c %s "$run/slurm/job.log" 2>/dev/null || echo 0)
-srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 \
+srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
     "$python" -u train.py "$run/slurm/config.yaml" train.resume=auto 9>&- &
 srun_pid=$!
 while :; do

@@ -203,7 +203,7 @@ def test_how_ranks_are_started(job, restarts, port):
     assert job.run(SLURM_CPUS_PER_TASK=6, SLURM_RESTART_COUNT=restarts) == 0
     started = next(line for line in job.calls.splitlines() if line.startswith("srun"))
     assert started == (
-        "srun --mpi=none --export=ALL --kill-on-bad-exit=1 "
+        "srun --mpi=none --export=ALL --kill-on-bad-exit=1 --wait=60 "
         f"python -u train.py {job.folder.config} train.resume=auto"
     )
     environment = (job.stubs / "environment").read_text(encoding="utf-8").splitlines()
