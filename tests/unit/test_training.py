@@ -320,13 +320,13 @@ def test_what_all_ranks_share_is_said_once(rank, printed, monkeypatch, capfd):
 
 
 def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
-    from cat_lm.training import checkpoint
+    from cat_lm.training.checkpoint import code
 
-    module = tmp_path / "slurm/code/cat_lm/training/checkpoint.py"
-    monkeypatch.setattr(checkpoint, "__file__", str(module))
+    module = tmp_path / "slurm/code/cat_lm/training/checkpoint/code.py"
+    monkeypatch.setattr(code, "__file__", str(module))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     module.parent.mkdir(parents=True)
-    assert checkpoint._code_version()["commit"] is None
+    assert code.code_version()["commit"] is None
     record = tmp_path / "slurm/code.json"
     for content, commit in (
         ('{"commit": "abc", "dirty": true}', "abc+"),
@@ -334,4 +334,4 @@ def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
         ('{"commit": null, "dirty": null}', None),
     ):
         record.write_text(content)
-        assert checkpoint._code_version()["commit"] == commit
+        assert code.code_version()["commit"] == commit

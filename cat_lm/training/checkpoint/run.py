@@ -1,0 +1,244 @@
+"""The checkpoints of one run: which to go on from, saving, pruning and restoring them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import SharedError, UserError
+from cat_lm.io.own_files import remove_marked
+from cat_lm.training.checkpoint import folder as leftovers
+from cat_lm.training.checkpoint import loading, saving
+from cat_lm.training.checkpoint.finding import (
+    Say,
+    candidates,
+    newest_whole,
+    say_without_checksums,
+    silent,
+    step_folders,
+    step_of,
+    without_folder,
+    wrong_file,
+)
+from cat_lm.training.checkpoint.records import Contents, read_marker
+
+if TYPE_CHECKING:
+    from cat_lm.training.distributed import Ranks
+    from cat_lm.training.engine import Engine
+
+
+class Checkpoints:
+    """Saves, prunes and restores the checkpoints of one run.
+
+    Args:
+        say: takes the lines for the run's log.
+        progress: told what was done, each time that some of a long action is.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: RunConfig,
+        ranks: Ranks,
+        say: Say = silent,
+        progress: Callable[[str], object] = silent,
+    ) -> None:
+        self.folder = run_folder / "checkpoints"
+        self.config, self.ranks = config, ranks
+        self._say, self._progress = say, progress
+        self._current: Path | None = None  # saved or loaded last by this process
+        self._lock = ranks.on_first(self._open)
+
+    def _open(self) -> IO:
+        """Make the folder, for this process alone.
+
+        The lock ends with the process, however it ends.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = open(self.folder / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"train.output_dir={self.config.train.output_dir}: another process trains in it"
+            ) from None
+        except OSError:
+            pass  # some cluster file systems have no locks; a run there must start all the same
+        return lock
+
+    def close(self) -> None:
+        """Let another process train in the folder."""
+        if self._lock:
+            self._lock.close()
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the checkpoint that this process saved or loaded last."""
+        return None if self._current is None else step_of(self._current)
+
+    def describe_left(self) -> str:
+        """Say which complete checkpoint a run can go on from."""
+        return leftovers.describe_left(self.folder)
+
+    def to_resume(self) -> Path | None:
+        """Choose the checkpoint that `train.resume` asks for (a collective), verified.
+
+        The newest whole one: each newer one has a line that says what is wrong with it. What
+        cannot be gone on from is set aside, and what a killed process left half-done is ended.
+
+        Raises:
+            UserError: a checkpoint was named and is not whole; or the run's folder has checkpoints
+                that a start from there would mix with its own, or, with `auto`, none that is whole.
+        """
+        wish = self.config.train.resume
+        self.ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        found = self.ranks.agree_on(self.ranks.on_first(self._candidates))
+        start = None
+        if found:
+            try:
+                start = newest_whole(found, self._damage, self._say)
+            except UserError as error:
+                advice = (
+                    "; put it back from a copy, or start anew in another train.output_dir"
+                    if wish == "auto"
+                    else ""
+                )
+                raise SharedError(f"{error}{advice}") from None
+        self.ranks.on_first(lambda: self._check_mixture(start))
+        useless = leftovers.set_aside_useless
+        self.ranks.on_first(lambda: useless(self.folder, start, self._say))
+        return start
+
+    def _candidates(self) -> list[Path]:
+        wish = self.config.train.resume
+        if wish == "never":
+            return []
+        return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
+
+    def _damage(self, folder: Path, say: Say) -> str | None:
+        """As `finding.damage`, but each rank reads its share of the files (a collective)."""
+        ranks = self.ranks
+
+        def marker() -> Contents | str:
+            try:
+                return read_marker(folder)
+            except UserError as error:
+                return without_folder(error, folder)
+
+        contents = ranks.agree_on(ranks.on_first(marker))
+        if isinstance(contents, str):
+            return contents
+        say_without_checksums(folder, contents, say)
+        share = contents.share(ranks.rank, ranks.world_size)
+
+        def read(path: Path) -> None:
+            self._progress(f"verifying {path}")
+
+        problems = ranks.gather(ranks.everywhere(lambda: wrong_file(folder, contents, share, read)))
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _check_mixture(self, start: Path | None) -> None:
+        """Refuse a start that would mix its checkpoints with those of the run's folder."""
+        if self.config.train.resume == "auto":
+            return
+        own = [path for path in step_folders(self.folder) if _is_ours(path)]
+        if own and (start is None or step_of(own[-1]) > step_of(start)):
+            raise UserError(
+                f"train.output_dir={self.config.train.output_dir}: already holds {own[-1].name}; "
+                "train.resume=auto continues it, another train.output_dir starts anew"
+            )
+
+    def load(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+        """Restore model, optimizer and generators (a collective).
+
+        Settings that do not make it another run (rates, decay, lengths, ZeRO stage) are the
+        configuration's; `changed` lists them, and another number of ranks, as lines for the log.
+
+        Raises:
+            UserError: the checkpoint belongs to other data, another model or batch, is of an older
+                layout, is damaged, or holds numbers that are not finite; on every rank.
+        """
+        restored = loading.restore(engine, folder, fingerprint)
+        # Versions that made no checksums did not look, and this one would not save it.
+        checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))
+        if not self.ranks.agree_on(checked) and (found := self._not_finite(engine)):
+            raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
+        self._current = folder
+        return restored
+
+    def _not_finite(self, engine: Engine) -> str:
+        """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
+        from cat_lm.training.state import not_finite
+
+        names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
+        if not names:
+            return ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{', '.join(names[:3])}{more}: not finite"
+
+    def save(
+        self, engine: Engine, state: dict[str, Any], tokenizer: Path, *, prune: bool = True
+    ) -> Path:
+        """Save the state after `state["step"]` steps (a collective).
+
+        Args:
+            prune: delete the old ones that the configuration does not keep.
+
+        Raises:
+            SharedError: it could not be written, or weights or moments are not finite; older
+                checkpoints are untouched.
+            RuntimeError: a collective failed, most likely because another rank has ended.
+        """
+        final = self.folder / f"step-{state['step']:08d}"
+        if final == self._current:
+            return final
+        if found := self._not_finite(engine):
+            raise SharedError(
+                f"step {state['step']}: {found}; no checkpoint is made of it; "
+                f"{self.describe_left()}; a lower optimizer.lr may help"
+            )
+        try:
+            self._write(final, engine, state, tokenizer)
+        except UserError as error:
+            raise SharedError(
+                f"{final}: the checkpoint could not be written "
+                f"({' '.join(str(error).split()) or type(error).__name__}); "
+                f"{self.describe_left()}"
+            ) from error
+        self._current = final
+        if prune:
+            rule = self.config.checkpoint
+            self.ranks.on_first(lambda: leftovers.prune(self.folder, rule, final, self._say))
+        return final
+
+    def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
+        ranks, progress = self.ranks, self._progress
+        temporary = self.folder / f".{final.name}.saving"
+        try:
+            ranks.on_first(lambda: saving.prepare(temporary))
+            weights = engine.full_precision_weights()
+            progress("gathering the weights")
+            files = ranks.everywhere(
+                lambda: saving.write_own_files(
+                    temporary, engine, weights, state, tokenizer, progress
+                )
+            )
+            written = {name: file for part in ranks.gather(files) for name, file in part.items()}
+            ranks.on_first(lambda: saving.publish(temporary, final, written, engine, self._say))
+        except UserError:
+            if ranks.is_first:
+                with contextlib.suppress(UserError, OSError):
+                    remove_marked(temporary, leftovers.PURPOSE)
+            raise
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        read_marker(folder)
+    except UserError:
+        return False
+    return True
