@@ -110,7 +110,7 @@ class Trainer:
             found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
             self.step, self.skipped = found.state.step, found.state.skipped
             self.skipped_in_a_row = found.state.skipped_in_a_row
-            self.log.line("\n".join([f"continuing from {start_from}", *found.changed]))
+            self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
         # What is written on the way.
         self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))

@@ -118,7 +118,7 @@ def damage(folder: Path, say: Say) -> str | None:
     except UserError as error:
         return without_folder(error, folder)
     say_without_checksums(folder, contents, say)
-    return wrong_file(folder, contents, contents.share(0, 1))
+    return wrong_file(folder, contents, contents.share())
 
 
 def without_folder(error: UserError, folder: Path) -> str:

@@ -33,6 +33,7 @@ _FREE_KEYS = ("model.attn_implementation",)
 class Restored:
     """Where a run goes on, and what of its settings is new, as lines for the log."""
 
+    folder: Path
     state: RunState
     changed: list[str]
 
@@ -73,7 +74,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"ranks: was {state.world_size}, is {world_size}; random generators seeded anew from "
             f"train.seed, step {state.step}, rank and number of ranks"
         )
-    return Restored(state, lines)
+    return Restored(folder, state, lines)
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:

@@ -54,7 +54,7 @@ class Contents:
     sizes: dict[str, int]
     checksums: dict[str, str]
 
-    def share(self, part: int, parts: int) -> list[str]:
+    def share(self, part: int = 0, parts: int = 1) -> list[str]:
         """Return every `parts`-th file from the `part`-th on, the largest first."""
         names = sorted(self.sizes, key=lambda name: (-self.sizes[name], name))
         return names[part::parts]

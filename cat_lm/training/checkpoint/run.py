@@ -17,14 +17,12 @@ from cat_lm.training.checkpoint.finding import (
     Say,
     candidates,
     newest_whole,
-    say_without_checksums,
     silent,
     step_folders,
     step_of,
-    without_folder,
-    wrong_file,
 )
-from cat_lm.training.checkpoint.records import Contents, read_marker
+from cat_lm.training.checkpoint.records import read_marker
+from cat_lm.training.checkpoint.verifying import Verifier
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -51,6 +49,8 @@ class Checkpoints:
         self.config, self.ranks = config, ranks
         self._say, self._progress = say, progress
         self._current: Path | None = None  # saved or loaded last by this process
+        self._older: list[Path] = []  # candidates before the one that was chosen, newest first
+        self._verifier = Verifier(ranks, say, progress)
         self._lock = ranks.on_first(self._open)
 
     def _open(self) -> IO:
@@ -85,61 +85,46 @@ class Checkpoints:
         return leftovers.describe_left(self.folder)
 
     def to_resume(self) -> Path | None:
-        """Choose the checkpoint that `train.resume` asks for (a collective), verified.
+        """Choose the checkpoint that `train.resume` asks for (a collective).
 
-        The newest whole one: each newer one has a line that says what is wrong with it. What
-        cannot be gone on from is set aside, and what a killed process left half-done is ended.
+        The newest whole one: each newer one has a line that says what is wrong with it. Large files
+        are read in threads meanwhile; `load` waits for what they find and may choose an older one.
 
         Raises:
             UserError: a checkpoint was named and is not whole; or the run's folder has checkpoints
                 that a start from there would mix with its own, or, with `auto`, none that is whole.
         """
-        wish = self.config.train.resume
-        self.ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
-        found = self.ranks.agree_on(self.ranks.on_first(self._candidates))
-        start = None
-        if found:
-            try:
-                start = newest_whole(found, self._damage, self._say)
-            except UserError as error:
-                advice = (
-                    "; put it back from a copy, or start anew in another train.output_dir"
-                    if wish == "auto"
-                    else ""
-                )
-                raise SharedError(f"{error}{advice}") from None
-        self.ranks.on_first(lambda: self._check_mixture(start))
-        useless = leftovers.set_aside_useless
-        self.ranks.on_first(lambda: useless(self.folder, start, self._say))
+        ranks = self.ranks
+        ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        found = ranks.agree_on(ranks.on_first(self._candidates))
+        if not found:
+            ranks.on_first(lambda: self._check_mixture(None))
+            ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
+            return None
+        start = self._newest(found, lambda folder, say: self._verifier.look(folder))
+        ranks.on_first(lambda: self._check_mixture(start))
+        self._verifier.begin(start)
         return start
+
+    def _newest(self, found: list[Path], damage: Callable[[Path, Say], str | None]) -> Path:
+        """Take the newest whole one, and remember those before it."""
+        try:
+            start = newest_whole(found, damage, self._say)
+        except UserError as error:
+            raise SharedError(f"{error}{self._advice()}") from None
+        self._older = found[found.index(start) + 1 :]
+        return start
+
+    def _advice(self) -> str:
+        if self.config.train.resume != "auto":
+            return ""
+        return "; put it back from a copy, or start anew in another train.output_dir"
 
     def _candidates(self) -> list[Path]:
         wish = self.config.train.resume
         if wish == "never":
             return []
         return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
-
-    def _damage(self, folder: Path, say: Say) -> str | None:
-        """As `finding.damage`, but each rank reads its share of the files (a collective)."""
-        ranks = self.ranks
-
-        def marker() -> Contents | str:
-            try:
-                return read_marker(folder)
-            except UserError as error:
-                return without_folder(error, folder)
-
-        contents = ranks.agree_on(ranks.on_first(marker))
-        if isinstance(contents, str):
-            return contents
-        say_without_checksums(folder, contents, say)
-        share = contents.share(ranks.rank, ranks.world_size)
-
-        def read(path: Path) -> None:
-            self._progress(f"verifying {path}")
-
-        problems = ranks.gather(ranks.everywhere(lambda: wrong_file(folder, contents, share, read)))
-        return next((problem for problem in problems if problem is not None), None)
 
     def _check_mixture(self, start: Path | None) -> None:
         """Refuse a start that would mix its checkpoints with those of the run's folder."""
@@ -153,7 +138,10 @@ class Checkpoints:
             )
 
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
-        """Restore model, optimizer and generators (a collective).
+        """Restore model, optimizer and generators (a collective) from what `to_resume` chose.
+
+        Or from an older one, where a large file turns out not to be as it was saved: `folder` of
+        the result says which. Then what cannot be gone on from is set aside.
 
         Settings that do not make it another run (rates, decay, lengths, ZeRO stage) are the
         configuration's; `changed` lists them, and another number of ranks, as lines for the log.
@@ -162,13 +150,33 @@ class Checkpoints:
             UserError: the checkpoint belongs to other data, another model or batch, is of an older
                 layout, is damaged, or holds numbers that are not finite; on every rank.
         """
-        restored = loading.restore(engine, folder, fingerprint)
+        restored = self._restore_whole(folder, engine, fingerprint)
+        folder = restored.folder
         # Versions that made no checksums did not look, and this one would not save it.
         checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))
         if not self.ranks.agree_on(checked) and (found := self._not_finite(engine)):
             raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
+        self.ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder
         return restored
+
+    def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+        """Restore `folder`, or what was saved before it where its files are not as they were."""
+        restored = failed = None
+        try:
+            restored = loading.restore(engine, folder, fingerprint)
+        except UserError as error:
+            failed = error
+        problem = self._verifier.read(folder)
+        if problem is None:
+            if failed is not None:
+                raise failed
+            return restored
+        if not self._older:
+            raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
+        self._say(f"{folder}: passed over: {problem}")
+        older = self._newest(self._older, lambda path, say: self._verifier.read(path))
+        return loading.restore(engine, older, fingerprint)
 
     def _not_finite(self, engine: Engine) -> str:
         """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
