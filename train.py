@@ -16,11 +16,11 @@ from cat_lm import __version__
 from cat_lm.cli import whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
-from cat_lm.errors import UserError, command
+from cat_lm.errors import SharedError, UserError, command
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
 from cat_lm.training.ancestors import find_launcher
-from cat_lm.training.checkpoint import find_checkpoint
+from cat_lm.training.checkpoint.finding import candidates
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
 
@@ -52,7 +52,7 @@ def main() -> None:
     if launcher.world_size() == 1:
         open_data(config)
         if config.train.resume not in ("auto", "never"):
-            find_checkpoint(config.train.resume)
+            candidates(config.train.resume)
 
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
@@ -96,9 +96,10 @@ class Trainer:
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)
-        self.checkpoints = Checkpoints(folder, config, ranks)
-        start_from = self.checkpoints.to_resume()
         self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
+        self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
+        start_from = self.checkpoints.to_resume()
+        watchdog.progress("choosing the checkpoint")
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
         self.log.line("\n".join(checked))
 
@@ -112,10 +113,10 @@ class Trainer:
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:
-            state = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
-            self.step = state["step"]
-            self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
-            self.log.line("\n".join([f"continuing from {start_from}", *state["changed"]]))
+            found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
+            self.step, self.skipped = found.state.step, found.state.skipped
+            self.skipped_in_a_row = found.state.skipped_in_a_row
+            self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
         # What is written on the way.
         self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
@@ -129,6 +130,7 @@ class Trainer:
 
         config, last_step = self.config, self.config.total_steps
         if self.step >= last_step:
+            self.check_last_step()
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
         self.stop.catch_interrupts()
@@ -147,13 +149,15 @@ class Trainer:
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
             exit_code = self.stop.agreed(self.ranks) if not is_last else 0
-            if self.step % config.checkpoint.every_steps == 0 or is_last or exit_code:
+            is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
+            if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
                     self.save()
             if exit_code:
                 self.log.line(f"stopped by a signal after step {self.step}")
                 break
         else:
+            self.check_last_step()
             self.log.line(f"finished: {self.step} steps in {config.train.output_dir}")
         return self.close(exit_code)
 
@@ -223,10 +227,24 @@ class Trainer:
             f"step skipped ({self.skipped} so far, {self.skipped_in_a_row} in a row)"
         )
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
-            raise UserError(
+            raise SharedError(
                 f"{self.skipped_in_a_row} steps in a row were not finite "
-                f"(train.max_skipped_steps); the checkpoints in {self.checkpoints.folder} are as "
-                f"they were; a lower optimizer.lr may help"
+                f"(train.max_skipped_steps); {self.checkpoints.describe_left()}; a lower "
+                "optimizer.lr may help"
+            )
+
+    def has_changed(self) -> bool:
+        """Whether a step since the newest checkpoint was not skipped: else both are the same."""
+        return self.skipped_in_a_row < self.step - (self.checkpoints.newest_step or 0)
+
+    def check_last_step(self) -> None:
+        """Ends a run whose last step was skipped otherwise than one that is finished."""
+        if self.skipped_in_a_row:
+            last = "the last step" if self.skipped_in_a_row == 1 else "the last steps"
+            raise SharedError(
+                f"step {self.step}: {last} ({self.skipped_in_a_row}) were skipped, loss or "
+                f"gradient was not finite: the run is not finished; "
+                f"{self.checkpoints.describe_left()}; a lower optimizer.lr may help"
             )
 
     def validate(self) -> None:
@@ -250,7 +268,9 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
         }
-        folder = self.checkpoints.save(self.engine, state, self.corpus.folder / "tokenizer")
+        # A step that was skipped is no reason to delete what was saved before it.
+        prune, tokenizer = not self.skipped_in_a_row, self.corpus.folder / "tokenizer"
+        folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune)
         self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
 

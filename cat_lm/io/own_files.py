@@ -163,12 +163,16 @@ def _leads_out(folder: Path, name: str) -> bool:
     return ".." in Path(name).parts or Path(name).is_absolute()
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file or folder that is not ours to delete, and return its new place beside it."""
+def set_aside(path: Path, name: str = "") -> Path:
+    """Rename a file or folder that is not ours to delete, and return its new place beside it.
+
+    Args:
+        name: what its new name begins with, where its own is a hidden one.
+    """
     number = 1
     while True:
         suffix = ".aside" if number == 1 else f".aside-{number}"
-        place = path.with_name(path.name + suffix)
+        place = path.with_name((name or path.name) + suffix)
         if not os.path.lexists(place):
             os.rename(path, place)
             return place

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.files import AppendedFile, replacing, write_text
+from cat_lm.io.readers import read_json_lines, short
 
 
 class RunLog:
@@ -95,6 +96,9 @@ def keep_records(path: Path, up_to_step: int) -> None:
 
     A run that starts from nothing puts the records of an earlier one aside: its checkpoints may
     have been deleted on purpose, its records must not be.
+
+    Raises:
+        UserError: as `read_records`.
     """
     if not path.exists():
         return
@@ -102,15 +106,24 @@ def keep_records(path: Path, up_to_step: int) -> None:
         aside = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
         path.rename(next(name for name in aside if not name.exists()))
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= up_to_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
+    kept = [record for record in read_records(path) if record["step"] <= up_to_step]
     with replacing(path) as stream:
-        stream.writelines(kept)
+        stream.writelines(json.dumps(record) + "\n" for record in kept)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a metrics.jsonl, each record with its `step`; a last line that a kill has cut is not.
+
+    Raises:
+        UserError: it is not UTF-8, or a line is no record of a step.
+    """
+    return read_json_lines(path, _check_record, cut_tail=True)
+
+
+def _check_record(record: dict[str, Any], place: str) -> None:
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"{place}: step is {short(step)}, must be the number of a step")
 
 
 def _finite(value: Any) -> Any:

@@ -52,6 +52,7 @@ if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi
 # '#' (written by submit and resume) starts the count anew.
 checkpoint=none
 for folder in "$run"/checkpoints/step-*; do
+    case $folder in *.aside*) continue ;; esac
     if [ -f "$folder/complete.json" ]; then checkpoint=${folder##*/}; fi
 done
 attempts=$run/slurm/attempts.log

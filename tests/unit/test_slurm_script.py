@@ -260,6 +260,9 @@ def test_a_crash_loop_ends(job):
     """Three attempts from the same checkpoint, no fourth; progress and people reset the count."""
     job.checkpoint(100)
     job.checkpoint(150, complete=False)
+    job.checkpoint(175)
+    aside = job.folder.checkpoints / "step-00000175"
+    aside.rename(aside.with_name("step-00000175.aside"))
     for restart in range(3):
         assert job.run(SRUN_CODE=1, SLURM_RESTART_COUNT=restart) == 1
     assert attempts.without_progress(job.folder) == 3

@@ -119,6 +119,25 @@ def test_records_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
     keep_records(tmp_path / "absent.jsonl", up_to_step=5)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{broken}", "line 2: is not JSON"),
+        (b"[1]", "line 2: holds [1], must be an object"),
+        (b'{"loss": 1.0}', "line 2: step is null, must be the number of a step"),
+        (b'{"step": "2"}', 'line 2: step is "2", must be'),
+        (b"\xff", "is not UTF-8 text"),
+    ],
+)
+def test_records_that_are_none_are_named(tmp_path, line, said):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="metrics") as raised:
+        keep_records(path, up_to_step=2)
+    assert said in str(raised.value) and path.read_bytes() == before
+
+
 def test_metrics_hold_no_number_that_json_has_not(tmp_path):
     c = config()
     metrics = Metrics(tmp_path, c, resumed_step=0)
@@ -320,13 +339,13 @@ def test_what_all_ranks_share_is_said_once(rank, printed, monkeypatch, capfd):
 
 
 def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
-    from cat_lm.training import checkpoint
+    from cat_lm.training.checkpoint import code
 
-    module = tmp_path / "slurm/code/cat_lm/training/checkpoint.py"
-    monkeypatch.setattr(checkpoint, "__file__", str(module))
+    module = tmp_path / "slurm/code/cat_lm/training/checkpoint/code.py"
+    monkeypatch.setattr(code, "__file__", str(module))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     module.parent.mkdir(parents=True)
-    assert checkpoint._code_version()["commit"] is None
+    assert code.code_version()["commit"] is None
     record = tmp_path / "slurm/code.json"
     for content, commit in (
         ('{"commit": "abc", "dirty": true}', "abc+"),
@@ -334,4 +353,4 @@ def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
         ('{"commit": null, "dirty": null}', None),
     ):
         record.write_text(content)
-        assert checkpoint._code_version()["commit"] == commit
+        assert code.code_version()["commit"] == commit

@@ -10,6 +10,7 @@ from cat_lm.config import load_config
 from launch.slurm import attempts, snapshot
 from launch.slurm.folder import read_record
 from launch.slurm.options import Options
+from tests.checkpoints import seal
 from tests.unit.slurm_submit.places import copied
 
 
@@ -131,7 +132,10 @@ def test_a_job_is_known_by_its_script(place):
 def test_an_older_runs_checkpoints_are_not_continued_by_accident(place):
     step = place.run_folder.checkpoints / "step-00000007"
     step.mkdir(parents=True)
-    (step / "complete.json").write_text('{"files": {}}')
+    for name in ("state.json", "run_config.yaml", "model/config.json", "model/model.safetensors"):
+        (step / name).parent.mkdir(exist_ok=True)
+        (step / name).touch()
+    seal(step)
     assert "already holds step-00000007" in place.fails("submit", place.config, "--nodes", 1)
     place.submit("train.resume=auto")
 
