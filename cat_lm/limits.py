@@ -43,6 +43,8 @@ ROPE_BASE = Range(1.0, 1e15)
 TEMPERATURE = Range(1e-3, 1e3)
 NORM_EPSILON = Range(1e-20, 1.0)
 SCALING_FACTOR = Range(1.0, 4096.0)
+DROPOUT = Range(0.0, 1.0)
+ROTARY_PART = Range(0.0, 1.0)
 # A run
 LEARNING_RATE = Range(0.0, 1e3)
 OPTIMIZER_EPSILON = Range(1e-30, 1.0)
@@ -59,6 +61,8 @@ RANKS = Range(1, 2**20)
 WORKERS = Range(1, 4096)
 # Text and evaluations
 NEW_TOKENS = Range(1, 2**20)
+EXTRAPOLATION = Range(1, 64)  # tokens read or written, over those of a training sequence
+PROBABILITY = Range(0.0, 1.0)
 ROWS = Range(1, 10**9)
 SAMPLES = Range(1, 10**4)
 REPEATS = Range(1, 10**6)

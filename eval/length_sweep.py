@@ -24,7 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import add_skip_checksums
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_config, model_folder, quiet_transformers
@@ -294,6 +296,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--dtype", choices=DTYPES, default="float32")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     group.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward pass")
+    add_skip_checksums(parser)
     return parser
 
 
@@ -304,13 +307,14 @@ def main() -> None:
     _check(arguments)
     quiet_transformers()
     options = vars(arguments)
-    rows = sweep(
-        options.pop("models"),
-        options.pop("lengths"),
-        options.pop("out"),
-        methods=[method.strip() for method in options.pop("methods").split(",")],
-        **options,
-    )
+    with comparing_files(skip=options.pop("skip_checksums")):
+        rows = sweep(
+            options.pop("models"),
+            options.pop("lengths"),
+            options.pop("out"),
+            methods=[method.strip() for method in options.pop("methods").split(",")],
+            **options,
+        )
     print(table(rows))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
+from cat_lm.export_record import recorded_context_length, sha256_of
 from cat_lm.io.files import write_json
 from cat_lm.pretrained import choose_device, load_model, weight_files
 
@@ -322,26 +322,14 @@ def refuse_idle_options(protocol: Protocol, methods: Collection[str]) -> None:
 
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
-    record = folder / "export.json"
-    if record.is_file():
-        try:
-            facts = json.loads(record.read_text(encoding="utf-8"))
-        except ValueError:  # of JSON and of UTF-8
-            facts = None
-        length = facts.get("context_length") if isinstance(facts, dict) else 0
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise UserError(
-                f"{record}: damaged, the training length cannot be read; export the model again"
-            )
-        if length is not None:
-            return length
-    return getattr(config, "max_position_embeddings", None)
+    length = recorded_context_length(folder)
+    return length if length is not None else getattr(config, "max_position_embeddings", None)
 
 
 def folder_sha256(folder: Path) -> str:
     """Of a model's configuration and weights."""
     files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(sha256(path) for path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(sha256_of(files).values()).encode()).hexdigest()
 
 
 def _close(found: Any, asked: Any) -> bool:

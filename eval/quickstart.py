@@ -19,7 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from cat_lm.cli import add_skip_checksums
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
@@ -66,6 +68,7 @@ def main() -> None:
         "--max-tokens", type=int, metavar="N", help="held-out tokens to score for each length"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampled continuations")
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise UserError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
@@ -78,9 +81,10 @@ def main() -> None:
     quiet_transformers()
     from eval.report import report
 
-    for run in runs:
-        evaluate(run, arguments.max_tokens, arguments.seed)
-    print(report(runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        for run in runs:
+            evaluate(run, arguments.max_tokens, arguments.seed)
+        print(report(runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import add_skip_checksums
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
 
@@ -100,9 +102,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
-    print(report(arguments.runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        print(report(arguments.runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

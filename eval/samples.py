@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import add_skip_checksums
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import write_json
-from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
+from cat_lm.pretrained import check_vocabulary, load_model, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,6 +104,7 @@ def write_samples(
     from eval.length_sweep_cells import folder_sha256
     from eval.provenance import provenance
 
+    check_vocabulary(tokenizer, model.config)
     prompts = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
     result = {
         "data": str(data),
@@ -131,6 +134,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     for name in ("count", "prompt_tokens", "max_new_tokens"):
         if getattr(arguments, name) < 1:
@@ -139,7 +143,8 @@ def main() -> None:
     from cat_lm.config import load_config
 
     run = Path(arguments.run)
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    with comparing_files(skip=arguments.skip_checksums):
+        model, tokenizer = load_model(run), load_tokenizer(run)
     result = write_samples(
         model,
         tokenizer,

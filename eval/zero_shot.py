@@ -20,7 +20,9 @@ import importlib.util
 import os
 from pathlib import Path
 
+from cat_lm.cli import add_skip_checksums
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
 
@@ -58,6 +60,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",
     )
+    add_skip_checksums(parser)
     return parser.parse_args(arguments)
 
 
@@ -65,7 +68,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     try:
-        _main(arguments)
+        with comparing_files(skip=arguments.skip_checksums):
+            _main(arguments)
     except UserError:
         if int(os.environ.get("RANK", "0")) != 0:
             # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.

@@ -27,6 +27,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.limits import ROPE_BASE, ROTARY_PART, SCALING_FACTOR
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -108,8 +110,8 @@ def scaled_fields(
             f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
         )
     _check_scope(temperature_scope, _has_rope(config))
-    if not factor >= 1 or math.isinf(factor):
-        raise ValueError(f"factor {factor}: must be at least 1")
+    if problem := SCALING_FACTOR.problem(factor):
+        raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:
         return {}
     fields: dict[str, Any] = {"max_position_embeddings": round(factor * training_length)}
@@ -218,9 +220,12 @@ def check_rope_parameters(
     """
     if rope and rope_scaling:
         raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")
-    rope = {k: v for k, v in (rope or rope_scaling or {}).items() if v is not None}
+    given = rope or rope_scaling or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters={given!r}: must be an object with rope_type and others")
+    rope = {k: v for k, v in given.items() if v is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in _REQUIRED_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED_KEYS:
         known = ", ".join(_REQUIRED_KEYS)
         raise ValueError(f"rope_parameters.rope_type={rope_type!r} is not supported; use {known}")
     required = _REQUIRED_KEYS[rope_type]
@@ -236,15 +241,43 @@ def check_rope_parameters(
     _check_at_least("factor", rope.get("factor", 1), 1)
     for name in ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"):
         _check_at_least(name, rope.get(name, 1), 0, strictly=True)
+    check_rope_numbers(rope)
+    if problem := SCALING_FACTOR.problem(rope.get("factor", 1)):
+        raise ValueError(f"rope_parameters.factor={rope['factor']}: {problem}")
+    if not isinstance(rope.get("truncate", True), bool):
+        raise ValueError(f"rope_parameters.truncate={rope['truncate']!r}: must be true or false")
     if rope.get("beta_fast", 32) <= rope.get("beta_slow", 1):
         raise ValueError("rope_parameters.beta_fast must be greater than beta_slow")
+
+
+_ROPE_NUMBERS = {
+    "rope_theta": ROPE_BASE,
+    "rotary_emb_base": ROPE_BASE,
+    "rotary_pct": ROTARY_PART,
+    "partial_rotary_factor": ROTARY_PART,
+}
+
+
+def check_rope_numbers(rope: Mapping[str, Any]) -> None:
+    """Check the base and the part of `rope_parameters`. Raises ValueError."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is not None:
+            check_rope_number(name, rope[name], "rope_parameters.")
+
+
+def check_rope_number(name: str, value: Any, prefix: str = "") -> None:
+    """Check the base of the frequencies, or the part of the channels. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{prefix}{name}={value!r}: must be a number")
+    if problem := _ROPE_NUMBERS[name].problem(value):
+        raise ValueError(f"{prefix}{name}={value}: {problem}")
 
 
 def check_temperature(config: CatConfig) -> None:
     """Raises ValueError where temperature, its scope and the positions contradict each other."""
     temperature, has_rope = config.attention_temperature, _has_rope(config)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"attention_temperature={temperature}: must be above 0 (1 for none)")
     _check_scope(config.temperature_scope, has_rope)
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
