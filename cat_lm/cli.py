@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
+from cat_lm.errors import UserError
 from cat_lm.limits import Range
 
 # More digits than any range has.
@@ -65,6 +67,16 @@ def _within(value: float, allowed: Range, text: str) -> float:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of all commands are; `--help` shows the usage.
+
+    For use within `cat_lm.errors.command`.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
 
 
 def add_skip_checksums(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ export. Needs neither DeepSpeed nor the data.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from cat_lm.cli import number
+from cat_lm.cli import Parser, number
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import (
     CARD,
@@ -351,7 +350,7 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cat_lm.export",
         description="Writes a training checkpoint as a transformers model folder.",
     )

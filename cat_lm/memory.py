@@ -37,6 +37,15 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     return total + 3 * 4 * LOGIT_ELEMENTS
 
 
+def generation_bytes(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> int:
+    """An estimate, as `forward_bytes`, of what the prompt's pass and the cache take."""
+    config = model.config
+    heads = config.num_attention_heads
+    width = config.hidden_size // heads * (getattr(config, "num_key_value_heads", None) or heads)
+    cached = 2 * config.num_hidden_layers * width * model.dtype.itemsize
+    return forward_bytes(model, 1, prompt_tokens) + cached * (prompt_tokens + new_tokens)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be taken on the device, in bytes; None where that is not known."""
     import torch

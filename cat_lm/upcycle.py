@@ -8,14 +8,13 @@ logits of both folders are compared before OUT appears, which is never half a mo
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.cli import add_skip_checksums, whole
+from cat_lm.cli import Parser, add_skip_checksums, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files, verify
@@ -257,7 +256,7 @@ def model_section(config: GPTNeoXConfig) -> dict[str, Any]:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cat_lm.upcycle",
         description="Gives a GPT-NeoX (Pythia) model convolutions that change nothing yet, ready "
         "for further training, or takes such convolutions away again.",
