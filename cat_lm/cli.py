@@ -98,3 +98,12 @@ def _within(value: float, allowed: Range, text: str) -> float:
 
 def _short(text: str) -> str:
     return repr(clipped(text))
+
+
+def add_skip_checksums(parser: argparse.ArgumentParser) -> None:
+    """Add the option of every command that loads a model: see `export_record.comparing_files`."""
+    parser.add_argument(
+        "--skip-checksums",
+        action="store_true",
+        help="load the model as it is, without comparing its files with those that were exported",
+    )

@@ -87,6 +87,7 @@ PRICE = Range(1e-9, 1e9)
 MEGABYTES = Range(1, 10**7)
 # Text and evaluations
 NEW_TOKENS = Range(1, 2**20)
+EXTRAPOLATION = Range(1, 64)  # tokens read or written, over those of a training sequence
 ROWS = Range(1, 10**9)
 SAMPLES = Range(1, 10**4)
 REPEATS = Range(1, 10**6)

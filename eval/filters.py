@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
@@ -22,8 +22,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, check_shape, read_object
+from cat_lm.pretrained import load_weights, model_config, weight_files
 from eval.figures import INK, MUTED, STYLE, WIDE
 
 if TYPE_CHECKING:
@@ -73,52 +72,23 @@ class View:
 def read_filters(model: Path) -> Filters | None:
     """The filters in the export at `model`; None without an export or without convolutions.
 
-    Raises UserError where its files are damaged.
+    Raises UserError where its files are damaged, or are no longer what was exported.
     """
-    weights = model / "model.safetensors"
-    if not weights.is_file():
+    if not (model / "config.json").is_file() or not weight_files(model):
         return None
-    from safetensors import SafetensorError
-
-    config = read_object(model / "config.json", "export it again")
-    try:
-        streams = _streams(weights)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"model {model}: cannot be read: {error}; export it again") from None
-    if not streams:
+    config = model_config(model)
+    wanted = [
+        [_filter_name(layer, stream) for layer in range(config.num_hidden_layers)]
+        for stream in getattr(config, "convolved_streams", "")
+    ]
+    if not wanted:
         return None
-    kind = check_shape(config, _Config, str(model / "config.json"), "export it again").conv_type
-    shapes = {taps.shape for taps in streams.values()}
-    if len(shapes) > 1 or len(next(iter(shapes))) != _AXES[kind]:
-        raise UserError(
-            f"model {model}: its filters have the shapes {sorted(shapes)}, which are none of "
-            f"conv_type {kind}; export it again"
-        )
-    return Filters(kind, streams)
-
-
-class _Config(Record):
-    """What is used of an export's config.json."""
-
-    conv_type: Literal["head", "depthwise", "multihead"]
-
-
-_AXES = {"head": 3, "depthwise": 4, "multihead": 4}  # of `Filters.streams`
-
-
-def _streams(weights: Path) -> dict[str, np.ndarray]:
-    from safetensors import safe_open
-
-    found: dict[str, np.ndarray] = {}
-    with safe_open(weights, framework="pt") as tensors:
-        names = set(tensors.keys())
-        for stream in "qkv":
-            layers = []
-            while (name := _filter_name(len(layers), stream)) in names:
-                layers.append(tensors.get_tensor(name).float().numpy())
-            if layers:
-                found[stream] = np.stack(layers)
-    return found
+    tensors = load_weights(model, config, {name for layers in wanted for name in layers})
+    streams = {
+        stream: np.stack([tensors[name].float().numpy() for name in names])
+        for stream, names in zip(config.convolved_streams, wanted, strict=True)
+    }
+    return Filters(config.conv_type, streams)
 
 
 def views(filters: Filters) -> list[View]:

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, path_name, whole, whole_numbers
+from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, whole_numbers
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, choose_device, model_config, model_folder, quiet_transformers
@@ -312,6 +313,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per forward pass",
     )
+    add_skip_checksums(parser)
     return parser
 
 
@@ -322,13 +324,14 @@ def main() -> None:
     _check(arguments)
     quiet_transformers()
     options = vars(arguments)
-    rows = sweep(
-        options.pop("models"),
-        options.pop("lengths"),
-        options.pop("out"),
-        methods=[method.strip() for method in options.pop("methods").split(",")],
-        **options,
-    )
+    with comparing_files(skip=options.pop("skip_checksums")):
+        rows = sweep(
+            options.pop("models"),
+            options.pop("lengths"),
+            options.pop("out"),
+            methods=[method.strip() for method in options.pop("methods").split(",")],
+            **options,
+        )
     print(table(rows))
 
 

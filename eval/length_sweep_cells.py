@@ -15,14 +15,12 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
+from cat_lm.export_record import recorded_context_length, sha256_of
 from cat_lm.io.files import write_json
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, read_json
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
 from cat_lm.pretrained import choose_device, load_model, weight_files
 
 if TYPE_CHECKING:
@@ -57,12 +55,6 @@ class Measured(Record):
     attention_factor: float | None
     attention_temperature: float | None
     seconds: float
-
-
-class _Export(Record):
-    """What is used of an export's record."""
-
-    context_length: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,18 +345,14 @@ def refuse_idle_options(protocol: Protocol, methods: Collection[str]) -> None:
 
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
-    record = folder / "export.json"
-    if record.is_file():
-        facts = read_json(record, _Export, "export the model again")
-        if facts.context_length is not None:
-            return facts.context_length
-    return getattr(config, "max_position_embeddings", None)
+    length = recorded_context_length(folder)
+    return length if length is not None else getattr(config, "max_position_embeddings", None)
 
 
 def folder_sha256(folder: Path) -> str:
     """Of a model's configuration and weights."""
     files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(sha256(path) for path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(sha256_of(files).values()).encode()).hexdigest()
 
 
 def _close(found: Any, asked: Any) -> bool:

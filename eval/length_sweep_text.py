@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,8 @@ def sweep_streams(
     from eval.streams import read_text, split_documents, split_stream, text_stream
 
     tokenizers = [load_tokenizer(subject.folder) for subject in subjects]
+    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
+        check_vocabulary(tokenizer, subject.config)
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.

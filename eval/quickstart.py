@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=whole(limits.SEED), default=0, help="of the sampled continuations"
     )
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
     runs = [Path(run) for run in arguments.runs]
@@ -88,9 +90,10 @@ def main() -> None:
     quiet_transformers()
     from eval.report import report
 
-    for run in runs:
-        evaluate(run, arguments.max_tokens, arguments.seed)
-    print(report(runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        for run in runs:
+            evaluate(run, arguments.max_tokens, arguments.seed)
+        print(report(runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

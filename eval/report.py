@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.cli import Parser, path_name
+from cat_lm.cli import Parser, add_skip_checksums, path_name
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
 
@@ -102,9 +103,11 @@ def main() -> None:
     )
     parser.add_argument("--out", type=path_name, required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
-    print(report(arguments.runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        print(report(arguments.runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import write_json
-from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
+from cat_lm.pretrained import check_vocabulary, load_model, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,6 +118,7 @@ def write_samples(
     from eval.length_sweep_cells import folder_sha256
     from eval.provenance import provenance
 
+    check_vocabulary(tokenizer, model.config)
     prompts, documents = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
     result = {
         "data": str(data),
@@ -164,12 +166,14 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=whole(limits.PROMPT_TOKENS), default=48)
     parser.add_argument("--max-new-tokens", type=whole(limits.NEW_TOKENS), default=96)
     parser.add_argument("--seed", type=whole(limits.SEED), default=0)
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     quiet_transformers()
     from cat_lm.config import load_config
 
     run = Path(arguments.run)
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    with comparing_files(skip=arguments.skip_checksums):
+        model, tokenizer = load_model(run), load_tokenizer(run)
     result = write_samples(
         model,
         tokenizer,

@@ -21,8 +21,9 @@ import os
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
 
@@ -81,13 +82,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",
     )
+    add_skip_checksums(parser)
     return parser.parse_args(arguments)
 
 
 @command
 def main() -> None:
     try:
-        _main(parse_arguments())
+        arguments = parse_arguments()
+        with comparing_files(skip=arguments.skip_checksums):
+            _main(arguments)
     except UserError:
         if int(os.environ.get("RANK", "0")) != 0:
             # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.

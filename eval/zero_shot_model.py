@@ -16,8 +16,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from cat_lm.errors import UserError
-from cat_lm.pretrained import choose_device, load_model, load_tokenizer
-from eval.memory import free_bytes
+from cat_lm.memory import free_bytes
+from cat_lm.pretrained import check_vocabulary, choose_device, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,6 +65,7 @@ class Scorer(HFLM):
         model = load_model(
             folder, dtype=dtype, device=str(accelerator.device) if accelerator else device
         )
+        check_vocabulary(tokenizer, model.config)
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,

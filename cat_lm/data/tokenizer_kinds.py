@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SentencePieceModel
 from cat_lm.errors import UserError
+from cat_lm.io.readers import read_object
+from cat_lm.model_files import asks_for_code, reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,8 +87,11 @@ def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
     try:
         loaded = auto_tokenizer(folder)
     except Exception as error:  # transformers raises many kinds for a folder it cannot read
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tokenizer {folder}: not a tokenizer folder ({reason})") from None
+        config = folder / "tokenizer_config.json"
+        said = asks_for_code(read_object(config)) if config.is_file() else ""
+        raise UserError(
+            f"--tokenizer {folder}: not a tokenizer folder ({said or reason(error)})"
+        ) from None
     if not getattr(loaded, "is_fast", False):
         raise UserError(f"--tokenizer {folder}: has no fast tokenizer (tokenizer.json)")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -95,10 +100,10 @@ def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
 
 
 def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """What `transformers` itself makes of a folder; raises whatever it raises."""
+    """What `transformers` makes of a folder, whose code is not run; raises whatever it raises."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:

@@ -60,6 +60,9 @@ _RANGES = {
     "beta_slow": limits.ROTATIONS,
     "rope_theta": limits.ROPE_BASE,
     "partial_rotary_factor": limits.FRACTION,
+    # As keys of the configuration itself.
+    "rotary_emb_base": limits.ROPE_BASE,
+    "rotary_pct": limits.FRACTION,
 }
 
 
@@ -120,8 +123,8 @@ def scaled_fields(
             f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
         )
     _check_scope(temperature_scope, _has_rope(config))
-    if not factor >= 1 or math.isinf(factor):
-        raise ValueError(f"factor {factor}: must be at least 1")
+    if problem := limits.SCALING_FACTOR.problem(factor):
+        raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:
         return {}
     fields: dict[str, Any] = {"max_position_embeddings": round(factor * training_length)}
@@ -230,7 +233,10 @@ def check_rope_parameters(
     """
     if rope and rope_scaling:
         raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")
-    rope = {k: v for k, v in (rope or rope_scaling or {}).items() if v is not None}
+    given = rope or rope_scaling or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters={given!r}: must be an object with rope_type and others")
+    rope = {k: v for k, v in given.items() if v is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _REQUIRED_KEYS:
         known = ", ".join(_REQUIRED_KEYS)
@@ -258,11 +264,23 @@ def check_rope_parameters(
         raise ValueError("rope_parameters.beta_fast must be greater than beta_slow")
 
 
+def check_rope_numbers(rope: Mapping[str, Any]) -> None:
+    """Check the base and the part of `rope_parameters`. Raises ValueError."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is not None:
+            _check_range(name, rope[name])
+
+
+def check_rope_number(name: str, value: Any) -> None:
+    """Check the base of the frequencies, or the part of the channels. Raises ValueError."""
+    _check_range(name, value, prefix="")
+
+
 def check_temperature(config: CatConfig) -> None:
     """Raises ValueError where temperature, its scope and the positions contradict each other."""
     temperature, has_rope = config.attention_temperature, _has_rope(config)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"attention_temperature={temperature}: must be above 0 (1 for none)")
     _check_scope(config.temperature_scope, has_rope)
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
@@ -292,11 +310,11 @@ def _check_scope(scope: str, has_rope: bool) -> None:
         )
 
 
-def _check_range(name: str, value: Any) -> None:
+def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     problem = _RANGES[name].problem(value) if is_number else "must be a number"
     if problem:
-        raise ValueError(f"rope_parameters.{name}={clipped(repr(value))}: {problem}")
+        raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
 
 
 def _has_rope(config: PreTrainedConfig) -> bool:

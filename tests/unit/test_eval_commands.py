@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import shutil
@@ -105,9 +106,7 @@ class TestGenerate:
         assert one.removeprefix("--- sample 1\n") != two
 
     def test_prompt_from_standard_input_and_run_folder(self, runs, monkeypatch, capsys):
-        import io
-
-        monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from stdin")))
         arguments = (runs[0], "-", "--greedy", "--max-new-tokens", 2)
         code, out, _ = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
         assert code == 0
@@ -128,7 +127,7 @@ class TestGenerate:
             (lambda folder: folder.parent, "not a model folder"),
             (lambda folder: without(folder, "model.safetensors"), "has config.json but no weights"),
             (lambda folder: without(folder, "tokenizer"), "tokenizer .*: missing"),
-            (lambda folder: damaged(folder), "cannot be loaded"),
+            (lambda folder: damaged(folder), "model.safetensors: has .* export.json lists"),
         ],
     )
     def test_bad_model_is_one_line(self, models, tmp_path, monkeypatch, capsys, change, message):
@@ -142,7 +141,7 @@ class TestGenerate:
     def test_bad_options_are_one_line(self, models, monkeypatch, capsys):
         for arguments, message in (
             ([" \n"], "prompt: is empty"),
-            (["x", "--top-p", "1.5"], "--top-p 1.5"),
+            (["x", "--top-p", "1.5"], "--top-p: '1.5' must be from 0 to 1"),
             (["x", "--greedy", "--num-samples", "2"], "--num-samples"),
             (["x", "--device", "cuda:77"], "--device cuda:77"),
         ):

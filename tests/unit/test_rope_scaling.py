@@ -259,7 +259,7 @@ class TestWhatExists:
             scaled_fields(rope, "temperature", 2, 32)
         with pytest.raises(ValueError, match="nothing is rotated"):
             scaled_fields(nope, "temperature", 2, 32, "rotary")
-        with pytest.raises(ValueError, match="must be at least 1"):
+        with pytest.raises(ValueError, match="must be from 1 to 4,096"):
             scaled_fields(rope, "pi", 0.5, 32)
 
     @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ class TestWhatExists:
                 {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1e4}},
                 "rope_scaling",
             ),
-            ({"attention_temperature": 0.0}, "above 0"),
+            ({"attention_temperature": 0.0}, "attention_temperature=0.0: must be from"),
             ({"temperature_scope": "all"}, "choose one of logits, rotary"),
             (
                 {
