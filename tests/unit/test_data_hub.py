@@ -22,9 +22,9 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep import hub, remote
+from data_prep import remote
 from data_prep.documents import Document, Malformed, Reading
-from data_prep.sources import Part, open_source
+from data_prep.sources import Part, hub, open_source, slimpajama
 from tests.conftest import REPOSITORY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -365,12 +365,12 @@ def test_what_file_names_say_of_the_split():
         ("en/TEST.jsonl", "test"),
         ("constrained/invalid/retest.jsonl", None),
     ):
-        assert hub.split_of_name(name) == split
+        assert slimpajama.split_of_name(name) == split
     parts = [Part(name, name, size=1) for name in ("a.jsonl", "b.jsonl", "dev.jsonl", "test.jsonl")]
-    assert [(p.name, p.split) for p in hub._with_splits(parts)] == [
+    assert [(p.name, p.split) for p in slimpajama.with_splits(parts)] == [
         *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
     ]
-    assert hub._with_splits(parts[:2]) == parts[:2]  # whose split is left open
+    assert slimpajama.with_splits(parts[:2]) == parts[:2]  # whose split is left open
 
 
 def test_what_a_repository_says_of_itself_is_no_document(server):
