@@ -79,14 +79,14 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> Division | N
     if reading.separator is not None and suffix_of(file.path) in (".txt", ".md"):
         raise UserError(
             f"--document-separator {reading.separator!r}: {file.path} is a single document by it, "
-            "and none is left to hold out; give another one, or none: then the text's last part is"
+            "which leaves none to hold out; give another, or none to hold out the text's last part"
         )
     data = text.encode()
     found = find_cut(data, fraction)
     if found is None:
         raise UserError(
-            f"{file.path}: is a single document of {len(data):,} bytes, in which no line or word "
-            f"ends near the last {fraction:.3g}, to be held out from there on; give more text, "
+            f"{file.path}: a single document of {len(data):,} bytes, in which no line and no word "
+            f"ends where its last {fraction:.3%} would be held out; give more text, "
             "--validation-path, or --document-separator"
         )
     place, cut = found
