@@ -220,7 +220,9 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(stream) as file:
+        # Columns are read bit by bit: a file may be a single group of rows, of gigabytes.
+        bit_by_bit = {"pre_buffer": False, "buffer_size": BLOCK}
+        with pyarrow.parquet.ParquetFile(stream, **bit_by_bit) as file:
             names = file.schema_arrow.names
             if reading.text_key not in names:
                 raise UserError(

@@ -86,7 +86,7 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> Division | N
     if found is None:
         raise UserError(
             f"{file.path}: a single document of {len(data):,} bytes, in which no line and no word "
-            f"ends where its last {fraction:.3%} would be held out; give more text, "
+            f"ends where its last {100 * fraction:.4g}% would be held out; give more text, "
             "--validation-path, or --document-separator"
         )
     place, cut = found

@@ -70,8 +70,8 @@ class SlimPajama(Source):
         if self.has_validation:
             return []
         return [
-            f"held out: {held_out:.3%} of the documents of {self.path}, by a hash of their text "
-            "(--validation-fraction); it has no validation split"
+            f"held out: {100 * held_out:.4g}% of the documents of {self.path}, by a hash of their "
+            "text (--validation-fraction); it has no validation split"
         ]
 
     def describe(self) -> dict:

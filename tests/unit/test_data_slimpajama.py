@@ -127,7 +127,7 @@ def test_the_hub_and_a_copy_give_the_same_shards(tmp_path, prepare, monkeypatch,
     else:
         assert sorted(found[0] + found[1]) == sorted(TEXTS[i] for i in train) and all(found)
         assert notes == [
-            f"held out: 5.000% of the documents of hub:{NAME}@v1, by a hash of their text "
+            f"held out: 5% of the documents of hub:{NAME}@v1, by a hash of their text "
             "(--validation-fraction); it has no validation split"
         ]
 

@@ -2,6 +2,8 @@
 
 import errno
 import gzip
+import hashlib
+import io
 import json
 import os
 import pickle
@@ -155,6 +157,26 @@ def test_bad_parquet_rows_are_named_and_the_others_are_read(tmp_path):
     assert [item.where for item in bad] == ["a.parquet: row 2", "a.parquet: row 3"]
     assert bad[0].reason.startswith("no text under the key 'text'")
     assert bad[1].reason == "not UTF-8 (byte 0xff at 0)"
+
+
+def test_a_parquet_file_of_one_large_group_of_rows_is_not_read_at_once(monkeypatch):
+    monkeypatch.setattr(documents_module, "BLOCK", 1 << 14)
+    asked = []
+
+    class File(io.BytesIO):
+        def read(self, size=-1):
+            asked.append(size)
+            return super().read(size)
+
+    written = [hashlib.shake_256(bytes([number])).hexdigest(10_000) for number in range(200)]
+    stream = File()
+    table = pyarrow.table({"text": written})
+    options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1 << 12}
+    pyarrow.parquet.write_table(table, stream, row_group_size=10**6, **options)
+    assert len(stream.getvalue()) > 2 << 20
+    records = documents_module.read_records(stream, "x.parquet", "x", Reading())
+    assert [text for text, _ in records] == written
+    assert 0 < max(asked) <= 1 << 16 and min(asked) >= 0
 
 
 def test_parquet_times_that_python_does_not_have_are_named(tmp_path):
