@@ -11,7 +11,7 @@ from data_prep.documents import MAX_DOCUMENT, Malformed, Reading, Record, read_f
 from data_prep.sources.base import Part, Piece
 
 LOOKED_AT = 1000  # records without a second document: then a file is left as it is
-PLACES = (("line", rb"\n"), ("word", rb"\s"))  # where a text may be cut; whitespace ends a word
+ENDS = (("line", rb"\n"), ("word", rb"\s"))  # of what a text may be cut at, the better one first
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,11 @@ class Division:
 
 
 def divide(files: list[Part], reading: Reading, fraction: float) -> Division | None:
-    """Cuts the document of a source that has but one; None where there are several, or none.
+    """Cuts the only document of these files, so that its last `fraction` can be held out.
 
-    So is one that is too large to be encoded whole. Raises `UserError` for a document that cannot
-    be cut: it is too short, or a separator was to divide it and does not.
+    None where there are several documents, none, or one that is too large to be encoded. Raises
+    `UserError` for a document that cannot be cut: it is too short, or a separator was to divide it
+    and does not.
     """
     files = [file for file in files if file.size]
     if len(files) != 1:
@@ -117,7 +118,7 @@ def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
     size, wanted = len(data), len(data) * (1 - fraction)
     low = max(size - len(data.lstrip()) + 1, int(size * (1 - 2 * fraction)))
     high = min(len(data.rstrip()) - 1, int(size * (1 - fraction / 2)))
-    for place, pattern in PLACES:
+    for place, pattern in ENDS:
         # An end is the place behind a character: that of the first possible one lies before `low`.
         window = re.compile(pattern).finditer(data, max(0, low - 1), max(0, high))
         ends = (match.end() for match in window)
