@@ -21,6 +21,7 @@ from cat_lm.errors import UserError
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
 MAX_LINE = 1 << 29
+MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 MAX_ZSTD_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # How much text a byte of such a file holds, for the estimate of disk space only.
 TEXT_PER_FILE_BYTE = {
@@ -29,7 +30,7 @@ TEXT_PER_FILE_BYTE = {
     ".jsonl": 1.0,
     ".jsonl.gz": 3.5,
     ".jsonl.zst": 3.5,
-    ".parquet": 2.5,
+    ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
 PARQUET_ROWS = 1024
 
@@ -219,7 +220,9 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(stream) as file:
+        # Columns are read bit by bit: a file may be a single group of rows, of gigabytes.
+        bit_by_bit = {"pre_buffer": False, "buffer_size": BLOCK}
+        with pyarrow.parquet.ParquetFile(stream, **bit_by_bit) as file:
             names = file.schema_arrow.names
             if reading.text_key not in names:
                 raise UserError(

@@ -33,7 +33,13 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Runs the preparation that the command line asks for and prints its summary."""
     check_spec(arguments.tokenizer)
     reading = Reading(arguments.text_key, arguments.document_separator, arguments.set_key)
-    source = open_source(arguments.source, arguments.path, reading, arguments.validation_path)
+    source = open_source(
+        arguments.source,
+        arguments.path,
+        reading,
+        arguments.validation_path,
+        arguments.validation_fraction,
+    )
     identity = _identity(arguments, source)
     if _is_complete(arguments, identity):  # finished data may lie where nothing can be written
         return
@@ -93,7 +99,7 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
             raise
     info, seconds = plan.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")
-    print(*estimate.lines(), sep="\n", flush=True)
+    print(*estimate.lines(), *source.notes(plan.validation_fraction), sep="\n", flush=True)
     return job
 
 
@@ -203,7 +209,7 @@ def _job(arguments: argparse.Namespace, source: Source, plan: Plan, work: Path) 
 
 def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
     estimate = _estimate(arguments, source)
-    print(*estimate.lines(), sep="\n")
+    print(*estimate.lines(), *source.notes(arguments.validation_fraction), sep="\n")
     estimate.check_disk()
 
 

@@ -47,7 +47,8 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     add(
         "--path",
         help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
-        "slimpajama: a local mirror, or hub:OWNER/NAME[/FOLDER][@REVISION]",
+        "slimpajama: hub:OWNER/NAME[/FOLDER][@REVISION], such as hub:DKYoon/SlimPajama-6B or "
+        "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it",
     )
     add(
         "--validation-path",
@@ -102,7 +103,8 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="share of documents held out, unless the source has its own split (default: 0.05)",
+        help="share of documents held out, unless the source has its own split; of a single "
+        "document, the share at its end (default: 0.05)",
     )
     add(
         "--seed",
