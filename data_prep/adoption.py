@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import cat_lm
-from cat_lm.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS, TokenCorpus, fingerprint
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, fingerprint
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.errors import UserError

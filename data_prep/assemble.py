@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing

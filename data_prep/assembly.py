@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.errors import UserError
 from data_prep.assembly import ASSEMBLY
 from data_prep.encode import PLACES

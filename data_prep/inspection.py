@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cat_lm.data.corpus import SPLITS, TokenCorpus, read_manifest
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import SPLITS, read_manifest
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json

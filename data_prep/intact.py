@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS, TokenCorpus, fingerprint
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import SPLITS, fingerprint
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256

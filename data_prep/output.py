@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, PACKING, SPLITS, TokenCorpus, read_manifest
+from cat_lm.data.corpus import PACKING, TokenCorpus
+from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
 from data_prep.locks import Busy, file_lock

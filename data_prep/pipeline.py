@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, read_manifest
+from cat_lm.data.manifest import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
 from data_prep import output
