@@ -8,11 +8,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
 from cat_lm.limits import Range
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says in one line what it refuses, as `cat_lm.errors.command` does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help shows the options)\n")
 
 
 def whole(allowed: Range) -> Callable[[str], int]:

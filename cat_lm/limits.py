@@ -54,6 +54,9 @@ TOKENS = Range(0, 10**15)
 SEED = Range(0, 2**62)
 MINUTES = Range(1e-3, 1e6)
 TFLOPS = Range(1e-6, 1e6)
+# Data
+DOCUMENTS = Range(1, 10**12)
+TEXT_BYTES = Range(1, 10**18)
 # Machines
 RANKS = Range(1, 2**20)
 WORKERS = Range(1, 4096)

@@ -366,14 +366,14 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--samples", "-1"], "--samples -1: must be at least 0"),
-        (["--context-length", "0"], "--context-length 0: must be at least 1"),
-        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--samples", "-1"], "argument --samples: '-1' must be from 0 to 10,000"),
+        (["--context-length", "0"], "argument --context-length: '0' must be from 1"),
+        (["--workers", "0"], "argument --workers: '0' must be from 1 to 4,096"),
         (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
-        (["--out", __file__], "is a file, a folder is needed"),
-        (["--out", "/proc/nowhere"], "--out /proc/nowhere: cannot be made"),
+        (["--out", __file__], "is a file; give a folder"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere: /proc may not be written to"),
         (["--json", "/"], "--json /: is a folder, a file is needed"),
-        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: cannot be made"),
+        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: /proc may not be written to"),
     ],
 )
 def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):
