@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from cat_lm.limits import Range
@@ -33,6 +34,13 @@ def whole(allowed: Range) -> Callable[[str], int]:
         return _within(int(plain), allowed, text)
 
     return parse
+
+
+def path(text: str) -> Path:
+    """Take a path; the empty one, which would be the current folder, is none."""
+    if not text or text != text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no path")
+    return Path(text)
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:

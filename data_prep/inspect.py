@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
-from cat_lm.cli import Parser, whole
+from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.limits import CONTEXT, SAMPLES, WORKERS, Range
@@ -29,7 +28,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="what data_prep.prepare made")
+    add("folder", type=path, metavar="DIR", help="what data_prep.prepare made")
     add(
         "--samples",
         type=whole(Range(0, SAMPLES.high)),
@@ -64,9 +63,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="processes that read shards (default: all cores)",
     )
-    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
-    add("--out", type=Path, metavar="DIR", help="write document_lengths.png there")
-    add("--json", type=Path, metavar="FILE", help="write the findings here")
+    add("--scratch", type=path, metavar="DIR", help="for temporary files (default: the system's)")
+    add("--out", type=path, metavar="DIR", help="write document_lengths.png there")
+    add("--json", type=path, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
     _check(arguments)
     return arguments

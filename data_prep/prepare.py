@@ -6,9 +6,8 @@ import argparse
 import os
 import re
 import signal
-from pathlib import Path
 
-from cat_lm.cli import Parser, whole
+from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.limits import DOCUMENTS, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
@@ -153,10 +152,10 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
+    add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
     add(
         "--scratch",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="folder for the parts (default: in --out); several machines need one that they share",
     )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.checksums import sha256
 from data_prep.documents import (
     TEXT_PER_FILE_BYTE,
@@ -330,7 +330,7 @@ def _contents_sha256(parts: Iterable[Part]) -> str:
         try:
             total.update(bytes.fromhex(sha256(part.path)))
         except OSError as error:
-            raise UserError(f"{part.path}: cannot be read ({error.strerror})") from None
+            raise UserError(f"{part.path}: cannot be read ({describe_os_error(error)})") from None
     return total.hexdigest()
 
 
@@ -348,7 +348,7 @@ def _below(root: Path) -> Iterator[Path]:
     """All that is below a folder, and behind links to folders; not a link's own folders above."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
+        raise UserError(f"{error.filename}: cannot be read ({describe_os_error(error)})")
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         here = Path(folder).resolve()

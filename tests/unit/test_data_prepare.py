@@ -177,7 +177,8 @@ def test_manifest_has_the_keys_of_the_contract(tiny_corpus):
     for kind in ("bin", "idx"):
         data = (tiny_corpus / f"{shard['name']}.{kind}").read_bytes()
         assert hashlib.sha256(data).hexdigest() == shard[f"{kind}_sha256"]
-    assert not list(tiny_corpus.glob(".*")) and not (tiny_corpus / "unfinished.json").exists()
+    assert [path.name for path in tiny_corpus.glob(".*")] == [".verified.jsonl"]
+    assert not (tiny_corpus / "unfinished.json").exists()
 
 
 def test_the_split_is_a_hash_of_seed_and_text():
