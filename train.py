@@ -90,7 +90,7 @@ class Trainer:
         precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
-        checked = preflight.check(config, ranks)
+        checked = preflight.check(config, ranks, watchdog.progress)
         watchdog.progress("the preflight")
         self.corpus, held_out, self.loader = open_data(config)
 

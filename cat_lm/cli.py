@@ -46,6 +46,13 @@ def whole(allowed: Range) -> Callable[[str], int]:
     return parse
 
 
+def path(text: str) -> Path:
+    """Take a path; the empty one, which would be the current folder, is none."""
+    if not text or text != text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no path")
+    return Path(text)
+
+
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
     """Make a kind for numbers of a range; with `above`, that bound itself is not allowed."""
 

@@ -72,6 +72,9 @@ TFLOPS = Range(1e-6, 1e6)
 FRACTION = Range(0.0, 1.0)
 # A corpus in a mixture, in any unit.
 SHARE = Range(1e-9, 1e9)
+# Data
+DOCUMENTS = Range(1, 10**12)
+TEXT_BYTES = Range(1, 10**18)
 # Machines
 RANKS = Range(1, 2**20)
 NODES = Range(1, 2**16)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
@@ -92,7 +92,9 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
             if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
                 raise UserError(f"{path}: has changed since the preparation began; start it again")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        # Libraries raise it too, with lines of their own.
+        reason = describe_os_error(error) if error.errno else _one_line(str(error))
+        raise UserError(f"{path}: cannot be read ({reason})") from None
 
 
 def read_records(
@@ -170,7 +172,7 @@ def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]
         while block := source.read(BLOCK):
             yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path}: broken gzip file ({error})") from None
+        raise UserError(f"{path}: broken gzip file ({_one_line(str(error))})") from None
 
 
 def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
@@ -189,7 +191,7 @@ def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
             if frame.eof:
                 data, frame = frame.unused_data, None
     except zstandard.ZstdError as error:
-        raise UserError(f"{path}: broken zstd file ({error})") from None
+        raise UserError(f"{path}: broken zstd file ({_one_line(str(error))})") from None
     if frame is not None:
         raise UserError(f"{path}: broken zstd file (cut short)")
 

@@ -39,9 +39,9 @@ def held_out_prompts(
     """
     import numpy as np
 
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
-    corpus = TokenCorpus.open(data, "validation")
+    corpus = open_verified(data, "validation")
     # Prompts from the first million tokens: a few of them need no more of a large split.
     tokens = corpus.tokens(0, min(corpus.num_tokens, 1_000_000))
     ends = np.flatnonzero(tokens == corpus.eod_id)

@@ -167,12 +167,12 @@ def split_stream(
     tokens or more (see `TokenStream.whole_documents`).
 
     Raises:
-        UserError: the folder is no prepared data, was made with another tokenizer, or has no
-            document that is long enough.
+        UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
+            has no document that is long enough.
     """
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
-    corpus = TokenCorpus.open(folder, "validation")
+    corpus = open_verified(folder, "validation")
     data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")
     if data_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SentencePieceModel
 from cat_lm.errors import UserError
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import Record, read_json, read_object, read_text
 from cat_lm.model_files import asks_for_code, reason
 
 if TYPE_CHECKING:
@@ -73,14 +72,22 @@ def _no_template():
     return Processors([])
 
 
+class _Token(Record):
+    content: str
+
+
+class _Settings(Record):
+    """What is read of a `tokenizer_config.json`: special tokens, as text or as objects."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+
+
 def _read_settings(config: Path) -> dict:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config}: not JSON ({error})") from None
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    found = {name: values[name] for name in names if values.get(name)}
-    return {n: v["content"] if isinstance(v, dict) else v for n, v in found.items()}
+    found = {name: value for name, value in read_json(config, _Settings) if value}
+    return {n: v.content if isinstance(v, _Token) else v for n, v in found.items()}
 
 
 def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
@@ -110,12 +117,13 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     """Reads a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
     from tokenizers import Tokenizer
 
+    text = read_text(path)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # the library raises bare exceptions for whatever it cannot parse
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: not a tokenizer.json ({reason})") from None
+        tokenizer = Tokenizer.from_str(text)
+    except BaseException as error:
+        # The library raises bare exceptions for what it cannot parse, and "panics", which are none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path}: not a tokenizer.json ({reason(error)})") from None
     tokenizer.encode_special_tokens = True
     return tokenizer

@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 from data_prep.documents import (
     TEXT_PER_FILE_BYTE,
     Document,
@@ -144,7 +144,7 @@ def _below(root: Path) -> Iterator[Path]:
     """All that is below a folder, and behind links to folders; not a link's own folders above."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
+        raise UserError(f"{error.filename}: cannot be read ({describe_os_error(error)})")
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         here = Path(folder).resolve()

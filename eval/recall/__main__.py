@@ -209,7 +209,7 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
 
 
 def _streams(arguments: argparse.Namespace) -> None:
-    from cat_lm.data.corpus import read_manifest
+    from cat_lm.data.manifest import read_manifest
 
     read_manifest(arguments.data)  # an error before torch loads
     from eval.recall.streams import ablation

@@ -148,7 +148,7 @@ def prepared(study: Study, own: bool) -> str:
     Args:
         own: the data are the user's and are not made here.
     """
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
     if not own:
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.04"]
@@ -156,8 +156,8 @@ def prepared(study: Study, own: bool) -> str:
         call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
         if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(code)
-    corpus = TokenCorpus.open(ROOT / study.data, "train")
-    held_out = TokenCorpus.open(ROOT / study.data, "validation")
+    corpus = open_verified(ROOT / study.data, "train")
+    held_out = open_verified(ROOT / study.data, "validation")
     if held_out.num_tokens <= max(study.lengths()):
         raise UserError(
             f"--data {study.data}: {held_out.num_tokens} held-out tokens are too few for length "

@@ -162,7 +162,7 @@ def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
 
 def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
     corpus = TokenCorpus.open(memory, "train", tmp_path)
-    (corpus.folder / ".train-00000.bin.host.1.tmp").write_bytes(b"half")
+    (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
     assert not corpus.shards[0].is_here() and not corpus.shards[1].is_here()
     batches(corpus)
@@ -266,13 +266,23 @@ def test_a_server_without_ranges_is_told(local, tmp_path):
             del storage._fs.cat_file
 
 
-def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path):
+@pytest.mark.parametrize("here", [False, True])
+def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path, monkeypatch, here):
+    """By range, and from a copy that is as whole as its checksum says: with file, place and id."""
     manifest = json.loads((local / "manifest.json").read_text())
     manifest["tokenizer"]["vocab_size"] = 300
     fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
+    monkeypatch.setattr(remote_module.Copying, "_run", lambda self: None)  # who copies is decided
     corpus = TokenCorpus.open(memory, "train", tmp_path)
-    with pytest.raises(UserError, match="ids outside of the vocabulary of 300"):
+    if here:
+        for shard in corpus.shards:
+            shard.copy(wait=True)
+    where = f"{corpus.folder if here else memory}/train-"
+    with pytest.raises(
+        UserError, match=where + r"\d+.bin: token \d+ is the id \d+, outside of"
+    ) as e:
         batches(corpus, steps=50)
+    assert "the vocabulary of 300;" in str(e.value)
 
 
 def test_a_cache_that_is_too_small_is_told_before_anything_is_copied(memory, tmp_path, monkeypatch):
