@@ -16,7 +16,7 @@ from pathlib import Path
 from cat_lm.errors import UserError, command
 from tests.fuzz import schedule
 from tests.fuzz.cases import parts_of
-from tests.fuzz.pool import Templates, has_harness, scratch_with_world
+from tests.fuzz.pool import Templates, has_harness, make_world, scratch_folder
 from tests.fuzz.report import Report
 from tests.fuzz.targets import BY_NAME
 
@@ -55,34 +55,33 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     report = Report(arguments.out, arguments.seed)
-    with scratch_with_world() as scratch:
+    with scratch_folder() as scratch:
+        first = Templates(scratch, 0)
+        make_world(first, has_harness())
         if arguments.case:
-            _show(arguments, scratch, report)
+            _show(arguments, first, report)
         else:
-            fuzz(arguments, scratch, report)
+            workers = [Templates(scratch, i) for i in range(1, arguments.workers)]
+            fuzz([first, *workers], _names(arguments), report, 60 * arguments.minutes)
     report.write()
     print(report.text())
     raise SystemExit(1 if report.causes else 0)
 
 
-def fuzz(arguments: argparse.Namespace, scratch: Path, report: Report) -> None:
-    """Cases until the time is over, in several threads that wait for their processes."""
-    targets = schedule.chosen(arguments.only, has_harness())
-    names = iter(_names(targets, arguments))
-    lock, end = threading.Lock(), time.monotonic() + 60 * arguments.minutes
-    started = time.monotonic()
-    told = started
+def fuzz(workers: list[Templates], names: Iterator[str], report: Report, seconds: float) -> None:
+    """Runs cases until the time is over, in several threads that wait for their processes."""
+    lock, started = threading.Lock(), time.monotonic()
+    end, told = started + seconds, started
 
-    def work(number: int) -> None:
+    def work(templates: Templates) -> None:
         nonlocal told
-        templates = Templates(scratch, number)
         try:
             while time.monotonic() < end:
                 with lock:
                     name = next(names, None)
                 if name is None:
                     return
-                record = templates.case(name, arguments.seed)
+                record = templates.case(name, report.seed)
                 with lock:
                     report.add(record, templates.place)
                     if time.monotonic() - told > WRITE_SECONDS:
@@ -92,7 +91,7 @@ def fuzz(arguments: argparse.Namespace, scratch: Path, report: Report) -> None:
         finally:
             templates.close()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(arguments.workers)]
+    threads = [threading.Thread(target=work, args=(templates,)) for templates in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -104,7 +103,8 @@ def progress(report: Report, seconds: float) -> str:
     return f"{seconds:.0f} s: {report.cases} cases, {failed} failed, {len(report.causes)} causes"
 
 
-def _names(targets: list, arguments: argparse.Namespace) -> Iterator[str]:
+def _names(arguments: argparse.Namespace) -> Iterator[str]:
+    targets = schedule.chosen(arguments.only, has_harness())
     yield from schedule.plain_cases(targets)
     for number, name in enumerate(schedule.cases(targets, arguments.seed)):
         if arguments.cases is not None and number >= arguments.cases:
@@ -112,9 +112,8 @@ def _names(targets: list, arguments: argparse.Namespace) -> Iterator[str]:
         yield name
 
 
-def _show(arguments: argparse.Namespace, scratch: Path, report: Report) -> None:
+def _show(arguments: argparse.Namespace, templates: Templates, report: Report) -> None:
     """Runs the named cases, shows what they wrote, and keeps their folders under --out."""
-    templates = Templates(scratch, 0)
     for identifier in arguments.case:
         record = templates.case(identifier, arguments.seed)
         report.add(record, templates.place)

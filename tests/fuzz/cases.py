@@ -108,7 +108,8 @@ def run_case(identifier: str, seed: int, world: World, place: Path) -> dict[str,
     target, here = case.target, place / INSIDE
     before = snapshot_of(place)
     ended = run_command(
-        target.module, case.line, here, environment(place), place / "home/logs", target.stdin
+        *(target.module, case.line, here, environment(place), place / "home/logs"),
+        *(target.stdin, target.limit_seconds, target.limit_bytes),
     )
     import_what_was_used(place / "home/logs")
     written = [f"{INSIDE}/{name}" for name in target.outputs]

@@ -26,7 +26,9 @@ from pathlib import Path
 from tests.fuzz.privileges import end_with_parent
 
 LIMIT_SECONDS = 30.0
+PATIENCE = 4
 LIMIT_BYTES = 2 * 2**30
+MOST_OUTPUT = 200_000  # bytes that are read of each stream
 MOST_PROCESSES = 600
 MOST_FILE_BYTES = 2 * 2**30
 GRACE_SECONDS = 5.0  # for processes that end when they notice that their parent has
@@ -61,8 +63,13 @@ def run_command(
     logs: Path,
     stdin: str = "",
     limit_seconds: float = LIMIT_SECONDS,
+    limit_bytes: int = LIMIT_BYTES,
 ) -> Ended:
-    """Runs `python -m MODULE LINE` in `folder`; `logs` gets its output."""
+    """Runs `python -m MODULE LINE` in `folder`; `logs` gets its output.
+
+    A command hangs that has not ended after `limit_seconds` and has computed for most of them: on
+    a busy machine it is given more, up to `PATIENCE` times as much.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     (logs / "stdin").write_text(stdin, encoding="utf-8")
     threads = os.listdir("/proc/self/task")
@@ -75,7 +82,7 @@ def run_command(
     pid = os.fork()
     if pid == 0:
         _be_the_command(module, line, folder, environment, logs)
-    return _watch(pid, start, base, logs, limit_seconds)
+    return _watch(pid, start, base, logs, limit_seconds, limit_bytes)
 
 
 def _be_the_command(
@@ -176,7 +183,9 @@ def _main(module: str) -> int:
     return code & 0xFF
 
 
-def _watch(pid: int, start: float, base: int, logs: Path, limit_seconds: float) -> Ended:
+def _watch(
+    pid: int, start: float, base: int, logs: Path, limit_seconds: float, limit_bytes: int
+) -> Ended:
     trouble: list[str] = []
     handle = os.pidfd_open(pid)
     poll = select.poll()
@@ -184,9 +193,9 @@ def _watch(pid: int, start: float, base: int, logs: Path, limit_seconds: float) 
     used = 0
     while not poll.poll(50):
         used = max(used, _used(pid, base))
-        if used > LIMIT_BYTES:
+        if used > limit_bytes:
             trouble.append("memory")
-        elif time.monotonic() - start > limit_seconds:
+        elif _hangs(pid, time.monotonic() - start, limit_seconds):
             trouble.append("hang")
         if trouble:
             with contextlib.suppress(ProcessLookupError):
@@ -201,14 +210,33 @@ def _watch(pid: int, start: float, base: int, logs: Path, limit_seconds: float) 
         trouble.append("left behind")
     # Its own peak begins with what it shared with this process.
     peak = max(used, usage.ru_maxrss * 1024 - _resident("self"))
-    if peak > LIMIT_BYTES and "memory" not in trouble:
+    if peak > limit_bytes and "memory" not in trouble:
         trouble.append("memory")
-    texts = [(logs / n).read_bytes()[-200_000:].decode("utf-8", "replace") for n in _STREAMS]
+    texts = [_end_of(logs / name) for name in ("stdout", "stderr")]
     code = None if trouble[:1] in (["hang"], ["memory"]) else os.waitstatus_to_exitcode(status)
     return Ended(code, seconds, max(0, peak), *texts, trouble)
 
 
-_STREAMS = ("stdout", "stderr")
+def _hangs(pid: int, seconds: float, limit: float) -> bool:
+    return seconds > limit and (seconds > PATIENCE * limit or _computed(pid) > 2 / 3 * limit)
+
+
+def _computed(pid: int) -> float:
+    """Seconds that a process and those below it have computed."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(_computed, _children(pid)))
+
+
+def _end_of(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with open(path, "rb") as stream:
+        stream.seek(max(0, path.stat().st_size - MOST_OUTPUT))
+        return stream.read().decode("utf-8", "replace")
 
 
 def _await_orphans() -> bool:

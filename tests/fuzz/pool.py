@@ -26,7 +26,7 @@ class Templates:
     """One worker's processes, one for each family, and its place for cases."""
 
     def __init__(self, scratch: Path, number: int) -> None:
-        self._scratch = scratch
+        self.scratch = scratch
         self.place = scratch / f"worker-{number}"
         self._processes: dict[str, subprocess.Popen] = {}
 
@@ -46,9 +46,9 @@ class Templates:
         return answer
 
     def _start(self, family: str) -> subprocess.Popen:
-        with open(self._scratch / f"{family}.log", "a", encoding="utf-8") as log:
+        with open(self.scratch / f"{family}.log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.template", family, str(self._scratch)],
+                [sys.executable, "-m", "tests.fuzz.template", family, str(self.scratch)],
                 cwd=REPOSITORY,
                 env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
                 stdin=subprocess.PIPE,
@@ -79,13 +79,10 @@ class Templates:
 
 
 @contextmanager
-def scratch_with_world(with_harness: bool | None = None) -> Iterator[Path]:
-    """A folder with the world's files that the templates' user may write, removed at the end.
+def scratch_folder() -> Iterator[Path]:
+    """A folder that the templates' user may write, removed at the end.
 
     In memory where there is room, as every file of a case is written and flushed.
-
-    Raises:
-        RuntimeError: a command that makes a file of the world failed.
     """
     memory = Path("/dev/shm")
     fits = memory.is_dir() and shutil.disk_usage(memory).free > _FREE_BYTES
@@ -96,7 +93,7 @@ def scratch_with_world(with_harness: bool | None = None) -> Iterator[Path]:
             (scratch / name).chmod(0o755)
             if os.geteuid() == 0:
                 os.chown(scratch / name, NOBODY, NOBODY)
-        yield _with_world(scratch, has_harness() if with_harness is None else with_harness)
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -105,9 +102,13 @@ def has_harness() -> bool:
     return find_spec("lm_eval") is not None
 
 
-def _with_world(scratch: Path, with_harness: bool) -> Path:
-    templates = Templates(scratch, 0)
-    world = scratch / "world"
+def make_world(templates: Templates, with_harness: bool) -> None:
+    """Makes the world's files in the scratch folder.
+
+    Raises:
+        RuntimeError: a command that makes a file of the world failed.
+    """
+    world = templates.scratch / "world"
 
     def run(family: str, module: str, *line: str) -> None:
         own_all(world)
@@ -115,11 +116,7 @@ def _with_world(scratch: Path, with_harness: bool) -> Path:
         if answer["code"] != 0:
             raise RuntimeError(f"{module} {' '.join(line)}: {answer['stderr'] or answer['stdout']}")
 
-    try:
-        build_world(world, run, with_harness)
-    finally:
-        templates.close()
-    return scratch
+    build_world(world, run, with_harness)
 
 
 def own_all(folder: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+_LARGE = 2**28  # bytes; no case has such files, but a command may write one
 Snapshot = dict[str, tuple[str, int, str]]
 
 
@@ -29,9 +30,11 @@ def _look(entry: os.DirEntry) -> tuple[str, int, str]:
         return "folder", 0, ""
     if not entry.is_file(follow_symlinks=False):
         return "other", 0, ""
+    size = entry.stat(follow_symlinks=False).st_size
+    if size > _LARGE:
+        return "file", size, "large"
     with open(entry.path, "rb") as stream:
-        content = stream.read()
-    return "file", len(content), hashlib.blake2b(content, digest_size=16).hexdigest()
+        return "file", size, hashlib.file_digest(stream, "blake2s").hexdigest()
 
 
 def differences(before: Snapshot, after: Snapshot) -> dict[str, str]:

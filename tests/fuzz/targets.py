@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.fuzz.child import LIMIT_BYTES, LIMIT_SECONDS
+from tests.fuzz.fakes import DEEDS as FAKE_DEEDS
+
 DATA = ("data",)
 MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.jinja", "README.md")
 STEP = "run/checkpoints/step-00000002"
@@ -30,6 +33,7 @@ class Target:
         file_weight, line_weight: how often files and command lines are drawn.
         usual: its exit code where nothing is damaged.
         stdin: what stands there.
+        limit_seconds, limit_bytes: what it may take.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Target:
     line_weight: float = 1.0
     usual: int = 0
     stdin: str = ""
+    limit_seconds: float = LIMIT_SECONDS
+    limit_bytes: int = LIMIT_BYTES
 
 
 _SHARDS = ("data/*.bin", "data/*.idx")
@@ -96,6 +102,8 @@ TARGETS = (
         files=(*_CONFIG, *_RECORDS, *_SHARDS),
         codes=(0, 1, 2),
         keys=True,
+        file_weight=0.1,
+        line_weight=0.1,
     ),
     Target(
         *("submit", "launch.slurm", "plain", ("submit", *_SUBMIT)),
@@ -305,8 +313,8 @@ TARGETS = (
         *("report", "eval.report", "torch", ("run", "--out", "out")),
         needs=("run", *DATA),
         files=(*_RUN, *_RUN, "run/model/*.json", "run/model/*.safetensors", "data/manifest.json"),
-        file_weight=2,
-        line_weight=0.3,
+        file_weight=1,
+        line_weight=0.1,
     ),
     Target(
         *("zero-shot", "eval.zero_shot", "harness", ("model", *_ZERO_SHOT)),
@@ -343,8 +351,8 @@ TARGETS = (
         ),
         needs=DATA,
         files=_RECORDS,
-        file_weight=0.5,
-        line_weight=0.5,
+        file_weight=0.05,
+        line_weight=0.05,
     ),
     Target(
         *("speed-conv", "eval.speed", "torch"),
@@ -363,7 +371,7 @@ TARGETS = (
             *("--kernels", "cpu", "--json", "out/conv.json"),
         ),
         codes=(0, 1, 2),
-        line_weight=0.5,
+        line_weight=0.2,
     ),
     Target(
         *("speed-decode", "eval.speed", "torch"),
@@ -377,4 +385,18 @@ TARGETS = (
         usual=2,
     ),
 )
-BY_NAME = {target.name: target for target in TARGETS}
+_FAKE = (*("in.bin", "out"), *("--number", "1"))
+# Commands that do wrong, or right: what the tests of the fuzz test itself look at.
+FAKES = tuple(
+    Target(
+        *(f"fake-{name}", "tests.fuzz.fakes", "fakes", (name, *_FAKE)),
+        needs=("in.bin", "neighbour.txt", "run"),
+        files=("in.bin",),
+        outputs=("out", "run"),
+        guarded=("in.bin",),
+        limit_seconds=1.0,
+        limit_bytes=200 * 2**20,
+    )
+    for name in FAKE_DEEDS
+)
+BY_NAME = {target.name: target for target in (*TARGETS, *FAKES)}

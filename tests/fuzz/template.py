@@ -35,7 +35,7 @@ _TORCH = (
 )
 _HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot", "eval.zero_shot_run")
 _HARNESS += ("eval.zero_shot_results", "lm_eval.models.huggingface", "lm_eval.tasks")
-FAMILIES = {"plain": _PLAIN, "torch": _TORCH, "harness": _HARNESS}
+FAMILIES = {"plain": _PLAIN, "torch": _TORCH, "harness": _HARNESS, "fakes": ()}
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
 
 def _warm_up(family: str) -> None:
     """What a process keeps and every case would make again, such as the compiled kernel."""
-    if family == "plain":
+    if family in ("plain", "fakes"):
         return
     import torch
 
@@ -94,7 +94,7 @@ def _warm_up(family: str) -> None:
 def _run(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Runs a command in the world's folder, to make what is in it."""
     from tests.fuzz.cases import environment
-    from tests.fuzz.child import run_command
+    from tests.fuzz.child import import_what_was_used, run_command
 
     ended = run_command(
         request["module"],
@@ -104,6 +104,7 @@ def _run(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
         scratch / "home/logs",
         limit_seconds=300.0,
     )
+    import_what_was_used(scratch / "home/logs")
     return {"code": ended.code, "stderr": ended.stderr, "stdout": ended.stdout}
 
 

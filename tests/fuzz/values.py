@@ -84,7 +84,10 @@ def odd_line(
     groups = [group for group in (given, absent, list(keys)) if group]
     group = rng.choice(groups)
     if group is given:
-        return _replaced(line, rng.choice(given), value, rng)
+        index = rng.choice(given)
+        before = line[index - 1] if index else ""
+        option = before if before.startswith("--") and options.get(before, True) else None
+        return _replaced(line, index, option, value, rng)
     name = rng.choice(group)
     if group is not absent:
         return [*line, f"{name}={value}"], name, value
@@ -102,9 +105,10 @@ def _places(line: Sequence[str], options: dict[str, bool], words: set[str]) -> l
 
 
 def _replaced(
-    line: Sequence[str], index: int, value: str, rng: random.Random
+    line: Sequence[str], index: int, option: str | None, value: str, rng: random.Random
 ) -> tuple[list[str], str, str]:
-    before, old = (line[index - 1] if index else ""), line[index]
+    """`line` with `value` for the word at `index`, which is that of `option` if not positional."""
+    old = line[index]
     name, equals, setting = old.partition("=")
     new = value
     if equals:  # an override keeps its key
@@ -113,7 +117,7 @@ def _replaced(
         parts = old.split(",")
         parts[rng.randrange(len(parts))] = value
         new = ",".join(parts)
-    what = name if equals else before if before.startswith("--") else f"argument {index + 1}"
-    if before.startswith("--") and before != "--" and rng.random() < 0.7:
-        return [*line[: index - 1], f"{before}={new}", *line[index + 1 :]], what, value
+    what = name if equals else option or f"argument {index + 1}"
+    if option not in (None, "--") and rng.random() < 0.7:
+        return [*line[: index - 1], f"{option}={new}", *line[index + 1 :]], what, value
     return [*line[:index], new, *line[index + 1 :]], what, value

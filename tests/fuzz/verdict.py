@@ -29,7 +29,8 @@ _NOTICED = re.compile(
     r"|ignored|cannot|set aside|skipp|left out|does not match|no complete",
     re.IGNORECASE,
 )
-_NOTES = ("note:", "warning:", "time:", "wrote ", "cat_lm ")
+# A library's words beside the error; a command's own notes and progress are none.
+_NOISE = re.compile(r"[Ww]arning|\[rank\d|^\S+\.py:\d+|^(INFO|DEBUG|ERROR)\b|^\[[\dEWI]")
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def _message(stderr: str) -> str | None:
     # The list of errors in a configuration: a first line that ends in a colon, then indented ones.
     if rest and not (first.rstrip().endswith(":") and all(li.startswith("  ") for li in rest)):
         return f"several lines: {normal(first)} … {normal(rest[-1])}"
-    noise = [line for line in lines[: places[0]] if not line.lower().startswith(_NOTES)]
-    noise = [line for line in noise if "\r" not in line]
+    noise = [line for line in lines[: places[0]] if _NOISE.search(line)]
     if noise:
         return f"other lines beside it: {normal(noise[-1])}"
     if not first.removeprefix("error: ").strip():
@@ -116,11 +116,17 @@ def _message(stderr: str) -> str | None:
 def _changes(around: Surroundings) -> list[Failure]:
     """What was changed outside of OUT, and what was lost inside of it."""
     changed = differences(around.before, around.after)
+    made = {around.after[name] for name, how in changed.items() if how == "created"}
     outside = sorted(
         name
         for name, how in changed.items()
         if not any(name == out or name.startswith(f"{out}/") for out in around.outputs)
-        or (Path(name).name.startswith(PRECIOUS) and how != "created")
+        # A user's file may move with the folder that it is in, but no more.
+        or (
+            Path(name).name.startswith(PRECIOUS)
+            and how != "created"
+            and around.before[name] not in made
+        )
     )
     found = []
     if outside:
@@ -197,6 +203,13 @@ class _NotFinite(Exception):
 
 
 def _nonfinite_tensor(path: Path) -> str | None:
+    try:
+        return _nonfinite_part(path)
+    except (ValueError, KeyError, IndexError, TypeError, struct.error):
+        return "is no safetensors file"
+
+
+def _nonfinite_part(path: Path) -> str | None:
     content = path.read_bytes()
     start = 8 + struct.unpack("<Q", content[:8])[0]
     readers: dict[str, Callable[[bytes], np.ndarray]] = {
