@@ -80,14 +80,18 @@ def lay_out(identifier: str, seed: int, world: World, place: Path) -> Case:
 
 
 def _damage_file(case: Case, here: Path, rng: random.Random, stranger: Path) -> None:
-    patterns = case.target.files
-    files: list[Path] = []
-    while not files:  # a pattern may match nothing, as of an optional file
-        files = sorted(p for p in here.glob(rng.choice(patterns)) if p.is_file())
-        files = [p for p in files if not p.name.startswith(verdict.PRECIOUS)]
-    path = rng.choice(files)
+    """Damages one file; all patterns that match something are as likely."""
+    found = [
+        [p for p in sorted(here.glob(pattern)) if p.is_file() and not _is_precious(p)]
+        for pattern in case.target.files
+    ]
+    path = rng.choice(rng.choice([files for files in found if files]))
     case.odd = f"{path.relative_to(here)}: {damage(path, rng, stranger)}"
     case.damaged = str(path.relative_to(here))
+
+
+def _is_precious(path: Path) -> bool:
+    return path.name.startswith(verdict.PRECIOUS)
 
 
 def _make_line_odd(case: Case, here: Path, rng: random.Random) -> None:

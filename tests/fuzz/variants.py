@@ -5,8 +5,12 @@ Run as a command in the world's folder.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+
+# Measured times differ in length, and with them what a case of the same seed would damage.
+_TIMES = re.compile(r'("(?:\w*seconds|tokens_per_second|data|training|testing)": )[\d.e-]+')
 
 
 def main() -> None:
@@ -22,6 +26,9 @@ def main() -> None:
     torch.save(model.state_dict(), "pickled/pytorch_model.bin")
     _pythia(Path("pythia"))
     _submitted(Path("run").absolute())
+    for pattern in ("run/metrics.jsonl", "run/zero_shot/*.json", "recall/cells/*.json"):
+        for path in Path().glob(pattern):
+            path.write_text(_TIMES.sub(r"\g<1>0.125", path.read_text("utf-8")), "utf-8")
 
 
 def _beside(folder: Path) -> None:

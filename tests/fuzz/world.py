@@ -36,7 +36,6 @@ def build_world(folder: Path, run: Run, with_harness: bool) -> None:
     run("torch", "cat_lm.export", "run", "run/model")
     run("torch", "cat_lm.export", "run", "model")
     (folder / "model/precious.txt").write_text("a user's own notes\n")
-    run("torch", "tests.fuzz.variants")
     sweep = ("--lengths", "16,32", "--max-tokens", "200", "--out", "run/eval")
     run("torch", "eval.length_sweep", "run", "--data", "data", *sweep)
     cell = ("--task", "mqar:keys=2", "--mixer", "cat", "--d-model", "16", "--seq-len", "16")
@@ -45,6 +44,7 @@ def build_world(folder: Path, run: Run, with_harness: bool) -> None:
     if with_harness:
         zero_shot = ("--tasks", "piqa", "--data-dir", "tasks", "--limit", "3")
         run("harness", "eval.zero_shot", "run", *zero_shot)
+    run("torch", "tests.fuzz.variants")
 
 
 def _write_inputs(folder: Path) -> None:
