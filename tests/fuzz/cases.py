@@ -100,7 +100,7 @@ def _make_line_odd(case: Case, here: Path, rng: random.Random) -> None:
     keys = config_keys() if target.keys else ()
     case.line, what, value = odd_line(target.line, options, words, keys, rng)
     case.odd = f"{what} = {value!r}"
-    path = os.path.normpath(here / value) if value.strip() and "\0" not in value else str(here)
+    path = os.path.normpath(here / value)
     # A value may name what is to be written, but nothing that was there, nor the folder itself.
     if not os.path.lexists(path) and not str(here).startswith(path):
         case.outputs = [path]

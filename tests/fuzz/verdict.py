@@ -155,9 +155,7 @@ def _lost_checkpoints(around: Surroundings, changed: dict[str, str]) -> list[Fai
         pruned = folder not in after and any(other > folder for other in after)
         if lost and not (whole and pruned):
             what = "whole" if whole else "damaged"
-            found.append(
-                Failure("lost checkpoint", f"{what} {Path(folder).name}: {len(lost)} files")
-            )
+            found.append(Failure("lost checkpoint", f"a {what} one, {Path(folder).name}"))
     return found
 
 
@@ -182,7 +180,8 @@ def nonsense(path: Path) -> str | None:
     """What in a written file is not finite: a weight, or a number of a JSON file."""
     if path.suffix == ".safetensors":
         return _nonfinite_tensor(path)
-    if path.suffix not in (".json", ".jsonl"):
+    # A tokenizer's files are copies of what was given.
+    if path.suffix not in (".json", ".jsonl") or path.name.startswith("tokenizer"):
         return None
 
     def refuse(text: str) -> None:
