@@ -39,7 +39,9 @@ class Templates:
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {family} ended with code {process.wait()}")
+            log = (self.scratch / f"{family}.log").read_text(errors="replace")[-2000:]
+            code = process.wait()
+            raise RuntimeError(f"{log}\nthe process of {family} ended with code {code}")
         answer = json.loads(line)
         if "broken" in answer:
             raise RuntimeError(answer["broken"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 NOBODY = 65534
 _KEEP_CAPABILITIES, _DUMPABLE, _AMBIENT, _SUBREAPER, _DEATH_SIGNAL = 8, 4, 47, 36, 1
@@ -32,13 +33,20 @@ def drop_root() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    mask = 1 << _READ_EVERYWHERE
+    mask = (1 << _READ_EVERYWHERE) & _permitted()
     sets = (_Sets * 2)(_Sets(mask, mask, mask), _Sets())
     header = _Header(_VERSION_3, 0)
     if ctypes.CDLL(None, use_errno=True).capset(ctypes.byref(header), sets):
         raise OSError(ctypes.get_errno(), "capset")
-    _prctl(_AMBIENT, _RAISE, _READ_EVERYWHERE)  # for programs that are started
+    if mask:
+        _prctl(_AMBIENT, _RAISE, _READ_EVERYWHERE)  # for programs that are started
     _prctl(_DUMPABLE, 1)  # or its own /proc entries would be root's
+
+
+def _permitted() -> int:
+    """The capabilities that this process may use; containers keep some from root."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("CapPrm:"))
 
 
 def adopt_orphans() -> None:
