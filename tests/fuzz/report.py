@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -103,7 +102,3 @@ def _table(rows: Iterable[tuple[str, dict[str, int]]]) -> Iterable[str]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 300 else text[:300] + " …"
-
-
-def shell(words: list[str]) -> str:
-    return shlex.join(words)

@@ -63,7 +63,6 @@ _GUARDED_CHECKPOINT = tuple(
     f"{STEP}/{name}"
     for name in ("model/*", "state/*", "tokenizer/*", "random-*", "state.json", "run_config.yaml")
 )
-_TEXT = ("text/*",)
 _CONFIG = ("config.yaml", "base.yaml")
 _PREPARE = ("--source", "files", "--path", "text", "--tokenizer", "bytes", "--workers", "1")
 _SPLIT = ("--document-separator", r"\n\n", "--validation-fraction", "0.2")
@@ -143,7 +142,7 @@ TARGETS = (
             "out",
         ),
         needs=("text",),
-        files=_TEXT,
+        files=("text/*",),
         file_weight=4,
         line_weight=6,
     ),
@@ -307,7 +306,6 @@ TARGETS = (
         needs=("model", "text"),
         files=("text/a.txt",),
         file_weight=0.5,
-        line_weight=1,
     ),
     Target(
         *("report", "eval.report", "torch", ("run", "--out", "out")),
@@ -332,7 +330,6 @@ TARGETS = (
         ),
         needs=("model", "tasks"),
         files=("tasks/*.jsonl",),
-        file_weight=0.6,
         line_weight=0,
     ),
     Target(

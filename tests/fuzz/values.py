@@ -79,7 +79,7 @@ def odd_line(
         keys: keys of a configuration that may be given as KEY=VALUE.
     """
     value = rng.choice(ODD)
-    given = _places(line, options, words)
+    given = [i for i, word in enumerate(line) if not word.startswith("--") and word not in words]
     absent = [name for name in options if name not in line]
     groups = [group for group in (given, absent, list(keys)) if group]
     group = rng.choice(groups)
@@ -95,13 +95,6 @@ def odd_line(
     # What follows `--` belongs to another program.
     end = line.index("--") if "--" in line else len(line)
     return [*line[:end], *added, *line[end:]], name, value if options[name] else ""
-
-
-def _places(line: Sequence[str], options: dict[str, bool], words: set[str]) -> list[int]:
-    """Indices of the words that are values: of options, and positional ones."""
-    return [
-        index for index, word in enumerate(line) if not word.startswith("--") and word not in words
-    ]
 
 
 def _replaced(
