@@ -16,6 +16,7 @@ WHOLE_FOLDERS = ("tests/slurm/", "tests/gpu/")
 LONGEST = (
     "tests/slurm/",
     "tests/distributed/test_elastic.py",
+    "tests/fuzz/test_fuzz.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_train_command.py",
     "tests/unit/test_ops_triton.py",
