@@ -17,6 +17,7 @@ from cat_lm.cli import whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
 from cat_lm.errors import SharedError, UserError, command
+from cat_lm.io.folders import check_output
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
 from cat_lm.training.ancestors import find_launcher
@@ -50,6 +51,7 @@ def main() -> None:
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
+        check_output(config.train.output_dir, "train.output_dir")
         open_data(config)
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.io.folders import check_output
 from launch.findings import Finding
 
 GIB = 2**30
@@ -77,14 +78,15 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
     """Whether the output folder can be made."""
-    folder = Path(config.train.output_dir).absolute()
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    problem = None
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        problem = f"train.output_dir={config.train.output_dir}: {parent} cannot be written to"
+    folder, problem = Path(config.train.output_dir).absolute(), None
+    try:
+        check_output(config.train.output_dir, "train.output_dir")
+    except UserError as error:
+        problem = str(error)
     text = f"writes to {config.train.output_dir}"
     yield Finding("run output", text, "output_dir", str(folder), problem, problem is not None)
     if problem is None:
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
         yield _room(config, folder, parent)
 
 
@@ -118,7 +120,6 @@ def precision_here(config: RunConfig) -> str:
 def vocabulary(config: RunConfig) -> tuple[int, bool]:
     """(the vocabulary's size, whether it is only taken to be so as the data are not there)."""
     from cat_lm.data.opening import open_data
-    from cat_lm.errors import UserError
 
     if config.model.vocab_size is not None:
         return config.model.vocab_size, False

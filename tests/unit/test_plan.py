@@ -166,7 +166,7 @@ def test_marks_of_a_table(command):
         (("--gpus", "4", "--device", "h100", "--gpus-per-node", "3"), "is not a multiple of"),
         (("--gpus", "8", "--device", "h100", "train.precision=fp32"), "give train.peak_tflops=X"),
         (("--gpus", "8", "--device", "h100", "model.vocab_size=null"), "give model.vocab_size=N"),
-        (("--gpus", "8", "--device", "h100", "--measured", "no.json"), "no.json: cannot be read"),
+        (("--gpus", "8", "--device", "h100", "--measured", "no.json"), "no.json: no such file"),
         (("--gpus", "8", "--device", "h100", "model.conv_windw=3"), "model.conv_window"),
     ],
 )
@@ -258,6 +258,11 @@ def record(**changes) -> dict:
     } | changes
 
 
+def case_in(dtype: str) -> dict:
+    case = record()["case"]
+    return case | {"size": case["size"] | {"dtype": dtype}}
+
+
 def test_a_measured_record_decides_the_speed(command, tmp_path):
     path = tmp_path / "h100.json"
     path.write_text(json.dumps(record()), encoding="utf-8")
@@ -278,14 +283,19 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
 @pytest.mark.parametrize(
     ("written", "named"),
     [
-        ("[]", "is no record of this version's"),
-        ('{"benchmark": "conv"}', "is no record of this version's"),
-        ("{", "cannot be read"),
+        ("[]", "give a record of this version's"),
+        ('{"benchmark": "conv"}', "give a record of this version's"),
+        ("{", "is not JSON"),
+        (record(case=record()["case"] | {"batch_size": 0}), "case.batch_size is 0"),
+        (record(results={"cat": {"model": "CAT"}}), "has no results.cat.tokens_per_second"),
         (record(device={"name": "NVIDIA A100-SXM4-80GB"}), "was measured on NVIDIA A100"),
         (record(device={"type": "cpu", "name": "cpu"}), "was measured on cpu, not on --device H1"),
-        (record(results={"pythia": {}}), "has no model with model.conv_type=head; it has pythia"),
         (
-            record(case={"size": {"dtype": "float32"}}),
+            record(results={"pythia": record()["results"]["pythia"]}),
+            "has no model with model.conv_type=head; it has pythia",
+        ),
+        (
+            record(case=case_in("float32")),
             "was measured in float32, not in train.precision=bf16",
         ),
     ],
