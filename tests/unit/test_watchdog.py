@@ -97,7 +97,8 @@ def test_where_no_step_ends_any_more_it_ends_by_force():
 
 
 def test_a_save_takes_the_time_that_it_takes():
-    code = (
-        "with guard.unhurried():\n    guard.steps_begin(stop)\n    time.sleep(4)\n    os._exit(3)"
+    result = orphan(
+        "guard.steps_begin(stop)\n"
+        "with guard.unhurried():\n    gone = True\n    time.sleep(4)\n    os._exit(3)"
     )
-    assert orphan(code).returncode == 3
+    assert result.returncode == 3 and "a checkpoint follows" in result.stderr
