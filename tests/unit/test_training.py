@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
@@ -187,7 +189,14 @@ def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
     ("error", "code", "line"),
     [
         (UserError("key=1: must be 2"), 2, "error: key=1: must be 2"),
-        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "error: a/b: No space left"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/b"),
+            2,
+            "error: a/b: the disk is full",
+        ),
+        (OSError(errno.ENOSPC, "No space left"), 2, "error: standard output: the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "error: a: no permission"),
+        (RuntimeError("Symlink loop from 'a'"), 2, "error: a: a loop of symbolic links"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -201,6 +210,33 @@ def test_commands_end_in_one_line(error, code, line, capsys):
     assert ended.value.code == code
     printed = capsys.readouterr().err
     assert printed.startswith(line) and len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_stream_on_a_full_disk_changes_no_exit_code(full):
+    body = "print('x')" if full == "stdout" else "raise UserError('y')"
+    code = f"""
+from cat_lm.errors import UserError, command
+
+@command
+def main():
+    {body}
+
+main()
+"""
+    with open("/dev/full", "w") as stream:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: stream}
+        done = subprocess.run([sys.executable, "-c", code], **streams, text=True)
+    assert done.returncode == 2
+    if full == "stdout":
+        assert done.stderr == "error: standard output: the disk is full\n"
+
+
+def test_an_argument_that_is_no_text_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "a\udcff"])
+    with pytest.raises(SystemExit, match="2"):
+        command(lambda: None)()
+    assert capsys.readouterr().err == "error: argument 'a\\udcff': is not UTF-8 text\n"
 
 
 def test_compiling_needs_a_compiler_on_a_cpu(monkeypatch, tmp_path):
