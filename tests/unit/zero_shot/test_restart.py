@@ -136,9 +136,7 @@ class TestRestart:
         for dtype in ("float8_e4m3", "nonsense", 3, [1]):
             text = json.dumps(config | {"dtype": dtype})
             (folder / "config.json").write_text(text, encoding="utf-8")
-            with pytest.raises(
-                UserError, match=r"config\.json: dtype is .*should be one of"
-            ):
+            with pytest.raises(UserError, match=r"config\.json: dtype is .*should be one of"):
                 run(folder, ["piqa"], tmp_path / "out", settings(rows))
 
     def test_other_weights_are_refused(self, models, rows, tmp_path):
