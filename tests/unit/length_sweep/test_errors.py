@@ -72,8 +72,10 @@ class TestBadInput:
             ),
             ((cat, nope, cat, "--text", text, *base, "64"), f"model {cat}: given twice"),
             *(
-                ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: damaged")
-                for folder in damaged
+                ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: {message}")
+                for folder, message in zip(
+                    damaged, ("is not JSON", "holds []: ", 'context_length is "x": '), strict=True
+                )
             ),
             ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride: '0' must be from 1"),
             ((cat, "--text", text, *base, "64", "--min-document-tokens", "9"), "only with --doc"),
