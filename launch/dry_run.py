@@ -21,6 +21,8 @@ GIB = 2**30
 KEYS = ("ranks", "gpus-per-node", "device")
 # As many ranks' samples are drawn, so that a million ranks take no longer.
 MOST_RANKS = 256
+# DeepSpeed makes lists of all ranks, which of a million take minutes and gigabytes.
+MOST_STARTED = 4096
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,11 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
 
 
+def started_ranks(ranks: int) -> int:
+    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once."""
+    return max(n for n in range(1, min(ranks, MOST_STARTED) + 1) if ranks % n == 0)
+
+
 def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
     from cat_lm.training.estimate import meta_model
@@ -185,14 +192,14 @@ def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     per_pass = config.train.micro_batch_size * asked.ranks
     if config.train.global_batch_size % per_pass:
         return  # said already, and more clearly than DeepSpeed would
-    small = narrowed(config)
-    kind, found = deepspeed_partitions(small, asked.ranks)
+    small, ranks = narrowed(config), started_ranks(asked.ranks)
+    kind, found = deepspeed_partitions(small, ranks)
     sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
-    expected = partitions(sizes, config.train.zero_stage, asked.ranks)
+    expected = partitions(sizes, config.train.zero_stage, ranks)
     problem = None
     if found != expected:
         problem = f"DeepSpeed partitions otherwise than computed here: {found}, not {expected}"
-    text = f"DeepSpeed's {kind} starts with {asked.ranks} ranks (fake group, narrowed model)"
+    text = f"DeepSpeed's {kind} starts with {ranks} ranks (fake group, narrowed model)"
     yield Finding("engine", text, "engine", found, problem, problem is not None)
 
 

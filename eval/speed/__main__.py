@@ -151,7 +151,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         type=whole(limits.NEW_TOKENS.at_least(2)),
         default=32,
         metavar="N",
-        help="with cache",
+        help="with cache; the prompt's pass gives the first of them",
     )
     parser.add_argument(
         "--uncached-tokens",

@@ -76,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="MB of text to prepare, the text repeated where there is less (default: 64)",
     )
+    _add_corpora(parser)
+    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
+    # The libraries are compared on one core, and nothing here uses an accelerator.
+    parser.set_defaults(device="cpu", threads=1)
+
+
+def _add_corpora(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the corpora that are loaded and opened."""
+    add = parser.add_argument
     add(
         "--loader-tokens",
         type=whole(limits.TOKENS.at_least(1)),
@@ -98,9 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="of the corpora that are opened (default: 15B and 600B); their files are sparse",
     )
-    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
-    # The libraries are compared on one core, and nothing here uses an accelerator.
-    parser.set_defaults(device="cpu", threads=1)
 
 
 def run(options: argparse.Namespace, device: Any) -> dict[str, Any]:
