@@ -122,7 +122,8 @@ class Trainer:
 
         # What is written on the way.
         self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
-        ranks.on_first(lambda: config.save(folder / "config.yaml"))
+        if aside := ranks.on_first(lambda: config.save(folder / "config.yaml")):
+            self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
         self.log.line(self.report.plan(self.loader, self.step))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,8 @@ from cat_lm.config_sections import (
 )
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_text
-from cat_lm.io.readers import clipped, parse_yaml, read_yaml, resolve, short
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve, short
 
 # A chain of files; more of them are a mistake.
 _MOST_BASES = 32
@@ -109,11 +111,30 @@ class RunConfig(Section):
             "steps_per_print": None,
         }
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path | str) -> Path | None:
+        """Write the resolved configuration as YAML.
+
+        Returns:
+            Where a file went that stood there and was no resolved configuration: someone's own
+            YAML, with its comments, may lie in the run's folder.
+        """
+        path, aside = Path(path), None
+        if os.path.lexists(path) and not _is_dumped(path):
+            aside = set_aside(path)
         write_text(path, self.to_yaml())
+        return aside
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _is_dumped(path: Path) -> bool:
+    """Tell whether a file is what a program writes of its own values: no comment, no choice."""
+    try:
+        text = read_text(path)
+        return yaml.safe_dump(parse_yaml(text, str(path)), sort_keys=False) == text
+    except UserError:
+        return False
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,6 +12,8 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 from __future__ import annotations
 
 import csv
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import read_bytes
 
 if TYPE_CHECKING:
     from eval.runs import Run
@@ -64,8 +68,19 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
         writer.writeheader()
         writer.writerows(summary)
     # Last, so that a page is only there with all that it stands for.
-    write_text(out / "index.html", page(runs, summary, rows, title, made))
-    return out / "index.html"
+    index = out / "index.html"
+    _spare(index)
+    write_text(index, page(runs, summary, rows, title, made))
+    return index
+
+
+def _spare(index: Path) -> None:
+    """Set a page aside that no report has made, such as that of a web site in the folder."""
+    from eval.page import GENERATOR
+
+    if os.path.lexists(index) and GENERATOR.encode() not in read_bytes(index):
+        aside = set_aside(index)
+        print(f"note: {index} was not made by a report: now {aside.name}", file=sys.stderr)
 
 
 def final_numbers(run: Run) -> dict[str, Any]:
