@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|train|decode|data [--json FILE]`: speed and memory, side by side.
+"""`python -m eval.speed conv|train|decode|data|checkpoint [--json FILE]`: speed, side by side.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
+    _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
     models = list(benchmarks.choices.values())
     data.add_arguments(
         benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
@@ -93,17 +95,21 @@ def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats
         metavar="LIST",
         help=f"of {', '.join(models)} (default: all)",
     )
-    parser.add_argument("--size", choices=SIZES, default="small")
-    for name in ("hidden-size", "layers", "heads"):
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="default: the size's")
-    parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
-    parser.add_argument("--window", type=positive, default=21, metavar="W")
+    _add_size(parser)
     parser.add_argument("--batch-size", type=positive, metavar="N")
     parser.add_argument("--repeats", type=positive, default=repeats, metavar="N")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
     )
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=SIZES, default="small")
+    for name in ("hidden-size", "layers", "heads"):
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help="default: the size's")
+    parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
+    parser.add_argument("--window", type=positive, default=21, metavar="W")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +140,16 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--uncached-tokens", type=positive, default=4, metavar="N", help="without cache"
     )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    _add_size(parser)
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="default: 0")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="where to save (default: the system's)"
+    )
+    parser.set_defaults(dtype="float32", attention="sdpa")
 
 
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
@@ -181,6 +197,16 @@ def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     return decode_speed(cases, options.models, options.repeats)
 
 
+def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.checkpoint import checkpoint_speed
+
+    if options.scratch is not None and not options.scratch.is_dir():
+        raise UserError(f"--scratch {options.scratch}: no such folder")
+    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
+        size = _model_size(options, device)
+        return checkpoint_speed(size, options.zero_stage, options.repeats, Path(scratch))
+
+
 def _model_size(options: argparse.Namespace, device: Any) -> Any:
     from eval.speed.models import ModelSize
 
@@ -216,6 +242,7 @@ def main() -> None:
     device = open_device(options.device, options.threads)
     started = provenance()
     runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    runs["checkpoint"] = run_checkpoint
     run = runs[options.benchmark]
     measured = run(options, device)
     record = {
