@@ -243,10 +243,9 @@ class Trainer:
     def check_last_step(self) -> None:
         """Ends a run whose last step was skipped otherwise than one that is finished."""
         if self.skipped_in_a_row:
-            last = "the last step" if self.skipped_in_a_row == 1 else "the last steps"
             raise SharedError(
-                f"step {self.step}: {last} ({self.skipped_in_a_row}) were skipped, loss or "
-                f"gradient was not finite: the run is not finished; "
+                f"step {self.step}, the last one, was skipped ({self.skipped_in_a_row} in a row): "
+                f"loss or gradient was not finite; the run is not finished; "
                 f"{self.checkpoints.describe_left()}; a lower optimizer.lr may help"
             )
 

@@ -24,6 +24,7 @@ LONGEST = (
     "tests/distributed/test_resume.py",
     "tests/distributed/test_launcher_gone.py",
     "tests/distributed/test_checkpoint.py",
+    "tests/distributed/test_checkpoint_faults.py",
     "tests/e2e/test_lowest_transformers.py",
     "tests/unit/test_model_auto.py",
     "tests/unit/test_model_decode.py",

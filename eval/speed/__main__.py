@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|train|decode|data [--json FILE]`: speed and memory, side by side.
+"""`python -m eval.speed conv|train|decode|data|checkpoint [--json FILE]`: speed, side by side.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -9,6 +9,8 @@ import argparse
 import math
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
@@ -27,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
+    _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
     models = list(benchmarks.choices.values())
     data.add_arguments(
         benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
@@ -102,6 +105,16 @@ def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats
         metavar="LIST",
         help=f"of {', '.join(models)} (default: all)",
     )
+    _add_size(parser)
+    parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
+    parser.add_argument("--repeats", type=whole(limits.REPEATS), default=repeats, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
+    )
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     sizes = {"hidden-size": limits.HIDDEN_SIZE, "layers": limits.LAYERS, "heads": limits.HEADS}
     for name, allowed in sizes.items():
@@ -112,12 +125,6 @@ def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats
         "--vocab-size", type=whole(limits.VOCABULARY), default=VOCAB_SIZE, metavar="N"
     )
     parser.add_argument("--window", type=whole(limits.WINDOW), default=21, metavar="W")
-    parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
-    parser.add_argument("--repeats", type=whole(limits.REPEATS), default=repeats, metavar="N")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument(
-        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
-    )
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +167,18 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="without cache",
     )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    _add_size(parser)
+    parser.add_argument(
+        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
+    )
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="default: 0")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="where to save (default: the system's)"
+    )
+    parser.set_defaults(dtype="float32", attention="sdpa")
 
 
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
@@ -216,6 +235,16 @@ def _check_room(what: str, size: int, device: Any) -> None:
         )
 
 
+def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.checkpoint import checkpoint_speed
+
+    if options.scratch is not None and not options.scratch.is_dir():
+        raise UserError(f"--scratch {options.scratch}: no such folder")
+    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
+        size = _model_size(options, device)
+        return checkpoint_speed(size, options.zero_stage, options.repeats, Path(scratch))
+
+
 def _model_size(options: argparse.Namespace, device: Any) -> Any:
     from cat_lm.config import ModelSection
     from eval.speed.models import ModelSize
@@ -259,6 +288,7 @@ def main() -> None:
     device = open_device(options.device, options.threads)
     started = provenance()
     runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    runs["checkpoint"] = run_checkpoint
     run = runs[options.benchmark]
     measured = run(options, device)
     record = {

@@ -76,6 +76,7 @@ def test_flipped_bits_are_found_by_any_rank_and_an_older_one_goes_on(tiny_corpus
             assert losses(run) == losses(tmp_path / "first")
             left = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
             assert left == ["step-00000002", "step-00000004", "step-00000004.aside"]
+            assert "step-00000004: not whole, and later than step-00000002; set aside as" in log
 
 
 def poisoned(step: int, kind: str):
@@ -177,8 +178,8 @@ def test_skipped_steps_prune_nothing_and_the_message_is_true(diverged):
 def test_a_run_that_ends_with_a_skipped_step_is_not_finished(diverged):
     folder, found = diverged
     for line in (found["last"], found["last again"]):
-        assert line.startswith("step 8: the last step (1) were skipped") or "step 8: the" in line
-        assert "the run is not finished" in line
+        assert line.startswith("step 8, the last one, was skipped (1 in a row): ")
+        assert "the run is not finished; newest complete one: step-00000008, of 2 in" in line
     assert "finished:" not in (folder / "last/train.log").read_text()
     assert steps(folder / "last") == [7, 8]  # saved, and nothing pruned
 

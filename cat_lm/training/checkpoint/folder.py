@@ -8,15 +8,19 @@ from pathlib import Path
 
 from cat_lm.config import CheckpointSection
 from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.files import write_text
 from cat_lm.io.own_files import MARK, is_marked, remove_listed, remove_marked, set_aside
 from cat_lm.training.checkpoint.finding import (
     Say,
     complete_checkpoints,
     step_folders,
     step_of,
+    without_folder,
 )
 from cat_lm.training.checkpoint.records import MARKER, read_marker
 
+# Holds the name of the newest complete checkpoint, for people and other tools.
+LATEST = "latest"
 PURPOSE = "a checkpoint that is being saved"
 _LEFTOVER = re.compile(r"\.(step-\d{8,})\.(saving|deleting)")
 
@@ -60,14 +64,16 @@ def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
 
     These are step folders without a marker of ours, and those after `chosen` that are not whole.
     """
+    is_own = chosen is not None and chosen.parent == folder
     for path in step_folders(folder):
         try:
             read_marker(path)
         except UserError as error:
-            put_aside(path, f"no checkpoint ({str(error).removeprefix(f'{path}/')})", say)
+            put_aside(path, f"no checkpoint ({without_folder(error, path)})", say)
             continue
-        if chosen is not None and path.parent == chosen.parent and step_of(path) > step_of(chosen):
+        if is_own and step_of(path) > step_of(chosen):
             put_aside(path, f"not whole, and later than {chosen.name}", say)
+            write_text(folder / LATEST, chosen.name + "\n")
 
 
 def put_aside(path: Path, why: str, say: Say, name: str = "") -> None:

@@ -15,7 +15,7 @@ from cat_lm.io.files import sync_directory, write_json, write_text
 from cat_lm.io.own_files import make_marked, remove_marked
 from cat_lm.training.checkpoint.code import code_version
 from cat_lm.training.checkpoint.finding import Say
-from cat_lm.training.checkpoint.folder import PURPOSE, put_aside, unmark_saved
+from cat_lm.training.checkpoint.folder import LATEST, PURPOSE, put_aside, unmark_saved
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     RUN_CONFIG,
@@ -167,4 +167,4 @@ def publish(
     os.rename(temporary, final)
     sync_directory(final.parent)
     unmark_saved(final)
-    write_text(final.parent / "latest", final.name + "\n")
+    write_text(final.parent / LATEST, final.name + "\n")
