@@ -97,10 +97,10 @@ def _check_free(out: Path) -> None:
 def _open_pair(text: str, split: str) -> Pair:
     name, separator, path = text.partition("=")
     prefix = Path(path if separator else text)
+    if not prefix.name or (separator and (not name or not path)):
+        raise UserError(f"{text!r}: give [NAME=]PREFIX")
     if prefix.suffix in (".bin", ".idx"):
         prefix = prefix.with_suffix("")
-    if separator and (not name or not path):
-        raise UserError(f"{text}: give [NAME=]PREFIX")
     for suffix in (".bin", ".idx"):
         if not prefix.with_name(prefix.name + suffix).is_file():
             raise UserError(f"{prefix}{suffix}: no such file; give a path without .bin and .idx")

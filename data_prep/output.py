@@ -165,6 +165,8 @@ def begin(
     if inside != work and inside.is_ours():
         inside.remove()
     work.remove()
+    if os.path.lexists(work.path):
+        raise UserError(f"{work.path}: holds files that are not of a preparation; move it away")
     own = Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files)
     own.save(folder)
     (folder / MANIFEST).unlink(missing_ok=True)

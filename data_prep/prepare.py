@@ -178,7 +178,11 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     )
     add("--task", metavar="I/N", help="with --stage encode: the units of task I (from 0) of N")
     add("--estimate", action="store_true", help="only tell what disk and time it would take")
-    add("--overwrite", action="store_true", help="delete other data in the folder and replace it")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace other data in the folder: what its manifest lists goes, all else stays",
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -130,5 +130,6 @@ class WorkFolder:
             if name == "shards" and inner.is_dir() and not inner.is_symlink():
                 found += [f"shards/{below}" for below in sorted(os.listdir(inner))]
             else:
-                found.append(name)
+                is_folder = inner.is_dir() and not inner.is_symlink()
+                found.append(f"{name}/" if is_folder else name)
         return found

@@ -9,6 +9,7 @@ nothing. Whoever has just read a file back (`data_prep`, the copies of remote da
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -81,7 +82,9 @@ class Notes:
 
     def __init__(self, folder: Path, cache_dir: Path | str | None = None) -> None:
         own = hashlib.sha256(str(resolve(folder)).encode()).hexdigest()[:32]
-        self.places = [folder / NOTE, cache_folder(cache_dir) / "verified" / f"{own}.jsonl"]
+        self.places = [folder / NOTE]
+        with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+            self.places.append(cache_folder(cache_dir) / "verified" / f"{own}.jsonl")
         self._lock = threading.Lock()
         self._read: dict[Path, tuple[tuple[int, int, int], set[Stamp]]] = {}
 
@@ -113,7 +116,8 @@ class Notes:
             try:
                 if place != self.places[0]:
                     place.parent.mkdir(parents=True, exist_ok=True)
-                handle = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+                handle = os.open(place, flags, 0o666)
             except OSError:
                 continue  # the data are on a disk that this user may only read
             try:
@@ -159,7 +163,8 @@ class Check:
                     self._stamps[file.path] = file.stamp()
         self.todo = sorted(self._stamps, key=lambda path: (-self._stamps[path].size, str(path)))
         seen = "".join(f"{path} {self._stamps[path].model_dump()}\n" for path in self.todo)
-        disks = {_disk(folder) for folder in self._notes}
+        places = {os.path.dirname(os.path.realpath(path)) for path in self.todo}
+        disks = {_disk(place) for place in places}
         self.copy = hashlib.sha256(f"{sorted(disks)}\n{seen}".encode()).hexdigest()
 
     def size(self, paths: Iterable[Path]) -> int:
@@ -195,7 +200,7 @@ class Check:
             self._notes[folder].add(stamps)
 
 
-def _disk(folder: Path) -> str:
+def _disk(folder: str) -> str:
     """Name the host whose disk a folder is on; nothing where all hosts see the same one.
 
     Size, time and inode do not tell: disks that were filled alike have equal ones.

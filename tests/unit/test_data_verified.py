@@ -133,6 +133,15 @@ def test_where_nothing_can_be_written_the_cache_has_the_note(folder, tmp_path, h
     assert len(list((tmp_path / "cache" / "verified").iterdir())) == 1
 
 
+def test_a_note_is_not_written_through_a_link(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "precious").write_text("mine")
+    (folder / NOTE).unlink(missing_ok=True)
+    (folder / NOTE).symlink_to(tmp_path / "precious")
+    open_verified(folder, "train")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_a_file_that_changes_while_it_is_read_is_told(folder, monkeypatch):
     real = verified.checksums
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,23 @@ def test_one_rank_alone(tiny_corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^preflight: .* rank 0: train.output_dir=.*written to"):
         check(RunConfig.model_validate(values), alone)
+
+
+def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_path):
+    data = shutil.copytree(tiny_corpus, tmp_path / "data")
+    config, read = RunConfig.model_validate(run_values(data, tmp_path / "run")), []
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    assert check(config, alone, read.append)[-1].startswith("data: verified 4 files (0.00 GB) in")
+    assert len(read) == 4 and str(data / "train-00000.bin") in read[0]
+    assert "verified" not in check(config, alone, read.append)[-1] and len(read) == 4
+    (tmp_path / "run").rmdir()
+    shard = data / "train-00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(
+        UserError, match=r"train-00000\.bin: its SHA-256 is \w+…, the manifest"
+    ) as e:
+        check(config, alone)
+    assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
 
 
 def test_a_folder_without_write_permission(tmp_path, monkeypatch):

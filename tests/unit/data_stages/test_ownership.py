@@ -162,12 +162,20 @@ def test_a_folder_of_others_where_the_parts_go_is_refused(tmp_path, sets, prepar
 def test_what_others_put_among_the_parts_stays(tmp_path, sets, prepare, begun, whole, capsys):
     (begun / "parts" / "chapter.tex").write_text("mine")
     copy = shutil.copytree(begun, tmp_path / "copy")
+    anew = shutil.copytree(begun, tmp_path / "anew")
     prepare(begun, *set_flags(sets))
     assert "chapter.tex is not of the preparation" in capsys.readouterr().out
     assert [path.name for path in (begun / "parts").iterdir()] == ["chapter.tex"]
     with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
         prepare(copy, *set_flags(sets))
     assert (copy / "parts" / "chapter.tex").exists()
+    prepare(tmp_path / "out", *set_flags(sets))
+    os.rename(anew / "parts", tmp_path / "out" / "parts")
+    prepare(tmp_path / "out", *set_flags(sets))
+    assert digests(tmp_path / "out").keys() > whole.keys()  # complete data leave them alone
+    with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
+        prepare(tmp_path / "out", *set_flags(sets, "--overwrite"))
+    assert digests(tmp_path / "out").items() > whole.items()
 
 
 def as_an_earlier_version_left_it(out):
