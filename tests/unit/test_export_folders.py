@@ -12,7 +12,7 @@ import pytest
 from cat_lm import export
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model, training_facts
-from cat_lm.io.checksums import sha256
+from cat_lm.io.checksums import checksum
 from cat_lm.pretrained import load_tokenizer
 from tests.finished_runs import checkpoint, tiny_model
 
@@ -46,6 +46,11 @@ def contents(folder: Path) -> dict[str, bytes | str | None]:
     return found
 
 
+def facts(path: Path) -> dict[str, object]:
+    sums = {name: checksum(path, name) for name in ("sha256", "xxh3_128")}
+    return {"bytes": path.stat().st_size, **sums}
+
+
 def refused(monkeypatch, capsys, *arguments: object) -> str:
     monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
@@ -62,7 +67,7 @@ def test_the_record_lists_every_file(out):
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert set(record["files"]) == names - {"export.json"}
     for name, file in record["files"].items():
-        assert file == {"bytes": (out / name).stat().st_size, "sha256": sha256(out / name)}
+        assert file == facts(out / name)
     assert record["sha256"] == record["files"]["model.safetensors"]["sha256"]
 
 
@@ -85,7 +90,7 @@ def test_a_listed_file_that_is_no_longer_written_goes(run, out):
     old = out / "old_tokenizer.model"
     old.write_text("of an earlier version")
     record = json.loads((out / "export.json").read_text())
-    record["files"][old.name] = {"bytes": old.stat().st_size, "sha256": sha256(old)}
+    record["files"][old.name] = facts(old)
     (out / "export.json").write_text(json.dumps(record))
     export_checkpoint(run, out)
     assert not old.exists()

@@ -88,7 +88,7 @@ class TestChecksums:
     )
     def test_a_changed_file_is_named(self, folder, monkeypatch, capsys, name):
         flip(folder / name)
-        said = f"error: {folder / name}: has the SHA-256 "
+        said = f"error: {folder / name}: has the XXH3 checksum "
         assert_one_line(monkeypatch, capsys, said, folder, "x")
 
     def test_size_and_absence_are_named(self, folder):
@@ -112,7 +112,7 @@ class TestChecksums:
             lambda: load_initial_weights(model, str(folder)),
             lambda: read_filters(folder),
         ):
-            with pytest.raises(UserError, match=r"model.safetensors: has the SHA-256"):
+            with pytest.raises(UserError, match=r"model.safetensors: has the XXH3"):
                 load()
         assert not (tmp_path / "out").exists()
 
