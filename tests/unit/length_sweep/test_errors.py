@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from cat_lm import memory as shared
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model
 from eval import memory
@@ -57,7 +58,7 @@ class TestBadInput:
             ),
             ((cat, nope, cat, "--text", text, *base, "64"), f"model {cat}: given twice"),
             *(
-                ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: damaged")
+                ((folder, "--text", text, *base, "64"), f"{folder / 'export.json'}: ")
                 for folder in damaged
             ),
             ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride 0: must be at least"),
@@ -86,6 +87,7 @@ class TestBadInput:
         weights = load_file(folder / "model.safetensors")
         del weights["gpt_neox.final_layer_norm.weight"]
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        (folder / "export.json").unlink()
         arguments = ("--text", text, "--out", tmp_path / "out", "--lengths", 64)
         code, out, err = command(monkeypatch, capsys, folder, *arguments, "--methods", "none,yarn")
         assert (code, out) == (2, "")
@@ -143,7 +145,7 @@ class TestMemory:
             ("memory.stat", "anon 500000\nactive_file 100000\ninactive_file 50000"),
         ):
             (tmp_path / name).write_text(content + "\n")
-        assert memory._group_limit(tmp_path) == 450_000
+        assert shared._group_limit(tmp_path) == 450_000
         (tmp_path / "memory.max").write_text("max\n")
-        assert memory._group_limit(tmp_path) is None
+        assert shared._group_limit(tmp_path) is None
         assert memory.free_bytes(torch.device("cpu")) > 0
