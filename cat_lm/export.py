@@ -85,8 +85,7 @@ def export_checkpoint(
     """
     from cat_lm.training.checkpoint import find_checkpoint
 
-    out = Path(out)
-    _refuse_foreign(out)
+    out = _checked_place(out)
     step_folder = find_checkpoint(checkpoint)
     refuse_checkpoints(out, step_folder)
     facts = training_facts(step_folder)
@@ -135,8 +134,7 @@ def export_model(
     """
     import torch
 
-    out = Path(out)
-    _refuse_foreign(out)
+    out = _checked_place(out)
     refuse_checkpoints(out)
     check_vocabulary(tokenizer, model.config)
     # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
@@ -288,7 +286,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _refuse_foreign(out: Path) -> None:
+def _checked_place(out: Path | str) -> Path:
     """Refuse, before any work, to replace what is not an earlier export as it was written.
 
     Raises:
@@ -297,8 +295,9 @@ def _refuse_foreign(out: Path) -> None:
     """
     # Of a link, the folder that it points to is made.
     check_output(resolve(out) if os.path.islink(out) else out, "OUT")
+    out = Path(out)
     if not out.is_dir() or not any(out.iterdir()):
-        return
+        return out
     if not os.path.lexists(out / RECORD):
         raise UserError(f"OUT {out}: is not empty and no earlier export (it has no {RECORD})")
     if read_record(out) is None:
@@ -312,6 +311,7 @@ def _refuse_foreign(out: Path) -> None:
             f"OUT {out}: {changed[0]} was changed since it was exported and would be lost; move it "
             "away or give another folder"
         )
+    return out
 
 
 def refuse_checkpoints(out: Path, source: Path | None = None) -> None:

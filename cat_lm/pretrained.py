@@ -102,15 +102,16 @@ def model_config(path: Path | str) -> PreTrainedConfig:
     """The configuration at `path` (see `model_folder`). Raises UserError where it is none."""
     from transformers import AutoConfig
 
-    from cat_lm.model.configuration import check_fields
+    from cat_lm.model.configuration import check_settings
 
     folder = model_folder(path)
-    settings = read_settings(folder)
     verify(folder, SETTINGS.__contains__)
+    settings = read_settings(folder)
     try:
+        if settings["model_type"] in OWN_KINDS:
+            check_settings(settings)
         config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
         if config.model_type in OWN_KINDS:
-            check_fields(config)
             _check_activation(config.hidden_act)
     except Exception as error:
         said = asks_for_code(settings) or reason(error)

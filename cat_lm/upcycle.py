@@ -81,6 +81,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
         UserError: `out` is not empty; `folder` holds no such model, lacks weights, or computes
             something that the new model cannot; or the new model computes something else.
     """
+    check_output(out, "OUT")
     out = Path(out)
     refuse_checkpoints(out)
     _refuse_used(out)
@@ -102,7 +103,6 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
 
 
 def _refuse_used(out: Path) -> None:
-    check_output(out, "OUT")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.export_record import recorded_context_length, sha256_of
+from cat_lm.export_record import digests, recorded_context_length
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
 from cat_lm.pretrained import choose_device, load_model, weight_files
@@ -352,7 +352,7 @@ def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
 def folder_sha256(folder: Path) -> str:
     """Of a model's configuration and weights."""
     files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(sha256_of(files).values()).encode()).hexdigest()
+    return hashlib.sha256("".join(digests(files, "sha256").values()).encode()).hexdigest()
 
 
 def _close(found: Any, asked: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -91,9 +93,7 @@ class CatConfig(GPTNeoXConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
-        for name in ("rope_theta", "rotary_emb_base", "rotary_pct"):
-            if name in kwargs:
-                check_rope_number(name, kwargs[name])
+        _check_rope_names(kwargs)
         _check_given_once(self.rope_parameters, kwargs)
         if "rope_theta" in kwargs:
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
@@ -155,7 +155,23 @@ _SWITCHES = ("use_parallel_residual", "tie_word_embeddings", "attention_bias", "
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_fields(config: GPTNeoXConfig) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a GPT-NeoX or CAT `config.json` says, before a configuration is made of it.
+
+    Raises:
+        ValueError: as `check_fields`.
+    """
+    check_fields(SimpleNamespace(**CatConfig().to_dict() | dict(settings)))
+    _check_rope_names(settings)
+
+
+def _check_rope_names(values: Mapping[str, Any]) -> None:
+    for name in ("rope_theta", "rotary_emb_base", "rotary_pct"):
+        if values.get(name) is not None:
+            check_rope_number(name, values[name])
+
+
+def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
     """Check types and ranges of what a GPT-NeoX or CAT model is built from.
 
     Raises:
@@ -166,7 +182,7 @@ def check_fields(config: GPTNeoXConfig) -> None:
         (_NUMBERS, int | float, "a number"),
     ):
         for name, allowed in fields.items():
-            value = getattr(config, name, allowed.low)  # GPT-NeoX has no convolutions
+            value = getattr(config, name)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise ValueError(f"{name}={value!r}: must be {what}")
             if problem := allowed.problem(value):
@@ -186,7 +202,7 @@ def check_fields(config: GPTNeoXConfig) -> None:
         check_rope_numbers(config.rope_parameters)
 
 
-def _check_tokens(config: GPTNeoXConfig) -> None:
+def _check_tokens(config: GPTNeoXConfig | SimpleNamespace) -> None:
     for name in _TOKENS:
         value = getattr(config, name)
         for token in value if isinstance(value, list) else [value]:
@@ -204,7 +220,12 @@ def _check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
 
 
 def _check_streams(streams: str) -> None:
-    if not streams or set(streams) - set(STREAMS) or len(set(streams)) != len(streams):
+    if (
+        not isinstance(streams, str)
+        or not streams
+        or set(streams) - set(STREAMS)
+        or len(set(streams)) != len(streams)
+    ):
         raise ValueError(
             f"conv_streams={streams!r} must name some of q, k and v, each once, such as 'qkv' "
             "or 'v'; for no convolution set conv_type='none'"

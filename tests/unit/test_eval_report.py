@@ -289,11 +289,8 @@ class TestPage:
                 "samples.json, sample 1: has no prompt",
             ),
             ("model/export.json", "nothing", "export.json: is not JSON"),
-            ("model/config.json", "{", "config.json: is not JSON"),
-            ("model/config.json", "[]", "config.json: holds [], must be an object"),
-            ("model/config.json", "{}", "config.json: has no conv_type"),
-            ("model/config.json", '{"conv_type": "depthwise"}', "which are none of conv_type"),
-            ("model/model.safetensors", "short", "model: cannot be read"),
+            ("model/config.json", "{", "config.json: has 1 bytes, export.json lists"),
+            ("model/model.safetensors", "short", "model.safetensors: has 5 bytes, export.json"),
             ("metrics.jsonl", "{\n{}\n", "metrics.jsonl, line 1: is not JSON"),
             ("metrics.jsonl", "5\n", "metrics.jsonl, line 1: holds 5, must be an object"),
             ("metrics.jsonl", '{"step":5}\n', "metrics.jsonl, line 1: has no tokens"),
@@ -369,6 +366,7 @@ class TestWhoseResults:
         self, measured, tmp_path, monkeypatch, capsys
     ):
         change_weights(measured)
+        (measured / "model" / "export.json").unlink()
         out = tmp_path / "out"
         assert report(monkeypatch, capsys, measured, "--out", out) == (0, "")
         page = (out / "index.html").read_text(encoding="utf-8")

@@ -126,6 +126,7 @@ class TestCommand:
         weights = load_file(copy / "model.safetensors")
         weights.pop(next(name for name in weights if name.endswith("filter")))
         save_file(weights, copy / "model.safetensors", {"format": "pt"})
+        (copy / "export.json").unlink()
         assert "weights and config.json do not fit: missing keys" in error(copy)
 
     def test_out_may_be_left_out_only_for_runs(self, model, rows, monkeypatch, capsys):
