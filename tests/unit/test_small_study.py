@@ -231,7 +231,8 @@ class Imitation:
         if arguments[1] == "cat_lm.export":
             (Path(arguments[3])).mkdir(exist_ok=True)
             write_json(Path(arguments[3]) / "export.json", {"parameters": 1000})
-            write_json(Path(arguments[3]) / "config.json", {"run": Path(arguments[2]).name})
+            config = {"model_type": "gpt_neox", "run": Path(arguments[2]).name}
+            write_json(Path(arguments[3]) / "config.json", config)
             save_file({"weight": np.zeros(1)}, Path(arguments[3]) / "model.safetensors")
             return 0
         self.sweep(Path(arguments[2]), Path(arguments[-1]))
@@ -438,7 +439,10 @@ class TestStudy:
     def test_a_sweep_of_other_weights_is_no_result(self, arguments, tmp_path, monkeypatch, capsys):
         arguments = [*arguments, "--seeds", "0"]
         assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
-        write_json(tmp_path / "out/runs/pythia-seed0/model/config.json", {"another": "export"})
+        write_json(
+            tmp_path / "out/runs/pythia-seed0/model/config.json",
+            {"model_type": "gpt_neox", "another": "export"},
+        )
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
         assert code == 2 and "length_sweep.json: is of other weights than the export's" in err
 
