@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.errors import UserError, command
 from cat_lm.export import describe_model
 from cat_lm.io.folders import replaced_folder
+from cat_lm.model.names import current_name
 from cat_lm.pretrained import (
     WEIGHTS,
     load_model,
@@ -175,7 +176,8 @@ def _target_weights(
     from cat_lm.model import CatConfig
     from cat_lm.model.convolution import identity_filters
 
-    weights = _read_weights(folder)
+    convolved = bool(getattr(source, "convolved_streams", ""))
+    weights = {current_name(name, convolved): t for name, t in _read_weights(folder).items()}
     if source.tie_word_embeddings and "gpt_neox.embed_in.weight" in weights:
         weights.setdefault("lm_head.weight", weights["gpt_neox.embed_in.weight"])
     _check_names_and_shapes(folder, weights, _skeleton(source).state_dict())
@@ -189,16 +191,27 @@ def _target_weights(
                     f"{difference:.1e}); only convolutions that are all still the identity can be "
                     "taken away or replaced"
                 )
-    for name, tensor in _skeleton(target).state_dict().items():
+    weights = _with_bias_in_place(weights, target)
+    dtype = weights["gpt_neox.layers.0.attention.query_key_value.weight"].dtype
+    for name in _skeleton(target).state_dict():
         if name.endswith("_filter"):
-            projection = weights[name.rsplit(".", 1)[0] + ".weight"]
-            weights[name] = identity_filters(target).to(projection.dtype)
-            assert weights[name].shape == tensor.shape
+            weights[name] = identity_filters(target).to(dtype)
     return weights
 
 
+def _with_bias_in_place(weights: dict[str, Tensor], target: GPTNeoXConfig) -> dict[str, Tensor]:
+    """Name the projections' biases as the target does: they follow its convolutions."""
+    convolved = bool(getattr(target, "convolved_streams", ""))
+    if convolved:
+        return {current_name(name, convolved): tensor for name, tensor in weights.items()}
+    return {
+        re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name): tensor
+        for name, tensor in weights.items()
+    }
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder, with the names of today's GPT-NeoX."""
+    """All tensors of the folder, by the names that they have there."""
     import torch
     from safetensors.torch import load_file
 
@@ -212,7 +225,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"model {folder}: {file.name} cannot be read: {reason[0]}") from error
-        weights |= {re.sub(r"^embed_out\.", "lm_head.", name): t for name, t in tensors.items()}
+        weights |= tensors
     return {name: tensor for name, tensor in weights.items() if not _OLD_BUFFERS.search(name)}
 
 

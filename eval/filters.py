@@ -12,6 +12,7 @@ kind of convolution:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,16 +92,17 @@ def read_filters(model: Path) -> Filters | None:
 def _streams(weights: Path) -> dict[str, np.ndarray]:
     from safetensors import safe_open
 
-    found: dict[str, np.ndarray] = {}
+    layers: dict[str, dict[int, np.ndarray]] = {}
     with safe_open(weights, framework="pt") as tensors:
-        names = set(tensors.keys())
-        for stream in "qkv":
-            layers = []
-            while (name := _filter_name(len(layers), stream)) in names:
-                layers.append(tensors.get_tensor(name).float().numpy())
-            if layers:
-                found[stream] = np.stack(layers)
-    return found
+        for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
+            if match := _FILTER_NAME.search(name):
+                taps = tensors.get_tensor(name).float().numpy()
+                layers.setdefault(match[2], {})[int(match[1])] = taps
+    return {
+        stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
+        for stream in "qkv"
+        if stream in layers
+    }
 
 
 def views(filters: Filters) -> list[View]:
@@ -118,6 +120,9 @@ def views(filters: Filters) -> list[View]:
         return [first, _view("norm over all lags, for each head read from", norms, HEADS, others)]
     return [first]
 
+
+# Whatever the family calls its attention, and wherever earlier versions kept the filters.
+_FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
 
 _TITLES = {
     "head": "filter taps",
@@ -234,7 +239,3 @@ def diverging_map() -> ListedColormap:
     strength = (np.abs(values) ** 0.8)[:, None]
     colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
     return ListedColormap(1 + strength * (colours - 1))
-
-
-def _filter_name(layer: int, stream: str) -> str:
-    return f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
