@@ -20,6 +20,7 @@ from cat_lm.errors import UserError, command
 from cat_lm.export import describe_model
 from cat_lm.io.folders import replaced_folder
 from cat_lm.model.names import current_name
+from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import (
     WEIGHTS,
     load_model,
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("out", help="folder to write; must be new or empty")
     parser.add_argument(
         "--conv",
-        choices=("head", "multihead", "depthwise", "none"),
+        choices=(*kinds.names(), "none"),
         default="head",
         help="kind of convolution; none makes plain GPT-NeoX (default: head)",
     )

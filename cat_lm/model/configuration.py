@@ -8,8 +8,8 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
 from cat_lm.model.rope_scaling import check_rope_parameters, check_temperature
+from cat_lm.ops.convolution import kinds
 
-CONV_TYPES = ("none", "head", "multihead", "depthwise")
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform")
@@ -78,7 +78,7 @@ class CatConfig(GPTNeoXConfig):
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
         if self.conv_type != "none":
             _check_choice("conv_init", self.conv_init, CONV_INITS)
-        _check_choice("conv_type", self.conv_type, CONV_TYPES)
+        _check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
         _check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         _check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)

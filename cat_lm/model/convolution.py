@@ -12,27 +12,19 @@ from cat_lm.model.map_mixing import mixed_values
 from cat_lm.ops import (
     BACKENDS,
     choose_backend,
-    depthwise_conv,
+    convolve,
     head_conv_qkv,
-    multihead_conv,
     rotate,
 )
-from cat_lm.ops.qkv import STREAM_SLICES
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
 
 
 def identity_filters(config: CatConfig) -> Tensor:
-    """A stream's filters that change nothing: [H, W], [W, H, H] or, depthwise, [H, D, W]."""
-    heads, window = config.num_attention_heads, config.conv_window
-    if config.conv_type == "multihead":
-        filters = torch.zeros(window, heads, heads)
-        filters[0] = torch.eye(heads)
-        return filters
-    shape: tuple[int, ...] = (heads, window)
-    if config.conv_type == "depthwise":
-        shape = (heads, config.hidden_size // heads, window)
-    filters = torch.zeros(shape)
-    filters[..., 0] = 1.0
-    return filters
+    """Make a stream's filters that change nothing, of the shape of their kind."""
+    heads = config.num_attention_heads
+    kind = kinds.get(config.conv_type)
+    return kind.identity(heads, config.hidden_size // heads, config.conv_window)
 
 
 def describe_backend(
@@ -155,7 +147,7 @@ class AttentionConvolution(nn.Module):
         bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
         initial_state = self._exchange_state(projected, padding_mask, state)
 
-        if self.conv_type == "head":
+        if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
             return head_conv_qkv(
                 projected,
                 [getattr(self, f"{stream}_filter", None) for stream in STREAMS],
@@ -197,7 +189,7 @@ class AttentionConvolution(nn.Module):
         document_ids: Tensor | None,
         initial_state: Tensor | None,
     ) -> Tensor:
-        """One stream of a multi-head or depthwise convolution, before rotation, [B, T, H, D]."""
+        """One stream, convolved by itself, before rotation, [B, T, H, D]."""
         index = STREAMS.index(stream)
         inputs = projected[:, :, :, index]
         bias = None if bias is None else bias[:, index]
@@ -205,8 +197,8 @@ class AttentionConvolution(nn.Module):
             return inputs if bias is None else inputs + bias.to(inputs.dtype)
         if initial_state is not None:
             initial_state = initial_state[:, :, :, self.embedding_streams.index(stream)]
-        convolve = multihead_conv if self.conv_type == "multihead" else depthwise_conv
         outputs = convolve(
+            self.conv_type,
             inputs,
             getattr(self, f"{stream}_filter"),
             bias,

@@ -27,6 +27,7 @@ from transformers import initialization as init
 
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.convolution import AttentionConvolution, identity_filters
+from cat_lm.ops.convolution import kinds
 
 
 def small_init_std(config: CatConfig) -> float:
@@ -60,9 +61,8 @@ def initialize(module: nn.Module, config: CatConfig) -> bool:
 
 
 def _initialize_filters(convolution: AttentionConvolution, config: CatConfig) -> None:
-    inputs = config.conv_window
-    if config.conv_type == "multihead":
-        inputs *= config.num_attention_heads
+    kind = kinds.get(config.conv_type)
+    inputs = kind.fan_in(config.num_attention_heads, config.conv_window)
     for filters in convolution.filters():
         if config.conv_init == "identity":
             init.copy_(filters, identity_filters(config))
