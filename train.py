@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import __version__
+from cat_lm.cli import whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
-from cat_lm.errors import UserError, command
+from cat_lm.errors import SharedError, UserError, command
+from cat_lm.io.folders import check_output
+from cat_lm.limits import RANKS
 from cat_lm.training import launcher
-from cat_lm.training.checkpoint import find_checkpoint
+from cat_lm.training.ancestors import find_launcher
+from cat_lm.training.checkpoint.finding import candidates
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
 
@@ -32,32 +36,36 @@ def main() -> None:
         prog="train.py",
         description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
-        "same. Exit codes: 0 finished, 2 bad input, 75 stopped by a signal after a checkpoint "
-        "(go on with train.resume=auto), 130 the same after Ctrl-C, 76 hung (train.hang_minutes).",
+        "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
+        "death of its launcher, after a checkpoint (go on with train.resume=auto), 130 the same "
+        "after Ctrl-C, 76 hung (train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
     # DeepSpeed's launcher passes it; the environment says the same.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
-    stop = StopSignal()
+    stop, started_by = StopSignal(), find_launcher()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
+        check_output(config.train.output_dir, "train.output_dir")
         open_data(config)
         if config.train.resume not in ("auto", "never"):
-            find_checkpoint(config.train.resume)
+            candidates(config.train.resume)
 
     # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
     # other process on two cores, a step took five times as long. Must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    watchdog = Watchdog(config.train.hang_minutes)
+    watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed
 
     # The watchdog must be the first to find a rank that hangs.
     timeout = max(distributed.TIMEOUT_MINUTES, 2 * config.train.hang_minutes)
-    with distributed.start(timeout) as ranks:
+    with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
     distributed.leave(exit_code)
@@ -84,15 +92,16 @@ class Trainer:
         precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
-        checked = preflight.check(config, ranks)
+        checked = preflight.check(config, ranks, watchdog.progress)
         watchdog.progress("the preflight")
         self.corpus, held_out, self.loader = open_data(config)
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)
-        self.checkpoints = Checkpoints(folder, config, ranks)
-        start_from = self.checkpoints.to_resume()
         self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
+        self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
+        start_from = self.checkpoints.to_resume()
+        watchdog.progress("choosing the checkpoint")
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
         self.log.line("\n".join(checked))
 
@@ -106,14 +115,15 @@ class Trainer:
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:
-            state = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
-            self.step = state["step"]
-            self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
-            self.log.line("\n".join([f"continuing from {start_from}", *state["changed"]]))
+            found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
+            self.step, self.skipped = found.state.step, found.state.skipped
+            self.skipped_in_a_row = found.state.skipped_in_a_row
+            self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
         # What is written on the way.
         self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
-        ranks.on_first(lambda: config.save(folder / "config.yaml"))
+        if aside := ranks.on_first(lambda: config.save(folder / "config.yaml")):
+            self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
         self.log.line(self.report.plan(self.loader, self.step))
 
@@ -123,6 +133,7 @@ class Trainer:
 
         config, last_step = self.config, self.config.total_steps
         if self.step >= last_step:
+            self.check_last_step()
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
         self.stop.catch_interrupts()
@@ -132,27 +143,47 @@ class Trainer:
         self.watchdog.progress("the dry-run batch")
         self.validation.run(max_batches=2)
         exit_code = 0
+        self.watchdog.steps_begin(self.stop)
         for batch, waited in self.batches():
             self.train_step(batch, waited)
             is_last = self.step == last_step
             if self.step % config.validation.every_steps == 0 or is_last:
                 self.validate()
+            if self.write_error():
+                self.stop.request()  # all ranks end in `save`
             exit_code = self.stop.agreed(self.ranks) if not is_last else 0
-            if self.step % config.checkpoint.every_steps == 0 or is_last or exit_code:
-                self.save()
+            is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
+            if is_due or is_last or exit_code:
+                with self.watchdog.unhurried():
+                    self.save()
             if exit_code:
                 self.log.line(f"stopped by a signal after step {self.step}")
                 break
         else:
+            self.check_last_step()
             self.log.line(f"finished: {self.step} steps in {config.train.output_dir}")
         return self.close(exit_code)
 
     def close(self, exit_code: int) -> int:
-        if self.metrics:
-            self.metrics.close()
-        self.log.close()
-        self.checkpoints.close()
+        with self.watchdog.unhurried():
+            if self.metrics:
+                self.metrics.close()
+            self.log.close()
+            self.checkpoints.close()
+            self.ranks.on_first(self.check_writes)
         return exit_code
+
+    def write_error(self) -> str | None:
+        """Why the log or the records are not whole, or None; known on the first rank."""
+        return self.log.error or (self.metrics.error if self.metrics else None)
+
+    def check_writes(self) -> None:
+        """Raises UserError where the log or the records are not whole."""
+        if error := self.write_error():
+            raise UserError(
+                f"{error}; the run ends, its checkpoints are as they were: when the file can be "
+                "written, train.resume=auto goes on from the newest"
+            )
 
     def batches(self) -> Iterator[tuple[Batch, float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
@@ -199,10 +230,23 @@ class Trainer:
             f"step skipped ({self.skipped} so far, {self.skipped_in_a_row} in a row)"
         )
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
-            raise UserError(
+            raise SharedError(
                 f"{self.skipped_in_a_row} steps in a row were not finite "
-                f"(train.max_skipped_steps); the checkpoints in {self.checkpoints.folder} are as "
-                f"they were; a lower optimizer.lr may help"
+                f"(train.max_skipped_steps); {self.checkpoints.describe_left()}; a lower "
+                "optimizer.lr may help"
+            )
+
+    def has_changed(self) -> bool:
+        """Whether a step since the newest checkpoint was not skipped: else both are the same."""
+        return self.skipped_in_a_row < self.step - (self.checkpoints.newest_step or 0)
+
+    def check_last_step(self) -> None:
+        """Ends a run whose last step was skipped otherwise than one that is finished."""
+        if self.skipped_in_a_row:
+            raise SharedError(
+                f"step {self.step}, the last one, was skipped ({self.skipped_in_a_row} in a row): "
+                f"loss or gradient was not finite; the run is not finished; "
+                f"{self.checkpoints.describe_left()}; a lower optimizer.lr may help"
             )
 
     def validate(self) -> None:
@@ -218,6 +262,7 @@ class Trainer:
     def save(self) -> None:
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
+        self.ranks.on_first(self.check_writes)
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
@@ -225,7 +270,9 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
         }
-        folder = self.checkpoints.save(self.engine, state, self.corpus.folder / "tokenizer")
+        # A step that was skipped is no reason to delete what was saved before it.
+        prune, tokenizer = not self.skipped_in_a_row, self.corpus.folder / "tokenizer"
+        folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune)
         self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
 

@@ -1,4 +1,4 @@
-"""Kinds of arguments for the commands' parsers: what they refuse is one line, exit code 2.
+"""A parser for commands, and kinds of arguments: what they refuse is one line, exit code 2.
 
 A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.limits`.
 """
@@ -8,11 +8,30 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
+from cat_lm.errors import UserError
+from cat_lm.io.folders import check_file
+from cat_lm.io.readers import clipped
 from cat_lm.limits import Range
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a UserError where argparse would print how the command is used, and end."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def path_name(text: str) -> str:
+    """Be a kind for files and folders: none has a blank name."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return text
 
 
 def whole(allowed: Range) -> Callable[[str], int]:
@@ -25,6 +44,13 @@ def whole(allowed: Range) -> Callable[[str], int]:
         return _within(int(plain), allowed, text)
 
     return parse
+
+
+def path(text: str) -> Path:
+    """Take a path; the empty one, which would be the current folder, is none."""
+    if not text or text != text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is no path")
+    return Path(text)
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
@@ -44,17 +70,31 @@ def number(allowed: Range, *, above: float | None = None) -> Callable[[str], flo
     return parse
 
 
-def whole_numbers(allowed: Range, example: str) -> Callable[[str], tuple[int, ...]]:
-    """Make a kind for lists of whole numbers with commas between them."""
+def whole_numbers(
+    allowed: Range, example: str, *, distinct: bool = False
+) -> Callable[[str], tuple[int, ...]]:
+    """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
     one = whole(allowed)
 
     def parse(text: str) -> tuple[int, ...]:
         try:
-            return tuple(one(part) for part in text.split(","))
+            found = tuple(one(part) for part in text.split(","))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+        if distinct and len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{_short(text)} names a number twice")
+        return found
 
     return parse
+
+
+def output_file(text: str) -> Path:
+    """Read a path that a file can be written to when the work is done."""
+    try:
+        check_file(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def _within(value: float, allowed: Range, text: str) -> float:
@@ -64,4 +104,13 @@ def _within(value: float, allowed: Range, text: str) -> float:
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+    return repr(clipped(text))
+
+
+def add_skip_checksums(parser: argparse.ArgumentParser) -> None:
+    """Add the option of every command that loads a model: see `export_record.comparing_files`."""
+    parser.add_argument(
+        "--skip-checksums",
+        action="store_true",
+        help="load the model as it is, without comparing its files with those that were exported",
+    )

@@ -9,163 +9,33 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
+from cat_lm.config_rules import inconsistencies
+from cat_lm.config_sections import (
+    CheckpointSection,
+    DataSection,
+    LoggingSection,
+    ModelSection,
+    OptimizerSection,
+    Section,
+    TrainSection,
+    ValidationSection,
+)
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_text
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve, short
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def parse_count(value: Any) -> Any:
-    """Reads counts as people write them: 15B, 0.5M, 1.5e9, 20_000. Leaves other values alone."""
-    if isinstance(value, bool):
-        raise ValueError("must be a whole number, not true or false")
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"([0-9_.]+(?:[eE][+-]?[0-9]+)?)\s*([KMBT]?)", value.strip())
-    if not match:
-        raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
-    count = float(match[1].replace("_", "")) * _SUFFIXES[match[2]]
-    if not count.is_integer():
-        raise ValueError("must be a whole number")
-    return int(count)
-
-
-Count = Annotated[int, BeforeValidator(parse_count)]
-Positive = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelSection(Section):
-    """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
-
-    hidden_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    intermediate_size: Positive | None = Field(None, description="default: 4 x hidden_size")
-    vocab_size: Positive | None = Field(None, description="default: the tokenizer's")
-    rotary_pct: float = Field(0.25, gt=0, le=1)
-    rope_theta: float = Field(10000.0, gt=0)
-    position_embedding: Literal["rope", "none"] = "rope"
-    conv_type: Literal["none", "head", "multihead", "depthwise"] = "none"
-    conv_window: Positive = 21
-    conv_streams: str = "qkv"
-    conv_init: Literal["identity", "uniform"] = "identity"
-    conv_mixing: Literal["embeddings", "maps"] = Field(
-        "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
-    )
-    conv_activation: Literal["none", "silu"] = Field(
-        "none", description="after a depthwise convolution"
-    )
-    rope_parameters: dict[str, Any] | None = Field(
-        None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
-    )
-    attention_temperature: float = Field(1.0, gt=0, description="logits are divided by it")
-    temperature_scope: Literal["logits", "rotary"] = "logits"
-    use_parallel_residual: bool = True
-    tie_word_embeddings: bool = False
-    layer_norm_eps: float = Field(1e-5, gt=0)
-    hidden_dropout: float = Field(0.0, ge=0, lt=1)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-
-
-class DataSection(Section):
-    path: str | None = Field(
-        None, description="folder written by data_prep.prepare, or its address (s3://, hf://, …)"
-    )
-    mixture: dict[str, Weight] | None = Field(
-        None, min_length=1, description="instead of path: {folder: share of the sequences, …}"
-    )
-    context_length: Positive
-    packing: Literal["stream", "best_fit"] = Field(
-        "stream", description="best_fit: whole documents a window, few of them cut"
-    )
-    cache_dir: str | None = Field(
-        None, description="local copies of remote data; default: ~/.cache/cat_lm/data"
-    )
-    mask_documents: bool = Field(
-        False, description="attention and convolution stop at document starts, positions restart"
-    )
-
-    @property
-    def folders(self) -> list[str]:
-        """The prepared folders (or their addresses) that the run reads."""
-        return list(self.mixture or {}) if self.path is None else [self.path]
-
-
-class OptimizerSection(Section):
-    """AdamW; weight decay acts on matrices and embeddings, not on biases, norms and filters."""
-
-    lr: float = Field(gt=0, description="peak learning rate")
-    initial_lr: float = Field(0.0, ge=0, description="where the warm-up starts")
-    min_lr: float = Field(0.0, ge=0, description="where the decay ends")
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup_tokens: Count | None = Field(None, ge=0)
-    warmup_steps: Count | None = Field(None, ge=0)
-    decay_tokens: Positive | None = Field(None, description="wsd: length of the final decay")
-    decay_steps: Positive | None = Field(None, description="wsd: length of the final decay")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    grad_clip: float = Field(1.0, ge=0, description="global gradient norm; 0 means no clipping")
-
-
-class TrainSection(Section):
-    output_dir: str
-    global_batch_size: Positive = Field(description="sequences a step, over all ranks")
-    micro_batch_size: Positive = Field(description="sequences a rank computes at once")
-    max_tokens: Positive | None = None
-    max_steps: Positive | None = None
-    seed: Count = Field(0, ge=0)
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="auto: bf16 where the device computes it natively, otherwise fp32"
-    )
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    activation_checkpointing: bool = False
-    compile: bool = False
-    conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
-        "auto", description="what computes convolutions; a name that cannot serve ends the run"
-    )
-    init_from: str | None = Field(
-        None, description="model folder whose weights a new run starts from; default: random"
-    )
-    resume: str = Field("never", description="never, auto (newest complete checkpoint), or a path")
-    log_every_steps: Positive = Field(10, description="lines in the log; metrics.jsonl has all")
-    max_skipped_steps: Positive = Field(20, description="non-finite steps in a row before a stop")
-    hang_minutes: float = Field(
-        30.0, gt=0, description="a rank without progress for so long ends the run, code 76"
-    )
-    peak_tflops: float | None = Field(
-        None, gt=0, description="of one device in this precision, for MFU; default: by its name"
-    )
-
-
-class ValidationSection(Section):
-    every_steps: Positive = 500
-    max_tokens: Positive | None = Field(None, description="default: the whole validation split")
-
-
-class CheckpointSection(Section):
-    every_steps: Positive = 1000
-    keep_last: Positive = 2
-    keep_every_steps: Positive | None = Field(None, description="these are never deleted")
-
-
-class LoggingSection(Section):
-    tensorboard: bool = True
-    wandb_project: str | None = Field(None, description="needs the wandb extra")
+# A chain of files; more of them are a mistake.
+_MOST_BASES = 32
+_MOST_LINES = 20
 
 
 class RunConfig(Section):
@@ -241,11 +111,30 @@ class RunConfig(Section):
             "steps_per_print": None,
         }
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path | str) -> Path | None:
+        """Write the resolved configuration as YAML.
+
+        Returns:
+            Where a file went that stood there and was no resolved configuration: someone's own
+            YAML, with its comments, may lie in the run's folder.
+        """
+        path, aside = Path(path), None
+        if os.path.lexists(path) and not _is_dumped(path):
+            aside = set_aside(path)
         write_text(path, self.to_yaml())
+        return aside
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _is_dumped(path: Path) -> bool:
+    """Tell whether a file is what a program writes of its own values: no comment, no choice."""
+    try:
+        text = read_text(path)
+        return yaml.safe_dump(parse_yaml(text, str(path)), sort_keys=False) == text
+    except UserError:
+        return False
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -267,10 +156,13 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        errors += [_describe(e) for e in error.errors() if e["type"] != "extra_forbidden"]
+        found = error.errors(include_url=False)
+        errors += [_describe(e) for e in found if e["type"] != "extra_forbidden"]
     if config is not None:
-        errors += _inconsistencies(config)
+        errors += inconsistencies(config)
     if errors:
+        if len(errors) > _MOST_LINES:
+            errors[_MOST_LINES:] = [f"… and {len(errors) - _MOST_LINES} more"]
         lines = errors[0] if len(errors) == 1 else "".join(f"\n  {line}" for line in errors)
         raise UserError(f"{path}: {lines}")
     return config
@@ -290,40 +182,26 @@ def changed_values(
     return changes
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets a later duplicate of a key win in silence; here it is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        own = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
-        keys = [self.construct_object(key, deep=True) for key in own]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise UserError(f"line {node.start_mark.line + 1}: key '{key}' stands twice")
-        return super().construct_mapping(node, deep)
-
-
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    path = path.resolve() if seen else path
-    if path.resolve() in seen:
-        raise UserError(f"{path}: 'base' leads back to the file itself")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    place = resolve(path)
+    if place in seen:
+        raise UserError(f"{place}: 'base' leads back to the file itself")
+    if len(seen) > _MOST_BASES:
+        raise UserError(f"{place}: is the base of a base of …, more than {_MOST_BASES} of them")
+    values = read_yaml(place if seen else path, "configuration file")
     if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold sections such as 'model:' and 'train:', but is empty")
+        found = "is empty" if values is None else f"holds {_kind(values)}"
+        raise UserError(f"{path}: {found}; must hold sections such as 'model:' and 'train:'")
     base = values.pop("base", None)
     if base is None:
         return values
-    if not isinstance(base, str):
-        raise UserError(f"{path}: base: must be a file name, not {base!r}")
-    return _merged(_read_with_bases(path.parent / base, (*seen, path.resolve())), values)
+    if not isinstance(base, str) or not base.strip():
+        raise UserError(f"{path}: base={short(base)}: must be a file name")
+    return _merged(_read_with_bases(place.parent / base, (*seen, place)), values)
+
+
+def _kind(value: Any) -> str:
+    return f"a list, {short(value)}" if isinstance(value, list) else short(value)
 
 
 def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -339,12 +217,12 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
     name, equals, text = override.partition("=")
     section, dot, key = name.partition(".")
     if not equals or not dot or not key or "." in key:
-        errors.append(f"override '{override}': must have the form section.key=value")
+        errors.append(f"override {short(override)}: must have the form section.key=value")
         return
     try:
-        value = text if _is_text(section, key, text) else yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, UserError):
-        errors.append(f"override '{override}': the value is not valid YAML")
+        value = text if _is_text(section, key, text) else parse_yaml(text, short(override))
+    except UserError as error:
+        errors.append(f"override {error}")
         return
     if not isinstance(values.get(section, {}), dict):
         return  # reported with the section itself
@@ -373,9 +251,9 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
     errors = []
     for section, content in values.items():
         if section not in known:
-            errors.append(_unknown(str(section), list(known)))
+            errors.append(_unknown(section, list(known)))
         elif not isinstance(content, dict):
-            errors.append(f"{section}: must be a section with keys, not {content!r}")
+            errors.append(f"{clipped(section)}: must be a section with keys, not {short(content)}")
         else:
             names = (f"{section}.{key}" for key in content if key not in known[section])
             errors += [_unknown(name, dotted) for name in names]
@@ -385,88 +263,19 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
 def _unknown(name: str, known: list[str]) -> str:
     # A right key in the wrong section is nearer than a similar key in this one.
     same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    near = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"{name}: unknown key; the nearest known one is {near[0]}"
+    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)
+    return f"{clipped(name)}: unknown key; the nearest known one is {near[0]}"
 
 
 def _describe(error: dict[str, Any]) -> str:
     # Unions add their member's name to the location; the first two parts name the key, and of a
     # mixture the third the folder.
     parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
-    name = ".".join(str(part) for part in error["loc"][:parts])
+    name = clipped(".".join(str(part) for part in error["loc"][:parts]))
     if error["type"] == "missing":
         return f"{name}: is missing"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{name}={error['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _inconsistencies(config: RunConfig) -> list[str]:
-    """What no single key shows to be wrong."""
-    model, optimizer, train = config.model, config.optimizer, config.train
-    errors = []
-    if model.hidden_size % model.num_attention_heads:
-        errors.append(
-            f"model.hidden_size={model.hidden_size}: must be a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}"
-        )
-    rotated = int(model.hidden_size // model.num_attention_heads * model.rotary_pct)
-    if model.position_embedding == "rope" and (rotated < 2 or rotated % 2):
-        errors.append(
-            f"model.rotary_pct={model.rotary_pct}: rotates {rotated} channels of a head; "
-            "must rotate an even number of at least 2"
-        )
-    streams = model.conv_streams
-    if not streams or set(streams) - set("qkv") or len(set(streams)) != len(streams):
-        errors.append(f"model.conv_streams={streams!r}: must be some of q, k and v, as in 'qkv'")
-    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
-        errors.append(
-            f"model.conv_mixing=maps: needs conv_type=multihead and the stream v, not "
-            f"conv_type={model.conv_type} and conv_streams={streams}"
-        )
-    if model.conv_activation != "none" and model.conv_type != "depthwise":
-        errors.append(
-            f"model.conv_activation={model.conv_activation}: goes with conv_type=depthwise only, "
-            f"not with conv_type={model.conv_type}"
-        )
-    if train.global_batch_size % train.micro_batch_size:
-        errors.append(
-            f"train.micro_batch_size={train.micro_batch_size}: must divide "
-            f"train.global_batch_size={train.global_batch_size}"
-        )
-    if config.data.path is None and config.data.mixture is None:
-        errors.append("data: one of path and mixture is needed")
-    if config.data.path is not None and config.data.mixture is not None:
-        errors.append("data: path and mixture exclude each other; set one of them to null")
-    errors += _exactly_one(config, "train", "max", required=True)
-    errors += _exactly_one(config, "optimizer", "warmup", required=False)
-    errors += _exactly_one(config, "optimizer", "decay", required=optimizer.schedule == "wsd")
-    if optimizer.schedule != "wsd" and (optimizer.decay_steps or optimizer.decay_tokens):
-        errors.append(f"optimizer.schedule={optimizer.schedule}: only 'wsd' has a decay length")
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        errors.append(f"optimizer.betas={list(optimizer.betas)}: each must be in [0, 1)")
-    for name in ("initial_lr", "min_lr"):
-        if getattr(optimizer, name) > optimizer.lr:
-            errors.append(f"optimizer.{name}={getattr(optimizer, name)}: is above optimizer.lr")
-    if not errors and config.steps_of("warmup") + config.steps_of("decay") > config.total_steps:
-        errors.append(
-            f"optimizer: warm-up and decay take {config.steps_of('warmup')} + "
-            f"{config.steps_of('decay')} steps, but the run has only {config.total_steps}"
-        )
-    if train.compile and train.zero_stage == 3:
-        errors.append(
-            "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
-        )
-    return errors
-
-
-def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
-    content = getattr(config, section)
-    given = [k for k in ("tokens", "steps") if getattr(content, f"{name}_{k}") is not None]
-    if len(given) > 1:
-        return [
-            f"{section}: {name}_tokens and {name}_steps exclude each other; "
-            f"set the one that does not count to null"
-        ]
-    if required and not given:
-        return [f"{section}: one of {name}_tokens and {name}_steps is needed"]
-    return []
+    message = f"{message[0].lower()}{message[1:]}"
+    if message.startswith("rope_parameters."):
+        return f"model.{message}"  # which names the key inside, and its value
+    return f"{name}={clipped(repr(error['input']))}: {message}"

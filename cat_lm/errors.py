@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 # Without a file's name these still speak of files; other errors may be of sockets or processes.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
@@ -49,33 +51,55 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def run() -> None:
         try:
+            _refuse_undecodable(sys.argv[1:])
             main()
+            sys.stdout.flush()
         except UserError as error:
             if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
                 # Launchers end all ranks with the first that leaves, even in mid-word.
                 time.sleep(2)
-            else:
-                print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+                raise SystemExit(2) from None
+            _end(f"error: {error}", 2)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise SystemExit(130) from None
+            _end("interrupted", 130)
         except BrokenPipeError:
-            # Without this, the interpreter complains again when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_stdout()
             raise SystemExit(1) from None
         except OSError as error:
             if error.filename is None and error.errno not in _DISK_ERRORS:
                 raise
-            where = f"{error.filename}: " if error.filename is not None else ""
-            print(f"error: {where}{describe_os_error(error)}", file=sys.stderr)
-            raise SystemExit(2) from None
+            where = "standard output" if error.filename is None else error.filename
+            _end(f"error: {where}: {describe_os_error(error)}", 2)
         except RuntimeError as error:
             # What pathlib raises where a path is resolved, up to Python 3.12.
             if not str(error).startswith("Symlink loop from "):
                 raise
             path = str(error).removeprefix("Symlink loop from ").strip("'")
-            print(f"error: {path}: {_REASONS[errno.ELOOP]}", file=sys.stderr)
-            raise SystemExit(2) from None
+            _end(f"error: {path}: {_REASONS[errno.ELOOP]}", 2)
 
     return run
+
+
+def _refuse_undecodable(arguments: list[str]) -> None:
+    """Refuse names in bytes that are not UTF-8: no file of ours could hold them."""
+    for argument in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise UserError(f"argument {argument!r}: is not UTF-8 text")
+
+
+def _end(line: str, code: int) -> NoReturn:
+    """Say one line on stderr, wherever that leads, and end with `code`."""
+    # The log of a job may lie on the disk that is full.
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _discard_stdout()
+    raise SystemExit(code) from None
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered nowhere: the interpreter would complain of it at its exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

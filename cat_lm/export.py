@@ -9,18 +9,43 @@ export. Needs neither DeepSpeed nor the data.
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from cat_lm.cli import Parser, number
 from cat_lm.errors import UserError, command
-from cat_lm.io.checksums import sha256
+from cat_lm.export_record import (
+    CARD,
+    PROGRAM,
+    RECORD,
+    WEIGHTS,
+    changed_files,
+    describe_files,
+    listing,
+    read_record,
+)
 from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import replaced_folder
+from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.io.readers import (
+    Record,
+    check_shape,
+    read_json,
+    read_json_lines,
+    read_yaml,
+    resolve,
+    short,
+)
+from cat_lm.limits import CONTEXT, SCALING_FACTOR
+from cat_lm.model_card import model_card
+from cat_lm.model_files import refuse_non_finite
 from cat_lm.pretrained import (
     DTYPES,
+    check_vocabulary,
     load_model,
     load_tokenizer,
     model_config,
@@ -36,7 +61,8 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-RECORD = "export.json"
+# As `cat_lm.training.checkpoint` names them.
+_STEP_FOLDER = re.compile(r"step-\d{8,}")
 
 
 def export_checkpoint(
@@ -59,8 +85,9 @@ def export_checkpoint(
     """
     from cat_lm.training.checkpoint import find_checkpoint
 
-    _refuse_foreign(Path(out))
+    out = _checked_place(out)
     step_folder = find_checkpoint(checkpoint)
+    refuse_checkpoints(out, step_folder)
     facts = training_facts(step_folder)
     config = None
     if method != "none":
@@ -81,9 +108,9 @@ def _scaled_config(
 
     try:
         fields = scaled_fields(config, method, factor, training_length, scope)
+        return scaled_config(config, fields)
     except ValueError as error:
         raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
-    return scaled_config(config, fields)
 
 
 def export_model(
@@ -107,146 +134,109 @@ def export_model(
     """
     import torch
 
-    out = Path(out)
-    _refuse_foreign(out)
-    if len(tokenizer) > model.config.vocab_size:
-        raise UserError(
-            f"tokenizer has {len(tokenizer)} entries, the model {model.config.vocab_size}: "
-            "it is not the one the model was trained with"
-        )
+    out = _checked_place(out)
+    refuse_checkpoints(out)
+    check_vocabulary(tokenizer, model.config)
     # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
+    # A narrow dtype may have no room for a large weight.
+    refuse_non_finite(f"weights in {dtype}", dict(model.state_dict()))
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
-    with replaced_folder(out) as folder:
+    with replaced_folder(out, listing) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
+        files = describe_files(folder)
         record = facts | {
+            "program": PROGRAM,
             "dtype": dtype,
             "parameters": model.num_parameters(),
-            "sha256": sha256(folder / "model.safetensors"),
+            "sha256": files[WEIGHTS]["sha256"],
         }
-        write_text(folder / "README.md", model_card(model.config.to_dict(), record, _title(out)))
-        write_json(folder / RECORD, record)
+        write_text(folder / CARD, model_card(model.config.to_dict(), record, _title(out)))
+        files |= describe_files(folder, [CARD])
+        write_json(folder / RECORD, record | {"files": files})
     return out
 
 
+class _Data(Record):
+    fingerprint: str | None = None
+
+
+class _State(Record):
+    """What is used of a checkpoint's `state.json`."""
+
+    step: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    data: _Data = _Data()
+    code: dict[str, Any] | None = None
+
+
+class _DataSection(Record):
+    context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
+
+
+class _RunConfig(Record):
+    """What is used of a checkpoint's `run_config.yaml`."""
+
+    data: _DataSection
+
+
 def training_facts(step_folder: Path) -> dict[str, Any]:
-    """What the checkpoint and its run know about the training: step, tokens, context, loss."""
-    state = json.loads((step_folder / "state.json").read_text(encoding="utf-8"))
+    """What the checkpoint and its run know about the training: step, tokens, context, loss.
+
+    Raises UserError where a file of them is damaged.
+    """
+    state = read_json(step_folder / "state.json", _State)
     facts = {
-        "step": state["step"],
-        "tokens": state["tokens"],
-        "data_fingerprint": state.get("data", {}).get("fingerprint"),
-        "code": state.get("code"),
+        "step": state.step,
+        "tokens": state.tokens,
+        "data_fingerprint": state.data.fingerprint,
+        "code": state.code,
     }
     run_config = step_folder / "run_config.yaml"
     if run_config.is_file():
-        import yaml
-
-        data = yaml.safe_load(run_config.read_text(encoding="utf-8")).get("data", {})
-        facts["context_length"] = data.get("context_length")
-    facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state["step"])
+        values = check_shape(read_yaml(run_config), _RunConfig, str(run_config))
+        facts["context_length"] = values.data.context_length
+    facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state.step)
     return {key: value for key, value in facts.items() if value is not None}
+
+
+class _Metrics(Record):
+    """What is used of a line of `metrics.jsonl`."""
+
+    step: int = Field(ge=0)
+    val_loss: float | None = None
 
 
 def _last_validation(metrics: Path, step: int) -> dict[str, float]:
     """The newest validation at or before `step`; empty where there was none."""
     found: dict[str, float] = {}
-    if metrics.is_file():
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            # A line cut short by a kill is not evidence of anything.
-            values = json.loads(line) if line.endswith("}") else {}
-            if "val_loss" in values and values["step"] <= step:
-                found = {k: v for k, v in values.items() if k.startswith("val_")}
+    if not metrics.is_file():
+        return found
+
+    def check(line: dict[str, Any], place: str) -> None:
+        check_shape(line, _Metrics, place)
+        for key, value in line.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if key.startswith("val_") and value is not None and not is_number:
+                raise UserError(f"{place}: {key} is {short(value)}: must be a number")
+
+    for line in read_json_lines(metrics, check, cut_tail=True):
+        if "val_loss" in line and line["step"] <= step:
+            found = {k: v for k, v in line.items() if k.startswith("val_")}
     return found
-
-
-def model_card(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> str:
-    """The README.md of an exported model: what it is, how it was trained, how to load it."""
-    kind = describe_model(config)
-    rows = {
-        "parameters": f"{record['parameters']:,}",
-        "shape": f"{config['num_hidden_layers']} layers of width {config['hidden_size']} with "
-        f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']:,}",
-        "weights": f"{record['dtype']}, sha256 `{record['sha256'][:16]}…`",
-    }
-    labels = {"tokens": "training tokens", "step": "training steps"}
-    labels |= {"context_length": "training context length"}
-    labels |= {"context_method": "read beyond it by", "context_factor": "by a factor of"}
-    labels |= {key: f"held-out {key[4:].replace('_', ' ')}" for key in record if key[:4] == "val_"}
-    for key, label in labels.items():
-        if key in record:
-            value = record[key]
-            rows[label] = _shown(value)
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [cat, gpt_neox]
----
-
-# {name}
-
-A {kind}, trained with cat_lm.
-
-| | |
-|---|---|
-{table}
-
-Held-out values are those of the last validation before the export (loss in nats per token).
-
-## Use
-
-```python
-import cat_lm  # registers the architecture with transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")
-inputs = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
-
-`config.json` holds the whole configuration, `{RECORD}` where the weights came from.
-"""
-
-
-def _shown(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _title(out: Path) -> str:
     """The folder's name, or the run's for RUN/model."""
     out = out.resolve()
     return out.parent.name if out.name == "model" else out.name
-
-
-def describe_model(config: Mapping[str, Any]) -> str:
-    """A configuration in a few words, as in "CAT language model (head convolution, W=21, …)"."""
-    positions = {"none": "no position embedding", "rope": "rotary positions"}[
-        config.get("position_embedding", "rope")
-    ]
-    conv_type = config.get("conv_type", "none")
-    if conv_type == "none":
-        return f"GPT-NeoX (Pythia) language model with {positions}"
-    streams = ", ".join(config["conv_streams"])
-    details = ""
-    if config.get("conv_mixing", "embeddings") == "maps":
-        details += ", mixing attention maps in place of values"
-    if config.get("conv_activation", "none") != "none":
-        details += f", then {config['conv_activation']}"
-    return (
-        f"convolution-augmented (CAT) GPT-NeoX language model: {conv_type} convolution of "
-        f"{streams} with window {config['conv_window']}{details}, {positions}"
-    )
 
 
 def _generation_config(
@@ -296,16 +286,71 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _refuse_foreign(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"OUT {out}: is a file; give a new folder or an earlier export")
-    if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
+def _checked_place(out: Path | str) -> Path:
+    """Refuse, before any work, to replace what is not an earlier export as it was written.
+
+    Raises:
+        UserError: `out` cannot be a folder, is not empty and lists no files of an export, or has
+            listed files that were changed since.
+    """
+    # Of a link, the folder that it points to is made.
+    check_output(resolve(out) if os.path.islink(out) else out, "OUT")
+    out = Path(out)
+    if not out.is_dir() or not any(out.iterdir()):
+        return out
+    if not os.path.lexists(out / RECORD):
         raise UserError(f"OUT {out}: is not empty and no earlier export (it has no {RECORD})")
+    if read_record(out) is None:
+        raise UserError(
+            f"OUT {out}: its {RECORD} does not list what an export of this version wrote; move the "
+            "folder away or give another one"
+        )
+    changed = changed_files(out)
+    if changed:
+        raise UserError(
+            f"OUT {out}: {changed[0]} was changed since it was exported and would be lost; move it "
+            "away or give another folder"
+        )
+    return out
+
+
+def refuse_checkpoints(out: Path, source: Path | None = None) -> None:
+    """Refuse an OUT where train.py keeps checkpoints, whose folders it tidies, or above them.
+
+    Args:
+        source: the step folder whose weights go to `out`, wherever it stands.
+
+    Raises:
+        UserError: `out`, links followed, is or lies in a folder of checkpoints, or holds `source`.
+    """
+    place = resolve(out)
+    for folder in (place, *place.parents):
+        if _holds_checkpoints(folder) or (source and folder == resolve(source).parent):
+            raise UserError(
+                f"OUT {out}: lies in {folder}, where train.py keeps checkpoints; give another "
+                f"folder, such as {folder.parent / 'model'}"
+            )
+    if (source and resolve(source).is_relative_to(place)) or _holds_checkpoints(
+        place / "checkpoints"
+    ):
+        raise UserError(
+            f"OUT {out}: holds the checkpoints themselves; give a folder beside them, such as "
+            f"{out / 'model'}"
+        )
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    if _STEP_FOLDER.fullmatch(folder.name):
+        return True
+    if folder.name != "checkpoints" or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return bool(names & {".lock", "latest"}) or any(map(_STEP_FOLDER.fullmatch, names))
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cat_lm.export",
         description="Writes a training checkpoint as a transformers model folder.",
     )
@@ -319,7 +364,11 @@ def main() -> None:
         "temperature (default: none)",
     )
     parser.add_argument(
-        "--factor", type=float, default=1.0, metavar="S", help="of the method, such as 4"
+        "--factor",
+        type=number(SCALING_FACTOR),
+        default=1.0,
+        metavar="S",
+        help="of the method, such as 4",
     )
     parser.add_argument("--temperature-scope", choices=("logits", "rotary"), default="logits")
     arguments = parser.parse_args()
@@ -339,8 +388,8 @@ def main() -> None:
         factor=arguments.factor,
         temperature_scope=arguments.temperature_scope,
     )
-    record = json.loads((out / RECORD).read_text(encoding="utf-8"))
-    print(f"{out}: {record['parameters']:,} parameters in {record['dtype']}, read back and equal")
+    record = read_record(out)
+    print(f"{out}: {record.parameters:,} parameters in {record.dtype}, read back and equal")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,35 @@ made.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import Parser, add_skip_checksums, number, whole
 from cat_lm.errors import UserError, command
-from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
+from cat_lm.export_record import comparing_files
+from cat_lm.io.readers import decode
+from cat_lm.limits import EXTRAPOLATION, FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
+from cat_lm.memory import free_bytes, generation_bytes
+from cat_lm.model_files import reason
+from cat_lm.pretrained import (
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    model_config,
+    quiet_transformers,
+)
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        BatchEncoding,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
     from transformers.generation.streamers import BaseStreamer
+
+_PROMPT_BYTES = 2**24
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
@@ -61,46 +81,75 @@ def continue_text(
         streamer: gets the tokens as they are made.
     """
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **options)[0]
+    options = {**options, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    try:
+        ids = model.generate(**inputs, **options)[0]
+    except (ValueError, TypeError) as error:
+        # Whatever else the folder's generation_config.json asks for, transformers looks at it here.
+        raise UserError(
+            f"model {model.name_or_path}: cannot generate with its generation_config.json: "
+            f"{reason(error)}"
+        ) from error
     # Decoding the new tokens alone would lose a leading space in sentencepiece vocabularies.
     start = len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True))
     return tokenizer.decode(ids, skip_special_tokens=True)[start:]
 
 
-def _positive(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cat_lm.generate", description="Continues a prompt with a trained model."
     )
     parser.add_argument("model", help="transformers folder, or run folder with model/")
     parser.add_argument("prompt", help="text to continue; - reads it from standard input")
-    parser.add_argument("--max-new-tokens", type=_positive(int), default=100, metavar="N")
-    parser.add_argument("--temperature", type=_positive(float), default=0.8)
-    parser.add_argument("--top-p", type=_positive(float), default=0.95)
+    parser.add_argument("--max-new-tokens", type=whole(NEW_TOKENS), default=100, metavar="N")
+    parser.add_argument("--temperature", type=number(TEMPERATURE), default=0.8)
+    parser.add_argument("--top-p", type=number(FRACTION, above=0), default=0.95)
     parser.add_argument("--greedy", action="store_true", help="the likeliest token every time")
-    parser.add_argument("--num-samples", type=_positive(int), default=1, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-samples", type=whole(SAMPLES), default=1, metavar="N")
+    parser.add_argument("--seed", type=whole(SEED), default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
-    if arguments.top_p > 1:
-        raise UserError(f"--top-p {arguments.top_p}: must be at most 1")
     if arguments.greedy and arguments.num_samples > 1:
         raise UserError("--num-samples: greedy decoding gives one continuation only")
     return arguments
 
 
-def _note_length(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    trained = getattr(model.config, "max_position_embeddings", None)
+def _read_prompt(text: str) -> str:
+    """The prompt: `text`, or standard input for "-". Raises UserError where it cannot be used."""
+    if text == "-":
+        if sys.stdin is None:
+            raise UserError("prompt -: there is no standard input")
+        given = sys.stdin.buffer.read(_PROMPT_BYTES + 1)
+        if len(given) > _PROMPT_BYTES:
+            raise UserError(
+                f"prompt -: standard input holds more than {_PROMPT_BYTES >> 20} MiB, which no "
+                "model reads"
+            )
+        # With the ends of lines that text has on every system.
+        text = io.StringIO(decode(given, "prompt -"), newline=None).read()
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("prompt: is not UTF-8 text") from None
+    if not text.strip():
+        raise UserError("prompt: is empty; give some text to continue")
+    return text
+
+
+def _check_length(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise UserError for lengths that cannot be meant for the model."""
+    trained = getattr(config, "max_position_embeddings", None)
+    if trained and prompt_tokens + new_tokens > trained * EXTRAPOLATION.high:
+        raise UserError(
+            f"prompt: its {prompt_tokens:,} tokens and --max-new-tokens {new_tokens:,} are more "
+            f"than {EXTRAPOLATION.high} times the {trained:,} that the model was trained on; "
+            f"together they must be at most {trained * EXTRAPOLATION.high:,}"
+        )
+
+
+def _note_length(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int) -> None:
+    trained = getattr(config, "max_position_embeddings", None)
     total = prompt_tokens + new_tokens
     if trained and total > trained:
         print(
@@ -110,26 +159,51 @@ def _note_length(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) ->
         )
 
 
+def _check_memory(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
+    """Raises UserError where prompt and continuation need more memory than is free."""
+    needed = generation_bytes(model, prompt_tokens, new_tokens)
+    free = free_bytes(model.device)
+    if free is not None and needed > free:
+        gib = 2**30
+        raise UserError(
+            f"prompt: its {prompt_tokens:,} tokens and --max-new-tokens {new_tokens:,} do not fit "
+            f"into memory (about {needed / gib:.2g} GiB needed, {free / gib:.2g} free); give fewer"
+        )
+
+
 @command
 def main() -> None:
     arguments = _parse_arguments()
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if not prompt.strip():
-        raise UserError("prompt: is empty; give some text to continue")
+    prompt = _read_prompt(arguments.prompt)
     quiet_transformers()
+    with comparing_files(skip=arguments.skip_checksums):
+        # All that is cheap before the weights.
+        config = model_config(arguments.model)
+        tokenizer = load_tokenizer(arguments.model)
+        check_vocabulary(tokenizer, config)
+        tokens = encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
+        _check_length(config, tokens, arguments.max_new_tokens)
+        model = load_model(arguments.model, device=arguments.device)
+    _check_memory(model, tokens, arguments.max_new_tokens)
+    _note_length(config, tokens, arguments.max_new_tokens)
+    _write_samples(model, tokenizer, prompt, arguments)
+
+
+def _write_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    arguments: argparse.Namespace,
+) -> None:
     import torch
     from transformers import TextStreamer
 
-    model = load_model(arguments.model, device=arguments.device)
-    tokenizer = load_tokenizer(arguments.model)
-    prompt_tokens = encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
-    _note_length(model, prompt_tokens, arguments.max_new_tokens)
     options = sampling_options(arguments.temperature, arguments.top_p, arguments.greedy)
     live = sys.stdout.isatty()
     torch.manual_seed(arguments.seed)
-    for number in range(arguments.num_samples):
+    for index in range(arguments.num_samples):
         if arguments.num_samples > 1:
-            print(f"--- sample {number + 1}")
+            print(f"--- sample {index + 1}")
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if live else None
         text = continue_text(model, tokenizer, prompt, arguments.max_new_tokens, options, streamer)
         if not live:

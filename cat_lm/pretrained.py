@@ -8,22 +8,35 @@ arguments first.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
+from cat_lm.export_record import CARD, verify, verifying
+from cat_lm.io.readers import read_object
+from cat_lm.model_files import (
+    WEIGHTS,
+    asks_for_code,
+    check_fit,
+    read_headers,
+    read_settings,
+    read_tensors,
+    reason,
+    refuse_non_finite,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+# Models whose files this program writes itself.
+OWN_KINDS = ("gpt_neox", "cat_neox")
+SETTINGS = ("config.json", "generation_config.json")
+# No folder runs its code here, and none is looked for on the Hub.
+_AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
 
 
 def model_folder(path: Path | str) -> Path:
@@ -31,6 +44,8 @@ def model_folder(path: Path | str) -> Path:
 
     Raises UserError where there is none.
     """
+    if not str(path):
+        raise UserError("model: is an empty path; give a transformers folder or a run folder")
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"model {path}: no such folder; give a transformers folder or a run folder")
@@ -49,12 +64,6 @@ def model_folder(path: Path | str) -> Path:
     raise UserError(f"model {path}: not a model folder (no config.json, and no model/ in it)")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a transformers folder, in name order."""
-    safetensors = sorted(folder.glob("*.safetensors"))
-    return safetensors or sorted(folder.glob("pytorch_model*.bin"))
-
-
 def quiet_transformers() -> None:
     """Keeps transformers' own notes and progress bars out of a command's output.
 
@@ -71,17 +80,21 @@ def quiet_transformers() -> None:
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """`auto` is the GPU where there is one, else the CPU. Raises UserError for an absent device."""
+    """`auto` is the GPU where there is one, else the CPU.
+
+    Raises UserError for a device that is absent, or that does not compute ("meta").
+    """
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name}: cannot be used ({reason}); use auto or cpu") from None
+        torch.zeros(1, device=device).item()  # which the device meta has not
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"--device {name}: cannot be used ({reason(error)}); use auto or cpu"
+        ) from None
     return device
 
 
@@ -89,12 +102,29 @@ def model_config(path: Path | str) -> PreTrainedConfig:
     """The configuration at `path` (see `model_folder`). Raises UserError where it is none."""
     from transformers import AutoConfig
 
+    from cat_lm.model.configuration import check_settings
+
     folder = model_folder(path)
+    verify(folder, SETTINGS.__contains__)
+    settings = read_settings(folder)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        if settings["model_type"] in OWN_KINDS:
+            check_settings(settings)
+        config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
+        if config.model_type in OWN_KINDS:
+            _check_activation(config.hidden_act)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"model {folder}: config.json cannot be read: {reason[0]}") from error
+        said = asks_for_code(settings) or reason(error)
+        raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
+    return config
+
+
+def _check_activation(name: str) -> None:
+    from transformers.activations import ACT2CLS
+
+    if name not in ACT2CLS:
+        known = ", ".join(sorted(ACT2CLS))
+        raise ValueError(f"hidden_act={name!r}: is not supported; choose one of {known}")
 
 
 def load_model(
@@ -106,28 +136,43 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model at `path` (see `model_folder`), in evaluation mode on `device`.
 
-    With `config`, the folder's weights are read into a model of that configuration.
+    With `config`, the folder's weights are read into a model of that configuration. The files of an
+    export of ours are compared with its record, unless `comparing_files` says otherwise.
 
-    Raises UserError where the folder is no model, where transformers cannot read it, or where
-    its weights are not exactly those that the configuration asks for.
+    Raises UserError where the folder is no model, where transformers cannot read it, where its
+    weights are not exactly those that the configuration asks for or are not finite, or where files
+    are no longer what was exported.
     """
+    folder = model_folder(path)
+    target = choose_device(device)
+    own = model_config(folder)
+    files = {file.name for file in weight_files(folder)}
+    with verifying(folder, lambda name: name in files or name.endswith(".index.json")):
+        _check_headers(folder, config or own)
+        model = _load(folder, config or own, dtype).to(target).eval()
+        refuse_non_finite(f"model {folder}", dict(model.state_dict()))
+    return model
+
+
+def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = model_folder(path)
-    target = choose_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            **({} if config is None else {"config": config}),
+            config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
-            local_files_only=True,
+            # Reported below, with both shapes.
+            ignore_mismatched_sizes=True,
+            weights_only=True,
+            **_AS_IT_IS,
         )
     except Exception as error:
         # Whatever a damaged folder makes transformers raise, the user needs the folder's name.
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"model {folder}: cannot be loaded: {reason[0]}") from error
+        said = asks_for_code(read_settings(folder)) or reason(error)
+        raise UserError(f"model {folder}: cannot be loaded: {said}") from error
     wrong = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
     if wrong:
         kind, keys = next(iter(wrong.items()))
@@ -135,7 +180,57 @@ def load_model(
             f"model {folder}: weights and config.json do not fit: "
             f"{kind.replace('_', ' ')} {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}"
         )
-    return model.to(target).eval()
+    return model
+
+
+def load_weights(
+    folder: Path, config: PreTrainedConfig, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The weights of a GPT-NeoX or CAT folder as they are stored, all or those of `names`.
+
+    Raises UserError as `load_model` does.
+    """
+    files = weight_files(folder)
+    with verifying(folder, {file.name for file in files}.__contains__):
+        _check_headers(folder, config)
+        tensors = read_tensors(files, names, _has_convolution(config))
+        refuse_non_finite(f"model {folder}", tensors)
+    return tensors
+
+
+def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
+    """Compare names and shapes before anything of their size is made."""
+    files = weight_files(folder)
+    stored = read_headers(files, _has_convolution(config))
+    if config.model_type not in OWN_KINDS:
+        return
+    last = f"gpt_neox.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    # A model of a thousand layers that are not there would take long to build.
+    expected = skeleton(folder, config).state_dict() if last in stored else {last: None}
+    tied = {"lm_head.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {}
+    check_fit(folder, stored, expected, tied)
+
+
+def _has_convolution(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "convolved_streams", ""))
+
+
+def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The GPT-NeoX or CAT model of a configuration without memory for its weights.
+
+    Raises UserError, which names `folder`, where it cannot be built.
+    """
+    import torch
+    from transformers import GPTNeoXForCausalLM
+
+    from cat_lm.model import CatConfig, CatForCausalLM
+
+    kind = CatForCausalLM if isinstance(config, CatConfig) else GPTNeoXForCausalLM
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except Exception as error:
+        raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
@@ -146,14 +241,38 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
         folder = folder / "model"
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise UserError(
-            f"tokenizer {folder}: missing (no tokenizer.json, no tokenizer_config.json)"
-        )
+    names = ("tokenizer.json", "tokenizer_config.json")
+    found = [name for name in names if (folder / name).is_file()]
+    if not found:
+        raise UserError(f"tokenizer {folder}: missing (no {', no '.join(names)})")
+    settings = read_object(folder / names[1]) if names[1] in found else {}
+    verify(folder, is_of_tokenizer)
+    return _tokenizer(folder, settings)
+
+
+def _tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"tokenizer {folder}: cannot be loaded: {reason[0]}") from error
+        return AutoTokenizer.from_pretrained(folder, **_AS_IT_IS)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the library's Rust is no Exception
+        said = asks_for_code(settings) or reason(error)
+        raise UserError(f"tokenizer {folder}: cannot be loaded: {said}") from error
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Tell whether a listed file of an export is one of its tokenizer's."""
+    weights = name.endswith((".safetensors", ".bin", ".index.json"))
+    return not weights and name not in (*SETTINGS, CARD)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raise UserError where the tokenizer has ids for which the model has no embedding."""
+    entries = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if entries > config.vocab_size:
+        raise UserError(
+            f"tokenizer has {entries} entries, the model {config.vocab_size}: "
+            "it is not the one the model was trained with"
+        )

@@ -8,7 +8,6 @@ logits of both folders are compared before OUT appears, which is never half a mo
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -16,17 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import Parser, add_skip_checksums, whole
 from cat_lm.errors import UserError, command
-from cat_lm.export import describe_model
-from cat_lm.io.folders import replaced_folder
+from cat_lm.export import refuse_checkpoints
+from cat_lm.export_record import comparing_files, verify
+from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.io.readers import read_object
+from cat_lm.limits import WINDOW
 from cat_lm.model.names import current_name
+from cat_lm.model_card import describe_model
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import (
-    WEIGHTS,
+    OWN_KINDS,
+    is_of_tokenizer,
     load_model,
     load_tokenizer,
+    load_weights,
+    model_config,
     model_folder,
     quiet_transformers,
+    skeleton,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +44,6 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5  # of the largest logit
 CHECKED_TOKENS = (2, 48)
 
-# Constants that old versions of transformers stored with the weights.
-_OLD_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 _NOT_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
 _BESIDE_THE_MODEL = (
     "tokenizer.json",
@@ -78,13 +84,15 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
         UserError: `out` is not empty; `folder` holds no such model, lacks weights, or computes
             something that the new model cannot; or the new model computes something else.
     """
+    check_output(out, "OUT")
     out = Path(out)
+    refuse_checkpoints(out)
     _refuse_used(out)
     folder = model_folder(folder)
     source = _read_config(folder)
     _refuse_active(folder, source, convolution)
     target = _target_config(source, convolution)
-    model = _model_with(target, _target_weights(folder, source, target))
+    model = _model_with(folder, target, _target_weights(folder, source, target))
     with replaced_folder(out) as new:
         model.save_pretrained(new)
         _copy_tokenizer(folder, new)
@@ -103,22 +111,13 @@ def _refuse_used(out: Path) -> None:
 
 
 def _read_config(folder: Path) -> GPTNeoXConfig:
-    from transformers import GPTNeoXConfig
-
-    from cat_lm.model import CatConfig
-
-    classes = {"gpt_neox": GPTNeoXConfig, "cat_neox": CatConfig}
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if kind in classes:
-            return classes[kind].from_pretrained(folder)
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"model {folder}: config.json cannot be read: {reason[0]}") from error
-    raise UserError(
-        f"model {folder}: model_type is {kind!r}; only GPT-NeoX ('gpt_neox', as Pythia is) and CAT "
-        "('cat_neox') models can be given convolutions"
-    )
+    config = model_config(folder)
+    if config.model_type not in OWN_KINDS:
+        raise UserError(
+            f"model {folder}: model_type is {config.model_type!r}; only GPT-NeoX ('gpt_neox', as "
+            "Pythia is) and CAT ('cat_neox') models can be given convolutions"
+        )
+    return config
 
 
 def _refuse_active(folder: Path, source: GPTNeoXConfig, convolution: Convolution) -> None:
@@ -177,14 +176,14 @@ def _target_weights(
     from cat_lm.model import CatConfig
     from cat_lm.model.convolution import identity_filters
 
-    convolved = bool(getattr(source, "convolved_streams", ""))
-    weights = {current_name(name, convolved): t for name, t in _read_weights(folder).items()}
-    if source.tie_word_embeddings and "gpt_neox.embed_in.weight" in weights:
+    weights = load_weights(folder, source)
+    if source.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["gpt_neox.embed_in.weight"])
-    _check_names_and_shapes(folder, weights, _skeleton(source).state_dict())
     if isinstance(source, CatConfig):
         unchanged = identity_filters(source)
-        for name in [name for name in _skeleton(source).state_dict() if name.endswith("_filter")]:
+        for name in [
+            name for name in skeleton(folder, source).state_dict() if name.endswith("_filter")
+        ]:
             difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
             if not difference == 0:
                 raise UserError(
@@ -194,7 +193,7 @@ def _target_weights(
                 )
     weights = _with_bias_in_place(weights, target)
     dtype = weights["gpt_neox.layers.0.attention.query_key_value.weight"].dtype
-    for name in _skeleton(target).state_dict():
+    for name in skeleton(folder, target).state_dict():
         if name.endswith("_filter"):
             weights[name] = identity_filters(target).to(dtype)
     return weights
@@ -211,69 +210,8 @@ def _with_bias_in_place(weights: dict[str, Tensor], target: GPTNeoXConfig) -> di
     }
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder, by the names that they have there."""
-    import torch
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        try:
-            if file.suffix == ".safetensors":
-                tensors = load_file(file)
-            else:
-                tensors = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"model {folder}: {file.name} cannot be read: {reason[0]}") from error
-        weights |= tensors
-    return {name: tensor for name, tensor in weights.items() if not _OLD_BUFFERS.search(name)}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: the first kind that is there."""
-    first = folder / next(name for name in WEIGHTS if (folder / name).is_file())
-    if first.suffix != ".json":
-        return [first]
-    try:
-        names = set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"model {folder}: {first.name} is damaged: {error!r}") from error
-    return [folder / name for name in sorted(names)]
-
-
-def _check_names_and_shapes(
-    folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
-) -> None:
-    for kind, names in (
-        ("lacks", [name for name in expected if name not in weights]),
-        ("has unknown", [name for name in weights if name not in expected]),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"model {folder}: {kind} weights: {names[0]}{more}")
-    for name, tensor in expected.items():
-        if weights[name].shape != tensor.shape:
-            raise UserError(
-                f"model {folder}: {name} is {list(weights[name].shape)}, but config.json asks for "
-                f"{list(tensor.shape)}"
-            )
-
-
-def _skeleton(config: GPTNeoXConfig) -> PreTrainedModel:
-    """The model without memory for its weights."""
-    import torch
-    from transformers import GPTNeoXForCausalLM
-
-    from cat_lm.model import CatConfig, CatForCausalLM
-
-    kind = CatForCausalLM if isinstance(config, CatConfig) else GPTNeoXForCausalLM
-    with torch.device("meta"):
-        return kind(config)
-
-
-def _model_with(config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
-    model = _skeleton(config)
+def _model_with(folder: Path, config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
+    model = skeleton(folder, config)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     return model
@@ -281,6 +219,7 @@ def _model_with(config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrained
 
 def _copy_tokenizer(folder: Path, new: Path) -> None:
     """The tokenizer's files as they are, and generation_config.json."""
+    verify(folder, is_of_tokenizer)
     for pattern in _BESIDE_THE_MODEL:
         for file in folder.glob(pattern):
             shutil.copyfile(file, new / file.name)
@@ -288,10 +227,7 @@ def _copy_tokenizer(folder: Path, new: Path) -> None:
     if not (new / "tokenizer.json").is_file() and not settings.is_file():
         return
     # transformers would guess a missing class from the model's type, which is another one now.
-    try:
-        values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"tokenizer {folder}: {settings.name} is damaged: {error}") from error
+    values = read_object(settings) if settings.is_file() else {}
     if "tokenizer_class" not in values:
         values["tokenizer_class"] = type(load_tokenizer(folder)).__name__
         settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -334,7 +270,7 @@ def model_section(config: GPTNeoXConfig) -> dict[str, Any]:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cat_lm.upcycle",
         description="Gives a GPT-NeoX (Pythia) model convolutions that change nothing yet, ready "
         "for further training, or takes such convolutions away again.",
@@ -347,7 +283,7 @@ def main() -> None:
         default="head",
         help="kind of convolution; none makes plain GPT-NeoX (default: head)",
     )
-    parser.add_argument("--window", type=int, help="taps of a filter (default: 21)")
+    parser.add_argument("--window", type=whole(WINDOW), help="taps of a filter (default: 21)")
     parser.add_argument("--streams", metavar="qkv", help="some of q, k and v (default: qkv)")
     parser.add_argument(
         "--mixing",
@@ -359,6 +295,7 @@ def main() -> None:
         choices=("none", "silu"),
         help="after a depthwise convolution; silu cannot start as the original (default: none)",
     )
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     given = {
         name: getattr(arguments, name)
@@ -368,9 +305,9 @@ def main() -> None:
     if arguments.conv == "none" and given:
         raise UserError(f"--{next(iter(given))}: says nothing with --conv none; leave it out")
     quiet_transformers()
-    out, difference = upcycle(
-        arguments.folder, arguments.out, Convolution(conv_type=arguments.conv, **given)
-    )
+    convolution = Convolution(conv_type=arguments.conv, **given)
+    with comparing_files(skip=arguments.skip_checksums):
+        out, difference = upcycle(arguments.folder, arguments.out, convolution)
     _print_result(out, difference)
 
 

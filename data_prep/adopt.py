@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
+from cat_lm import limits
+from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
 
 DOCUMENTS = ("marks", "sequences", "eod")
@@ -14,7 +15,7 @@ LINKS = ("hard", "symbolic", "copy")
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without reading anything."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_prep.adopt",
         description="Makes a prepared folder of .bin/.idx files that GPT-NeoX's or Megatron-LM's "
         "preprocessing wrote. Every token is read: ids must lie in the vocabulary, and each "
@@ -38,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--validation-documents",
-        type=int,
+        type=whole(limits.DOCUMENTS),
         metavar="N",
         help="instead: hold out the last N documents of the last PREFIX (with --link copy)",
     )
@@ -63,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="hard",
         help="how the .bin files come into DIR (default: hard links, on the same file system)",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
+    add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
     arguments = parser.parse_args(argv)
     if arguments.tokenizer.startswith("train:"):
         raise UserError(
@@ -80,8 +81,6 @@ def _check_validation(arguments: argparse.Namespace) -> None:
         raise UserError("give held-out data: either --validation or --validation-documents")
     if held_out is None:
         return
-    if held_out < 1:
-        raise UserError(f"--validation-documents {held_out}: must be at least 1")
     if arguments.link != "copy":
         raise UserError(
             f"--validation-documents {held_out}: cuts a .bin in two, which needs --link copy"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,19 +12,24 @@ from pathlib import Path
 import numpy as np
 
 import cat_lm
-from cat_lm.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS, TokenCorpus, fingerprint
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, fingerprint
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
+from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.folders import check_output
+from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from data_prep.foreign import count_tokens, document_lengths, scan
-from data_prep.output import TOKENIZER
 from data_prep.progress import TextProgress
 from data_prep.text_bytes import TextBytes
+from data_prep.unfinished import TOKENIZER
 from data_prep.unigram import unigram_loss
 
 COPY_BLOCK = 1 << 24
+_PURPOSE = "adopted data on their way"
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,21 @@ class Pair:
 
 @dataclass(frozen=True)
 class Adopted:
-    """A pair that has its place: what the manifest says of it, and the count of each id."""
+    """A pair that has its place: what the manifest says of it, and the count of each id.
+
+    `stamps` are its files as they were when they were read.
+    """
 
     pair: Pair
     info: ShardInfo
     counts: np.ndarray
+    stamps: list[Stamp]
 
 
 def adopt(arguments: argparse.Namespace) -> None:
     """Does what the command line asks for and prints a summary. Raises `UserError`."""
     out: Path = arguments.out
+    check_output(out)
     check_spec(arguments.tokenizer)
     _check_free(out)
     pairs = [
@@ -56,23 +65,25 @@ def adopt(arguments: argparse.Namespace) -> None:
         *(_open_pair(text, "validation") for text in arguments.validation),
     ]
     _check_pairs(pairs)
-    out.parent.mkdir(parents=True, exist_ok=True)
     making = out.with_name(f".{out.name}.adopt.tmp")  # a kill leaves this, the next run removes it
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir()
+    make_marked(making, _PURPOSE)
     try:
+        empty_marked(making)
+        made = making / out.name
+        made.mkdir()
         info = build_tokenizer(
-            arguments.tokenizer, making / TOKENIZER, lambda: (), arguments.eod_token
+            arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token
         )
-        adopted = _adopt_all(pairs, info, making, arguments)
+        adopted = _adopt_all(pairs, info, made, arguments)
         manifest = _manifest(adopted, info, arguments)
-        write_json(making / MANIFEST, manifest)
+        write_json(made / MANIFEST, manifest)
         for split in SPLITS:
-            TokenCorpus.open(making, split)
-        os.rename(making, out)
+            TokenCorpus.open(made, split)
+        Notes(made).add([stamp for item in adopted for stamp in item.stamps])
+        os.rename(made, out)
         sync_directory(out.parent)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        remove_marked(making, _PURPOSE)
     _print_summary(out, manifest)
 
 
@@ -86,10 +97,10 @@ def _check_free(out: Path) -> None:
 def _open_pair(text: str, split: str) -> Pair:
     name, separator, path = text.partition("=")
     prefix = Path(path if separator else text)
+    if not prefix.name or (separator and (not name or not path)):
+        raise UserError(f"{text!r}: give [NAME=]PREFIX")
     if prefix.suffix in (".bin", ".idx"):
         prefix = prefix.with_suffix("")
-    if separator and (not name or not path):
-        raise UserError(f"{text}: give [NAME=]PREFIX")
     for suffix in (".bin", ".idx"):
         if not prefix.with_name(prefix.name + suffix).is_file():
             raise UserError(f"{prefix}{suffix}: no such file; give a path without .bin and .idx")
@@ -141,6 +152,7 @@ class Piece:
     counts: np.ndarray
     text_bytes: int
     bin_sha256: str | None  # None for a part of a file
+    read_as: Stamp  # the pair's .bin, as it was before it was read
 
 
 def _examine(
@@ -153,12 +165,14 @@ def _examine(
 ) -> list[Piece]:
     """The shards that a pair becomes: two where its last `held_out` documents are cut off."""
     shard = pair.shard
+    before = Listed(shard.bin_path, "0" * 64).stamp()
     tokens = scan(shard, info, arguments.documents == "eod", report)
     lengths = document_lengths(shard, tokens, info, arguments.documents)
     text.check(shard, lengths)
     if not held_out:
         size = text.count(shard, lengths, tokens.counts)
-        return [Piece(pair, pair.split, 0, lengths, tokens.counts, size, tokens.bin_sha256)]
+        digest = tokens.bin_sha256
+        return [Piece(pair, pair.split, 0, lengths, tokens.counts, size, digest, before)]
     if held_out >= len(lengths):
         raise UserError(
             f"--validation-documents {held_out}: {shard.bin_path} has {len(lengths)} documents; "
@@ -168,7 +182,7 @@ def _examine(
     counts = count_tokens(shard, cut, info.vocab_size)
     train = (0, lengths[:-held_out], tokens.counts - counts)
     return [
-        Piece(pair, split, start, own, seen, text.count(shard, own, seen, start), None)
+        Piece(pair, split, start, own, seen, text.count(shard, own, seen, start), None, before)
         for split, (start, own, seen) in (
             ("train", train),
             ("validation", (cut, lengths[-held_out:], counts)),
@@ -194,7 +208,15 @@ def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
         bin_sha256=digest,
         idx_sha256=write_index(folder / f"{name}.idx", shard.dtype, piece.lengths),
     )
-    return Adopted(replace(piece.pair, split=piece.split), info, piece.counts)
+    bin_file, idx_file = shard_files(folder, info.to_json())
+    if sha256(idx_file.path) != idx_file.sha256:
+        raise UserError(f"{idx_file.path}: reads back different; check the disk")
+    if link == "copy":
+        stamp = bin_file.stamp()
+    else:  # what was linked is what was read, unless it has changed since
+        stamp = piece.read_as.model_copy(update={"name": target.name, "sha256": digest})
+    pair = replace(piece.pair, split=piece.split)
+    return Adopted(pair, info, piece.counts, [stamp, idx_file.stamp()])
 
 
 def _link(source: Path, target: Path, link: str) -> None:

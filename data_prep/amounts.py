@@ -7,17 +7,32 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from cat_lm.errors import UserError
+from cat_lm.limits import TOKENS
 
+_MOST_CHARACTERS = 40
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def amount(flag: str, text: str) -> int:
     """A count such as 500000000, 5e8, 500M or 15B (10^9). Raises `UserError` for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d{1,2})?)([KMBGT]?)", text.strip().upper())
+    match = _match(r"([0-9]+(?:\.[0-9]+)?(?:E[0-9]{1,2})?)([KMBGT]?)", text.upper())
     value = Fraction(match[1]) * _FACTORS[match[2]] if match else Fraction(0)
     if value < 1 or value.denominator != 1:
-        raise UserError(f"{flag} {text}: give a whole number of at least 1, such as 500M or 15B")
+        given = cut(text)
+        raise UserError(f"{flag} {given}: give a whole number of at least 1, such as 500M or 15B")
+    if problem := TOKENS.problem(int(value)):
+        raise UserError(f"{flag} {text}: {problem}")
     return int(value)
+
+
+def cut(text: str) -> str:
+    """Shorten what was typed to what a line can show."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _match(pattern: str, text: str) -> re.Match[str] | None:
+    """Match all of a text that is short enough to be a number that can be meant."""
+    return re.fullmatch(pattern, text.strip()) if len(text) <= _MOST_CHARACTERS else None
 
 
 def names(flag: str, text: str) -> list[str]:
@@ -33,11 +48,11 @@ def numbers_by_set(flag: str, text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in text.split(","):
         name, equals, number = (piece.strip() for piece in item.partition("="))
-        good = re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and Fraction(number) > 0
+        good = _match(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", number) and Fraction(number) > 0
         if not name or not equals or not good or name in found:
             raise UserError(
-                f"{flag} {text}: {item.strip()!r} is not SET=NUMBER with a positive number, "
-                "each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
+                f"{flag} {cut(text)}: {cut(item.strip())!r} is not SET=NUMBER with a positive "
+                "number, each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
             )
         found[name] = number
     return dict(sorted(found.items()))
@@ -54,12 +69,12 @@ class Limit:
     @classmethod
     def parse(cls, flag: str, text: str) -> Limit:
         """From `100` or `0.01%`. Raises `UserError` for anything else."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
+        match = _match(r"([0-9]+(?:\.[0-9]+)?)%", text)
         if match and Fraction(match[1]) <= 100:
             return cls(text, share=Fraction(match[1]) / 100)
-        if re.fullmatch(r"\d+", text.strip()):
+        if _match(r"[0-9]+", text):
             return cls(text, count=int(text))
-        raise UserError(f"{flag} {text}: give a number of lines or a share such as 0.01%")
+        raise UserError(f"{flag} {cut(text)}: give a number of lines or a share such as 0.01%")
 
     def exceeded(self, malformed: int, records: int) -> bool:
         """Whether so many malformed ones among `records` (they included) are too many."""

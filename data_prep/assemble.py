@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing
@@ -35,7 +35,9 @@ from data_prep.parts import part_path, read_record, remove_part, write_record
 from data_prep.progress import TextProgress
 from data_prep.selection import Selection
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
+from data_prep.unfinished import MALFORMED, claim, shard_names
 from data_prep.units import Unit
+from data_prep.work import WorkFolder
 from data_prep.workers import run_tasks
 
 
@@ -43,7 +45,7 @@ class UselessInput(UserError):
     """Nothing can come of this input with these arguments; what is encoded need not be kept."""
 
 
-def assemble(job: Job, identity: dict, arguments: argparse.Namespace) -> None:
+def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Namespace) -> None:
     """Makes what is left of the parts, then the shards, then the manifest; prints the summary."""
     start = time.monotonic()
     assembly = _load(job) or _decide(job, arguments)
@@ -59,7 +61,7 @@ def assemble(job: Job, identity: dict, arguments: argparse.Namespace) -> None:
     manifest = build_manifest(
         identity, job.plan.tokenizer, job.plan.dtype, assembly, shards, counts
     )
-    output.finish(job.out, manifest)
+    output.finish(job.out, work, manifest)
     known = (*KNOWN_SETS, UNKNOWN_SET) if arguments.source == "slimpajama" else ()
     print_summary(job.out, manifest, known)
     print(f"{job.out}: complete (assembled in {time.monotonic() - start:.1f} s)")
@@ -97,8 +99,10 @@ def _decide(job: Job, arguments: argparse.Namespace) -> Assembly:
     _check_splits({shard.split for shard in shards}, arguments)
     rounds = len(job.plan.rounds)
     assembly = Assembly(rounds, selection, shards, _plain(counts), _plain(seen), empty, malformed)
+    # The work folder is this preparation's own, and so is all in it.
     shutil.rmtree(job.work / "shards", ignore_errors=True)
     (job.work / "shards").mkdir()
+    claim(job.out, shard_names(shard.name for shard in shards))
     write_record(job.work / ASSEMBLY, assembly.to_json())
     return assembly
 
@@ -147,7 +151,8 @@ def _check_input(
     """Writes malformed.log. Raises `UserError` for too many malformed records or absent sets."""
     documents = sum(c["documents"] for by_split in seen.values() for c in by_split.values())
     if malformed:
-        with replacing(job.out / output.MALFORMED, "wb") as log:
+        claim(job.out, [MALFORMED])
+        with replacing(job.out / MALFORMED, "wb") as log:
             for unit in units:
                 with open(part_path(job.work, unit.number, 0, "malformed"), "rb") as stream:
                     shutil.copyfileobj(stream, log)
@@ -157,7 +162,7 @@ def _check_input(
         first = next(filter(None, (job.record(u, 0)["first_malformed"] for u in units)))
         raise UserError(
             f"{malformed:,} of {records:,} records are malformed, more than --max-malformed "
-            f"{limit.text} allows; the first: {first} (all: {job.out / output.MALFORMED}); what "
+            f"{limit.text} allows; the first: {first} (all: {job.out / MALFORMED}); what "
             "is encoded is kept, a higher limit continues"
         )
     if not documents:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
+from cat_lm.data.verified import note_shards
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
 from data_prep.parts import (
@@ -201,6 +202,7 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
+    note_shards(task.folder, [info.to_json()])  # it was read back before it got its name
     with disk_errors(work):
         with replacing(token_counts_path(work, shard.name), "wb") as stream:
             np.save(stream, counts)

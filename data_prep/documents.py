@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
 MAX_LINE = 1 << 29
+MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 MAX_ZSTD_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # How much text a byte of such a file holds, for the estimate of disk space only.
 TEXT_PER_FILE_BYTE = {
@@ -29,7 +30,7 @@ TEXT_PER_FILE_BYTE = {
     ".jsonl": 1.0,
     ".jsonl.gz": 3.5,
     ".jsonl.zst": 3.5,
-    ".parquet": 2.5,
+    ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
 PARQUET_ROWS = 1024
 
@@ -91,7 +92,9 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
             if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
                 raise UserError(f"{path}: has changed since the preparation began; start it again")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        # Libraries raise it too, with lines of their own.
+        reason = describe_os_error(error) if error.errno else _one_line(str(error))
+        raise UserError(f"{path}: cannot be read ({reason})") from None
 
 
 def read_records(
@@ -169,7 +172,7 @@ def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]
         while block := source.read(BLOCK):
             yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path}: broken gzip file ({error})") from None
+        raise UserError(f"{path}: broken gzip file ({_one_line(str(error))})") from None
 
 
 def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
@@ -188,7 +191,7 @@ def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
             if frame.eof:
                 data, frame = frame.unused_data, None
     except zstandard.ZstdError as error:
-        raise UserError(f"{path}: broken zstd file ({error})") from None
+        raise UserError(f"{path}: broken zstd file ({_one_line(str(error))})") from None
     if frame is not None:
         raise UserError(f"{path}: broken zstd file (cut short)")
 
@@ -219,7 +222,9 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(stream) as file:
+        # Columns are read bit by bit: a file may be a single group of rows, of gigabytes.
+        bit_by_bit = {"pre_buffer": False, "buffer_size": BLOCK}
+        with pyarrow.parquet.ParquetFile(stream, **bit_by_bit) as file:
             names = file.schema_arrow.names
             if reading.text_key not in names:
                 raise UserError(

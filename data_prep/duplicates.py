@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS, TokenCorpus
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import Shard
 from data_prep.intact import BLOCK_TOKENS, document_ends, in_processes
 from data_prep.progress import TextProgress

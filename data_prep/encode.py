@@ -15,7 +15,7 @@ import numpy as np
 
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Malformed
+from data_prep.documents import MAX_DOCUMENT, Document, Malformed
 from data_prep.locks import file_lock
 from data_prep.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
 from data_prep.sources import Source
@@ -23,7 +23,6 @@ from data_prep.units import Unit
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1000
-MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 PLACES = 2**64  # hash places are below it
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS
+from cat_lm.data.manifest import SPLITS
 from cat_lm.errors import UserError
 from data_prep.assembly import ASSEMBLY
 from data_prep.encode import PLACES
@@ -59,7 +59,7 @@ class Estimate:
             file_bytes=sum(unit.bytes for unit in units),
             text_bytes=measured.text_bytes,
             bytes_per_second=measured.bytes_per_second,
-            workers=arguments.workers,
+            workers=job.workers,
         )
         if measured.text_bytes is None:
             unknown = dict.fromkeys(("result_bytes", "parts_bytes"), 0)
@@ -95,7 +95,7 @@ class Estimate:
             parts_to_come=max(0, int(parts * DISK_MARGIN - parts_there)),
             out_to_come=max(0, int(peak * DISK_MARGIN) - out_there),
             all_out_to_come=max(0, int(result * DISK_MARGIN) - out_there),
-            seconds=text * speed / arguments.workers,
+            seconds=text * speed / job.workers,
         )
 
     def lines(self) -> list[str]:
@@ -192,7 +192,7 @@ def _peak(job: Job, result: float, held_out: float, arguments: argparse.Namespac
     if job.wishes.mixture or job.wishes.repeat:  # the parts are read more than once
         return result
     shard = arguments.shard_tokens * np.dtype(job.plan.dtype).itemsize
-    return min(result, held_out * result + (arguments.workers + 1) * shard)
+    return min(result, held_out * result + (job.workers + 1) * shard)
 
 
 def _existing(folder: Path) -> Path:

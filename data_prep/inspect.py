@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
+from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
+from cat_lm.io.folders import check_output
+from cat_lm.limits import CONTEXT, SAMPLES, WORKERS, Range
 
 EXIT_CODES = """exit codes:
   0  intact
@@ -16,7 +18,7 @@ EXIT_CODES = """exit codes:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_prep.inspect",
         description="Shows the manifest, the counts per source, the lengths of the documents, "
         "exact duplicates and some decoded samples of prepared data, and checks that they are "
@@ -26,11 +28,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="what data_prep.prepare made")
-    add("--samples", type=int, default=2, metavar="N", help="documents and windows to show")
+    add("folder", type=path, metavar="DIR", help="what data_prep.prepare made")
+    add(
+        "--samples",
+        type=whole(Range(0, SAMPLES.high)),
+        default=2,
+        metavar="N",
+        help="documents and windows to show",
+    )
     add(
         "--context-length",
-        type=int,
+        type=whole(CONTEXT),
         default=2048,
         metavar="T",
         help="length of the windows whose edges are shown (default: 2048)",
@@ -50,42 +58,32 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--workers",
-        type=int,
+        type=whole(WORKERS),
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="processes that read shards (default: all cores)",
     )
-    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
-    add("--out", type=Path, metavar="DIR", help="write document_lengths.png there")
-    add("--json", type=Path, metavar="FILE", help="write the findings here")
+    add("--scratch", type=path, metavar="DIR", help="for temporary files (default: the system's)")
+    add("--out", type=path, metavar="DIR", help="write document_lengths.png there")
+    add("--json", type=path, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
     _check(arguments)
     return arguments
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name, least in (("samples", 0), ("context_length", 1), ("workers", 1)):
-        if getattr(arguments, name) < least:
-            flag = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
-            raise UserError(f"{flag}: must be at least {least}")
     if arguments.no_duplicates and arguments.fail_on_duplicates:
         raise UserError("--fail-on-duplicates: not with --no-duplicates")
-    for flag in ("scratch", "out"):
-        folder = getattr(arguments, flag)
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise UserError(f"--{flag} {folder}: is a file, a folder is needed")
+    # Before the work of which they take the result.
     if arguments.json is not None and arguments.json.is_dir():
         raise UserError(f"--json {arguments.json}: is a folder, a file is needed")
-    # Before the work of which they take the result.
     for flag, folder in (
-        ("out", arguments.out),
-        ("json", arguments.json and arguments.json.parent),
+        ("--out", arguments.out),
+        ("--json", arguments.json and arguments.json.parent),
     ):
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--{flag} {folder}: cannot be made ({error.strerror})") from None
+        if folder is not None:
+            check_output(folder, flag)
+            folder.mkdir(parents=True, exist_ok=True)
     if arguments.scratch is not None and not arguments.scratch.is_dir():
         raise UserError(f"--scratch {arguments.scratch}: no such folder")
 

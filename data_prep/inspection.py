@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cat_lm.data.corpus import SPLITS, TokenCorpus, read_manifest
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import SPLITS, listed_shards, read_manifest
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
@@ -14,7 +15,8 @@ from data_prep import excerpts
 from data_prep.duplicates import Duplicates, find_duplicates
 from data_prep.intact import manifest_problems, shard_problems
 from data_prep.lengths import PICTURE, Lengths, draw_lengths
-from data_prep.output import TOKENIZER
+from data_prep.unfinished import TOKENIZER
+from data_prep.workers import tell_workers, useful_workers
 
 BAR_WIDTH = 40
 
@@ -27,7 +29,10 @@ def inspect(options: argparse.Namespace) -> Duplicates | None:
     """
     manifest = read_manifest(options.folder)
     _print_manifest(options.folder, manifest)
-    corpora, problems = _check(options, manifest)
+    shards = len(list(listed_shards(manifest)))
+    tell_workers(options.workers, shards)
+    workers = useful_workers(options.workers, shards)
+    corpora, problems = _check(options, manifest, workers)
     findings = {
         "folder": str(options.folder),
         "intact": not problems,
@@ -49,7 +54,7 @@ def inspect(options: argparse.Namespace) -> Duplicates | None:
             print(f"\npicture: {options.out / PICTURE}")
         _print_samples(options, corpora)
         if not options.no_duplicates:
-            duplicates = find_duplicates(corpora, options.workers, options.scratch)
+            duplicates = find_duplicates(corpora, workers, options.scratch)
             findings["duplicates"] = duplicates.to_json()
             _print_duplicates(duplicates, corpora)
     if options.json:
@@ -61,7 +66,9 @@ def inspect(options: argparse.Namespace) -> Duplicates | None:
     return duplicates
 
 
-def _check(options: argparse.Namespace, manifest: dict) -> tuple[dict[str, TokenCorpus], list[str]]:
+def _check(
+    options: argparse.Namespace, manifest: dict, workers: int
+) -> tuple[dict[str, TokenCorpus], list[str]]:
     """The opened splits, and everything that is wrong with them."""
     try:
         corpora = {split: TokenCorpus.open(options.folder, split) for split in SPLITS}
@@ -69,7 +76,7 @@ def _check(options: argparse.Namespace, manifest: dict) -> tuple[dict[str, Token
         return {}, [str(error)]
     problems = list(manifest_problems(options.folder, manifest))
     if not problems and not options.no_checksums:
-        problems = shard_problems(corpora, options.workers)
+        problems = shard_problems(corpora, workers)
     return corpora, problems
 
 
@@ -86,7 +93,7 @@ def _print_manifest(folder: Path, manifest: dict) -> None:
     print(f"{folder}: {json.dumps(manifest['source'], ensure_ascii=False)}")
     print(
         f"tokenizer: {tokenizer['spec']}, {tokenizer['vocab_size']} ids, "
-        f"EOD {tokenizer['eod_token']!r} = {tokenizer['eod_id']}, stored as {manifest['dtype']}"
+        f"EOD {tokenizer.get('eod_token')!r} = {tokenizer['eod_id']}, stored as {manifest['dtype']}"
     )
     if "convention" in tokenizer:
         print(f"convention: {tokenizer['convention']}")

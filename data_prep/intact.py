@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from cat_lm.data.corpus import SPLITS, TokenCorpus, fingerprint
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import SPLITS, fingerprint
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from data_prep.output import TOKENIZER
 from data_prep.progress import TextProgress
+from data_prep.unfinished import TOKENIZER
 
 BLOCK_TOKENS = 1 << 22
 SMALL_BYTES = 1 << 26  # read before other processes have started

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import cat_lm
-from cat_lm.data.corpus import FORMAT_VERSION, SPLITS, fingerprint
+from cat_lm.data.manifest import FORMAT_VERSION, SPLITS, fingerprint
 from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import TokenizerInfo
 from data_prep.assembly import Assembly

@@ -2,33 +2,55 @@
 
 .prepare.lock     held while a preparation runs (by the kernel: a kill releases it)
 .setup.lock       held while one of several that run together begins or takes up the work
-unfinished.json   written first, removed last: the arguments, and where the parts are
+unfinished.json   written first, removed last: the arguments, and the files that may be here
 manifest.json     written when everything else is in place: the data are complete
 
-The parts and all that a restart needs to know lie in the work folder: `parts` in the output folder,
-or a folder of its own in --scratch.
+The parts and all that a restart needs to know lie in the work folder (`data_prep.work`). What is
+not listed in one of the two files is somebody else's: it stays, and is not written over.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, PACKING, SPLITS, TokenCorpus, read_manifest
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
+from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.own_files import is_marked, remove_files, remove_marked
+from data_prep.assembly import ASSEMBLY
 from data_prep.locks import Busy, file_lock
+from data_prep.parts import read_record
+from data_prep.unfinished import (
+    MALFORMED,
+    MARKER,
+    PROGRAM,
+    TOKENIZER_PURPOSE,
+    Earlier,
+    Unfinished,
+    claim,
+    finished_files,
+    read_marker,
+    shard_names,
+    tokenizer_names,
+)
+from data_prep.work import WorkFolder
 
 LOCK = ".prepare.lock"
 SETUP_LOCK = ".setup.lock"
-MARKER = "unfinished.json"
-TOKENIZER = "tokenizer"
-MALFORMED = "malformed.log"
+# What a killed process has left of files on their way; a tokenizer's is a folder with a mark.
+_TEMPORARY = re.compile(
+    r"\.(?:(?:train|validation)-\d{5,}\.(?:bin|idx)\.[^/]+"
+    r"|(?:manifest\.json|unfinished\.json|malformed\.log)\.[a-z0-9_]{8})\.tmp"
+)
+_TOKENIZER_TEMPORARY = re.compile(r"\.tokenizer\..+\.tmp")
 # Arguments that choose among the encoded documents: a change leaves the parts useful.
 SELECTING = ("sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens")
 
@@ -43,7 +65,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[None]:
                 yield
             finally:
                 if not shared:
-                    (folder / LOCK).unlink(missing_ok=True)
+                    _remove_locks(folder, LOCK)
     except Busy:
         raise UserError(f"--out {folder}: another preparation is writing to it") from None
     except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
@@ -104,16 +126,8 @@ def _changes(found: dict, identity: dict, differing: list[str]) -> str:
     return "; ".join(changes)
 
 
-def work_folder(folder: Path, scratch: Path | None) -> Path:
-    """Where the parts of a preparation into `folder` go; the same in every run."""
-    if scratch is None:
-        return folder.resolve() / "parts"
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    return scratch.resolve() / f"cat-lm-prepare-{name}"
-
-
 def begin(
-    folder: Path, work: Path, identity: dict, overwrite: bool, together: bool = False
+    folder: Path, work: WorkFolder, identity: dict, overwrite: bool, together: bool = False
 ) -> None:
     """Takes up an unfinished preparation, or marks the folder and removes what is in it.
 
@@ -124,44 +138,112 @@ def begin(
     Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`, and
     where one that several machines may work on `together` has its parts where this one has none.
     """
-    marker = _read_marker(folder)
-    if marker and not (folder / MANIFEST).is_file():
-        found, there = marker["identity"], Path(marker["work"])
-        differing = _differing(found, identity)
+    marker = read_marker(folder)
+    complete = (folder / MANIFEST).is_file()
+    if marker and not complete:
+        differing = _differing(marker.identity, identity)
         if differing and not overwrite:
             raise UserError(
                 f"--out {folder}: holds an unfinished preparation made otherwise "
-                f"({_changes(found, identity, differing)}); give its arguments to continue it, "
-                "or --overwrite for these"
+                f"({_changes(marker.identity, identity, differing)}); give its arguments to "
+                "continue it, or --overwrite for these"
             )
-        reusable = set(differing) <= set(SELECTING) and not _limited(identity)
-        if there != work and not overwrite and not differing:
-            raise UserError(
-                f"--out {folder}: its unfinished preparation keeps its parts in {there}; give the "
-                "same --scratch to continue it, or --overwrite"
-            )
-        if together and there == work and not work.is_dir() and not overwrite:
-            raise UserError(
-                f"--scratch {work.parent}: the parts that were begun ({work.name}) are not there; "
-                "several machines need one that they share (to begin anew: --overwrite)"
-            )
-        if there == work and work.is_dir() and reusable:
-            if differing:  # what was chosen and made of it goes while the old marker stands
-                (work / "assembly.json").unlink(missing_ok=True)
-                _remove(work / "shards")
-                _remove_shards(folder)
-                write_json(folder / MARKER, {"identity": identity, "work": str(work)})
+        if isinstance(marker, Earlier):
+            _continue_earlier(folder, marker, work, identity, differing)
             return
+        if not overwrite and not differing:
+            _check_place(folder, marker, work, together)
+        if _can_continue(marker, work, differing, identity):
+            _continue(folder, marker, work, identity, differing)
+            return
+    files = finished_files(folder, read_manifest(folder)) if complete else []
+    files += marker.files if isinstance(marker, Unfinished) else []
+    if isinstance(marker, Unfinished) and marker.scratch not in (work.scratch, None):
+        print(f"note: parts that other arguments left in {marker.scratch} stay there")
     # Before the new marker, under which a restart would take it for its own.
-    for stale in {work, Path(marker["work"]) if marker else work}:
-        _remove(stale)
-    write_json(folder / MARKER, {"identity": identity, "work": str(work)})
+    inside = WorkFolder.of(folder, None)
+    if inside != work and inside.is_ours():
+        inside.remove()
+    work.remove()
+    if os.path.lexists(work.path):
+        raise UserError(f"{work.path}: holds files that are not of a preparation; move it away")
+    own = Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files)
+    own.save(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
-    _remove_data(folder, work)
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--scratch {work.parent}: cannot be written ({error.strerror})") from None
+    remove_temporary(folder)
+    remove_files(folder, files)
+    own.model_copy(update={"files": []}).save(folder)
+    _tell_what_stays(folder)
+    claim(folder, [*tokenizer_names(), NOTE])
+    work.make()
+
+
+def _check_place(folder: Path, marker: Unfinished, work: WorkFolder, together: bool) -> None:
+    """Raises `UserError` where the parts of a preparation to be continued are not at hand."""
+    if marker.scratch != work.scratch:
+        there = Path(marker.scratch) if marker.scratch else None
+        raise UserError(
+            f"--out {folder}: its unfinished preparation keeps its parts in "
+            f"{WorkFolder.of(folder, there).path}; give the same --scratch to continue it, or "
+            "--overwrite"
+        )
+    if work.path.is_dir():
+        return
+    if together:
+        raise UserError(
+            f"--scratch {work.path.parent}: the parts that were begun ({work.path.name}) are not "
+            "there; several machines need one that they share (to begin anew: --overwrite)"
+        )
+    print(f"note: the parts that were begun are not in {work.path}; encoding begins anew")
+
+
+def _can_continue(
+    marker: Unfinished, work: WorkFolder, differing: list[str], identity: dict
+) -> bool:
+    reusable = set(differing) <= set(SELECTING) and not _limited(identity)
+    return reusable and marker.scratch == work.scratch and work.path.is_dir()
+
+
+def _continue(
+    folder: Path, marker: Unfinished, work: WorkFolder, identity: dict, differing: list[str]
+) -> None:
+    work.take_up()
+    if not differing:
+        return
+    # What was chosen, and made of it, goes while the old marker stands.
+    (work.path / ASSEMBLY).unlink(missing_ok=True)
+    _remove(work.path / "shards")
+    remove_temporary(folder)
+    kept = tokenizer_names()
+    remove_files(folder, [name for name in marker.files if name not in kept])
+    own = marker.model_copy(update={"identity": identity, "files": kept})
+    own.save(folder)
+    claim(folder, [NOTE])
+
+
+def _continue_earlier(
+    folder: Path, marker: Earlier, work: WorkFolder, identity: dict, differing: list[str]
+) -> None:
+    """Goes on with what a version began that left no mark and no list."""
+    if differing or not work.path.is_dir():
+        raise UserError(
+            f"--out {folder}: holds a preparation that an earlier version began, with its parts in "
+            f"{marker.work}; continue it with its arguments, or remove it and give these again"
+        )
+    work.take_up(unmarked=True)
+    planned = (read_record(work.path / ASSEMBLY) or {}).get("shards", [])
+    names = shard_names(f"{shard['split']}-{shard['number']:05d}" for shard in planned)
+    files = [*tokenizer_names(), MALFORMED, *names]
+    Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files).save(folder)
+    claim(folder, [NOTE])
+
+
+def _tell_what_stays(folder: Path) -> None:
+    ours = (LOCK, SETUP_LOCK, MARKER)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    if others:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        print(f"note: {folder}: not of the earlier data, and left: {', '.join(others[:5])}{more}")
 
 
 def _limited(identity: dict) -> bool:
@@ -169,36 +251,37 @@ def _limited(identity: dict) -> bool:
     return bool(identity["max_documents"] or identity["max_bytes"])
 
 
-def _read_marker(folder: Path) -> dict | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        return {"identity": dict(marker["identity"]), "work": str(marker["work"])}
-    return None
-
-
-def abandon(folder: Path, work: Path) -> None:
+def abandon(folder: Path, work: WorkFolder) -> None:
     """Removes what a preparation that failed has made, unless there are finished parts in it.
 
     So a mistake that shows at once leaves nothing in the way of the next attempt.
     """
-    worth_keeping = any(work.glob("part-*.json"))
+    worth_keeping = any(work.path.glob("part-*.json"))
     if not worth_keeping:
         discard(folder, work)
 
 
-def discard(folder: Path, work: Path) -> None:
+def discard(folder: Path, work: WorkFolder) -> None:
     """Removes an unfinished preparation."""
-    if (folder / MARKER).is_file() and not (folder / MANIFEST).is_file():
-        _remove_data(folder, work)
-        for name in (SETUP_LOCK, MARKER):
-            (folder / name).unlink(missing_ok=True)
+    marker = read_marker(folder)
+    if isinstance(marker, Unfinished) and not (folder / MANIFEST).is_file():
+        remove_temporary(folder)
+        remove_files(folder, marker.files)
+        _end(folder, work)
 
 
-def _remove_data(folder: Path, work: Path) -> None:
-    _remove_shards(folder)
-    for name in (TOKENIZER, PACKING):
-        _remove(folder / name)
-    _remove(work)
+def _end(folder: Path, work: WorkFolder) -> None:
+    if work.is_ours():
+        work.remove()
+    _remove_locks(folder, SETUP_LOCK)
+    (folder / MARKER).unlink(missing_ok=True)
+
+
+def _remove_locks(folder: Path, name: str) -> None:
+    """Removes a lock's file, which is empty."""
+    path = folder / name
+    if path.is_file() and path.stat().st_size == 0:
+        path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
@@ -206,35 +289,37 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         raise UserError(f"{folder}: cannot be removed; remove it and try again")
-    if folder.parent.is_dir():
-        sync_directory(folder.parent)
-
-
-def _remove_shards(folder: Path) -> None:
-    remove_temporary(folder)
-    for split in SPLITS:
-        for kind in ("bin", "idx"):
-            for file in folder.glob(f"{split}-*.{kind}"):
-                file.unlink()
-    (folder / MALFORMED).unlink(missing_ok=True)
+    sync_directory(folder.parent)
 
 
 def remove_temporary(folder: Path) -> None:
     """Removes what a killed process has left between its making and its renaming."""
-    for file in folder.glob(".*.tmp"):
-        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
+            path.unlink(missing_ok=True)
+        elif _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path, TOKENIZER_PURPOSE):
+            remove_marked(path, TOKENIZER_PURPOSE)
 
 
-def finish(folder: Path, manifest: dict) -> None:
+def finish(folder: Path, work: WorkFolder, manifest: dict) -> None:
     """Writes the manifest, which makes the folder complete, and tidies up."""
     remove_temporary(folder)
     write_json(folder / MANIFEST, manifest)
-    tidy(folder)
+    tidy(folder, work)
 
 
-def tidy(folder: Path) -> None:
+def tidy(folder: Path, work: WorkFolder) -> None:
     """Removes the parts and the marker of complete data, where a kill has left them."""
-    if marker := _read_marker(folder):
-        shutil.rmtree(marker["work"], ignore_errors=True)
-    for name in (SETUP_LOCK, MARKER):
-        (folder / name).unlink(missing_ok=True)
+    try:
+        marker = read_marker(folder)
+    except UserError:
+        return  # a file of that name is somebody else's
+    if isinstance(marker, Earlier):
+        print(f"note: {folder / MARKER} is left from an earlier version; it can be removed")
+        return
+    if marker and marker.scratch != work.scratch:
+        print(
+            f"note: parts are left in {marker.scratch or folder}; the same --scratch removes them"
+        )
+        return
+    _end(folder, work)

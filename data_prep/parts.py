@@ -27,6 +27,7 @@ import numpy as np
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.readers import read_object
 
 DOCUMENT = np.dtype(
     [
@@ -127,10 +128,10 @@ def write_record(path: Path, record: dict) -> None:
 def read_record(path: Path) -> dict | None:
     """A record as it was written; None where there is none, or a damaged one."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        digest = record.pop("record_sha256")
-    except (OSError, ValueError, KeyError, AttributeError):
+        record = read_object(path)
+    except UserError:
         return None
+    digest = record.pop("record_sha256", None)
     return record if digest == _record_sha256(record) else None
 
 

@@ -9,9 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from cat_lm.data.corpus import MANIFEST, read_manifest
+from cat_lm.data.manifest import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
+from cat_lm.io.folders import check_output
 from data_prep import output
 from data_prep.assemble import UselessInput, assemble
 from data_prep.documents import Reading
@@ -24,7 +25,10 @@ from data_prep.parts import disk_errors
 from data_prep.planning import Plan, dtype_name, first_round, make_tokenizer
 from data_prep.selection import Wishes
 from data_prep.sources import Source, open_source
+from data_prep.unfinished import TOKENIZER
 from data_prep.units import task_units, units_of
+from data_prep.work import WorkFolder
+from data_prep.workers import tell_workers, useful_workers
 
 DEFAULT_SET_KEY = Reading().set_key
 
@@ -33,21 +37,30 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Runs the preparation that the command line asks for and prints its summary."""
     check_spec(arguments.tokenizer)
     reading = Reading(arguments.text_key, arguments.document_separator, arguments.set_key)
-    source = open_source(arguments.source, arguments.path, reading, arguments.validation_path)
+    source = open_source(
+        arguments.source,
+        arguments.path,
+        reading,
+        arguments.validation_path,
+        arguments.validation_fraction,
+    )
     identity = _identity(arguments, source)
     if _is_complete(arguments, identity):  # finished data may lie where nothing can be written
         return
     if arguments.estimate:
         _print_estimate(arguments, source)
         return
+    check_output(arguments.out)
+    if arguments.scratch is not None:
+        check_output(arguments.scratch, "--scratch")
     with output.locked(arguments.out, shared=arguments.stage == "encode"):
         if _is_complete(arguments, identity):
             return
-        work = output.work_folder(arguments.out, arguments.scratch)
+        work = WorkFolder.of(arguments.out, arguments.scratch)
         with disk_errors(arguments.out):
             job = _set_up(arguments, source, identity, work)
             try:
-                _run(arguments, job, identity)
+                _run(arguments, job, identity, work)
             except UselessInput:
                 output.discard(arguments.out, work)
                 raise
@@ -61,12 +74,12 @@ def _is_complete(arguments: argparse.Namespace, identity: dict) -> bool:
     folder = arguments.out
     complete = folder.is_dir() and output.is_complete(folder, identity, arguments.overwrite)
     if complete:
-        output.tidy(folder)
+        output.tidy(folder, WorkFolder.of(folder, arguments.scratch))
         print(f"{folder}: already complete with these arguments, nothing to do")
     return complete
 
 
-def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work: Path) -> Job:
+def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work: WorkFolder) -> Job:
     """Takes up what an earlier run has left, or begins; then prints the estimates."""
     start = time.monotonic()
     with file_lock(arguments.out / output.SETUP_LOCK):
@@ -77,23 +90,24 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
         try:
             if arguments.stage != "encode":
                 output.remove_temporary(arguments.out)
-                output.remove_temporary(work)
-            plan = Plan.load(work, arguments.out / output.TOKENIZER)
+                work.remove_temporary()
+            plan = Plan.load(work.path, arguments.out / TOKENIZER)
             fraction = _held_out_fraction(arguments, source)
             # Among few documents the fraction depends on the sets, which --overwrite may change.
             if new := plan is None or plan.validation_fraction != fraction:
-                plan = _plan(arguments, source, arguments.out / output.TOKENIZER, fraction)
-            job = _job(arguments, source, plan, work)
+                plan = _plan(arguments, source, arguments.out / TOKENIZER, fraction)
+            job = _job(arguments, source, plan, work.path)
             estimate = Estimate.of(job, arguments)
             estimate.check_disk()
             if new:
-                plan.save(work)
+                plan.save(work.path)
         except UserError:
             output.abandon(arguments.out, work)
             raise
     info, seconds = plan.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")
-    print(*estimate.lines(), sep="\n", flush=True)
+    tell_workers(arguments.workers, len(job.units))
+    print(*estimate.lines(), *source.notes(plan.validation_fraction), sep="\n", flush=True)
     return job
 
 
@@ -108,14 +122,14 @@ def _rehearse(arguments: argparse.Namespace, source: Source, identity: dict) -> 
         _wishes(arguments).check_names(manifest["input"])
 
 
-def _run(arguments: argparse.Namespace, job: Job, identity: dict) -> None:
+def _run(arguments: argparse.Namespace, job: Job, identity: dict, work: WorkFolder) -> None:
     if arguments.stage != "assemble":
         units = task_units(job.units, arguments.task)
         job.encode(units)
         if arguments.stage == "encode":
             print(f"{len(units):,} units are encoded; go on with --stage assemble")
             return
-    assemble(job, identity, arguments)
+    assemble(job, work, identity, arguments)
 
 
 def _identity(arguments: argparse.Namespace, source: Source) -> dict:
@@ -181,29 +195,30 @@ def _held_out_below(source: Source, fraction: float) -> int:
 
 
 def _job(arguments: argparse.Namespace, source: Source, plan: Plan, work: Path) -> Job:
+    units = units_of(source)
     light = copy.copy(source)  # goes to the workers with every unit
     light.parts = []
     encoding = dataclasses.replace(
         _encoding(arguments, light, plan.validation_fraction),
         work=work,
-        tokenizer_folder=arguments.out / output.TOKENIZER,
+        tokenizer_folder=arguments.out / TOKENIZER,
         tokenizer=plan.tokenizer,
         dtype=plan.dtype,
     )
     return Job(
         out=arguments.out,
         encoding=encoding,
-        units=units_of(source),
+        units=units,
         plan=plan,
         wishes=_wishes(arguments),
-        workers=arguments.workers,
+        workers=useful_workers(arguments.workers, len(units)),
         held_out_below=_held_out_below(source, plan.validation_fraction),
     )
 
 
 def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
     estimate = _estimate(arguments, source)
-    print(*estimate.lines(), sep="\n")
+    print(*estimate.lines(), *source.notes(arguments.validation_fraction), sep="\n")
     estimate.check_disk()
 
 
@@ -211,6 +226,7 @@ def _estimate(arguments: argparse.Namespace, source: Source) -> Estimate:
     """What the work would take, from a plan that is not kept."""
     with tempfile.TemporaryDirectory() as folder:
         fraction = _held_out_fraction(arguments, source)
-        plan = _plan(arguments, source, Path(folder) / output.TOKENIZER, fraction)
-    job = _job(arguments, source, plan, output.work_folder(arguments.out, arguments.scratch))
+        plan = _plan(arguments, source, Path(folder) / TOKENIZER, fraction)
+    work = WorkFolder.of(arguments.out, arguments.scratch)
+    job = _job(arguments, source, plan, work.path)
     return Estimate.of(job, arguments)

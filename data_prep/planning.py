@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
 from cat_lm.io.checksums import sha256
+from cat_lm.io.files import sync_directory
+from cat_lm.io.own_files import make_marked, remove_marked
 from data_prep.choosing import MARGIN, Shortage, place_for
 from data_prep.documents import Document
 from data_prep.encode import PLACES, Encoding, Range, Ranges, split_of
@@ -20,6 +21,7 @@ from data_prep.measure import Measured
 from data_prep.parts import read_record, write_record
 from data_prep.selection import Wishes
 from data_prep.sources import Source, sample_texts
+from data_prep.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
 
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from
 CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified on
@@ -119,22 +121,25 @@ def make_tokenizer(
 ) -> TokenizerInfo:
     """Makes the tokenizer of the prepared data, verifies it on a sample and puts it in `folder`.
 
-    Several processes may do so at once: what they make is the same, and one of them puts it there.
+    Several processes may do so at once: what they make is the same, and each file comes whole.
     """
     sampling = _sampling(source, encoding)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    making = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    make_marked(making, TOKENIZER_PURPOSE)
     try:
+        made = making / folder.name
         info = build_tokenizer(spec, made, lambda: sampling(TRAINING_SAMPLE), eod_token)
         verify_tokenizer(info, made, list(sampling(CHECK_SAMPLE)))
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            os.rename(made, folder)
-        except OSError:
-            if not (folder / "tokenizer.json").is_file():
-                raise
+        folder.mkdir(exist_ok=True)
+        # tokenizer.json goes last: the plan knows its checksum.
+        for name in reversed(TOKENIZER_FILES):
+            if (made / name).is_file():
+                os.replace(made / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        sync_directory(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        remove_marked(making, TOKENIZER_PURPOSE)
     return info
 
 

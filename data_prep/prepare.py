@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
-from pathlib import Path
 
+from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
+from cat_lm.limits import DOCUMENTS, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
 
 KINDS = ("python-stdlib", "files", "slimpajama")
@@ -23,7 +25,7 @@ EXCLUSIVE = (
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without reading anything."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_prep.prepare",
         usage="%(prog)s --source KIND [--path PATH] --tokenizer SPEC --out DIR [options]",
         description="Turns text into Megatron .bin/.idx token shards with a held-out validation "
@@ -47,7 +49,8 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     add(
         "--path",
         help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
-        "slimpajama: a local mirror, or hub:OWNER/NAME[/FOLDER][@REVISION]",
+        "slimpajama: hub:OWNER/NAME[/FOLDER][@REVISION], such as hub:DKYoon/SlimPajama-6B or "
+        "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it",
     )
     add(
         "--validation-path",
@@ -102,11 +105,12 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="share of documents held out, unless the source has its own split (default: 0.05)",
+        help="share of documents held out, unless the source has its own split; of a single "
+        "document, the share at its end (default: 0.05)",
     )
     add(
         "--seed",
-        type=int,
+        type=whole(SEED),
         default=0,
         metavar="N",
         help="decides which documents are held out, and which ones a part of a set consists of "
@@ -128,27 +132,43 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-repeats",
-        type=int,
+        type=whole(REPEATS),
         default=4,
         metavar="N",
         help="how often --mixture may use a set (default: 4)",
     )
     add("--repeat", metavar="SET=TIMES,…", help="use sets more than once, such as 2 or 1.5 times")
-    add("--max-documents", type=int, metavar="N", help="stop after this many documents")
-    add("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")
+    add(
+        "--max-documents",
+        type=whole(DOCUMENTS),
+        metavar="N",
+        help="stop after this many documents",
+    )
+    add(
+        "--max-bytes",
+        type=whole(TEXT_BYTES),
+        metavar="N",
+        help="stop after this many bytes of text",
+    )
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the result")
+    add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
     add(
         "--scratch",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="folder for the parts (default: in --out); several machines need one that they share",
     )
     cores = len(os.sched_getaffinity(0))
-    add("--workers", type=int, default=cores, metavar="N", help="processes (default: all cores)")
+    add(
+        "--workers",
+        type=whole(WORKERS),
+        default=cores,
+        metavar="N",
+        help="processes (default: all cores)",
+    )
     add(
         "--stage",
         choices=STAGES,
@@ -158,7 +178,11 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     )
     add("--task", metavar="I/N", help="with --stage encode: the units of task I (from 0) of N")
     add("--estimate", action="store_true", help="only tell what disk and time it would take")
-    add("--overwrite", action="store_true", help="delete other data in the folder and replace it")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace other data in the folder: what its manifest lists goes, all else stays",
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -181,24 +205,21 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _task(flag: str, text: str) -> tuple[int, int]:
-    index, slash, count = text.partition("/")
-    if not slash or not (index.isdecimal() and count.isdecimal()) or int(index) >= int(count):
-        raise UserError(f"{flag} {text}: give I/N, with I from 0 to N - 1")
-    return int(index), int(count)
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise UserError(f"{flag} {amounts.cut(text)}: give I/N, with I from 0 to N - 1")
+    return int(match[1]), int(match[2])
 
 
 def _check(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.validation_fraction < 1:
         value = arguments.validation_fraction
         raise UserError(f"--validation-fraction {value}: must lie between 0 and 1")
-    if abs(arguments.seed) >= 2**63:
-        raise UserError(f"--seed {arguments.seed}: must lie between -2^63 and 2^63")
     if not all((key := arguments.set_key).split(".")):
         raise UserError(f"--set-key {key!r}: give a key, or several with dots between")
-    for name in ("workers", "max_documents", "max_bytes", "max_repeats"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name, times in (arguments.repeat or {}).items():
+        if float(times) > REPEATS.high:
+            raise UserError(f"--repeat {name}={times}: must be at most {REPEATS.high:,} times")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"--out {arguments.out}: is a file, a folder is needed")
     if arguments.task is not None and arguments.stage != "encode":

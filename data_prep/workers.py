@@ -15,7 +15,25 @@ from typing import Any
 from cat_lm.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
+WORKERS_PER_CORE = 8
 END_SECONDS = 10.0  # for workers to tidy up after themselves
+
+
+def useful_workers(asked: int, pieces: int) -> int:
+    """Cap --workers at what the pieces of work and this machine's cores can keep busy.
+
+    Some more than there are cores may wait for a network at once; with few pieces, the cores that
+    none keeps busy help with the others.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(asked, max(cores, min(pieces, WORKERS_PER_CORE * cores)))
+
+
+def tell_workers(asked: int, pieces: int) -> None:
+    """Say where fewer workers than were asked for are of use."""
+    if (useful := useful_workers(asked, pieces)) < asked:
+        cores = len(os.sched_getaffinity(0))
+        print(f"note: --workers {asked}: {useful} for {pieces:,} pieces of work on {cores} cores")
 
 
 def run_tasks(

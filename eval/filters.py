@@ -11,8 +11,6 @@ kind of convolution:
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cat_lm.errors import UserError
+from cat_lm.pretrained import load_weights, model_config, weight_files
 from eval.figures import INK, MUTED, STYLE, WIDE
 
 if TYPE_CHECKING:
@@ -74,35 +72,23 @@ class View:
 def read_filters(model: Path) -> Filters | None:
     """The filters in the export at `model`; None without an export or without convolutions.
 
-    Raises UserError where its files are damaged.
+    Raises UserError where its files are damaged, or are no longer what was exported.
     """
-    weights = model / "model.safetensors"
-    if not weights.is_file():
+    if not (model / "config.json").is_file() or not weight_files(model):
         return None
-    from safetensors import SafetensorError
-
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        streams = _streams(weights)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"model {model}: cannot be read: {error}; export it again") from None
-    return Filters(config["conv_type"], streams) if streams else None
-
-
-def _streams(weights: Path) -> dict[str, np.ndarray]:
-    from safetensors import safe_open
-
-    layers: dict[str, dict[int, np.ndarray]] = {}
-    with safe_open(weights, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
-            if match := _FILTER_NAME.search(name):
-                taps = tensors.get_tensor(name).float().numpy()
-                layers.setdefault(match[2], {})[int(match[1])] = taps
-    return {
-        stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
-        for stream in "qkv"
-        if stream in layers
+    config = model_config(model)
+    wanted = [
+        [_filter_name(layer, stream) for layer in range(config.num_hidden_layers)]
+        for stream in getattr(config, "convolved_streams", "")
+    ]
+    if not wanted:
+        return None
+    tensors = load_weights(model, config, {name for layers in wanted for name in layers})
+    streams = {
+        stream: np.stack([tensors[name].float().numpy() for name in names])
+        for stream, names in zip(config.convolved_streams, wanted, strict=True)
     }
+    return Filters(config.conv_type, streams)
 
 
 def views(filters: Filters) -> list[View]:

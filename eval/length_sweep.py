@@ -24,10 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import limits
+from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, whole_numbers
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json
 from cat_lm.io.folders import check_output
-from cat_lm.pretrained import DTYPES, model_config, model_folder, quiet_transformers
+from cat_lm.pretrained import DTYPES, choose_device, model_config, model_folder, quiet_transformers
 from eval.length_sweep_cells import (
     DOCUMENTS,
     Cells,
@@ -41,6 +44,7 @@ from eval.length_sweep_cells import (
 )
 from eval.length_sweep_text import sweep_streams
 from eval.memory import NotEnoughMemory
+from eval.streams import REASONS
 
 if TYPE_CHECKING:
     from eval.streams import TokenStream
@@ -77,6 +81,9 @@ COLUMNS = (
     "dtype",
     "device",
     "seconds",
+    # Of the text: those of `tokens` and those of the reasons to leave one out are all of them.
+    "text_tokens",
+    *(f"left_out_{reason}" for reason in REASONS),
 )
 
 
@@ -120,6 +127,7 @@ def sweep(
     """
     protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     lengths = sorted(set(lengths))
+    choose_device(device)  # an absent one ends the sweep before anything is read
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     streams = sweep_streams(
         subjects,
@@ -130,6 +138,8 @@ def sweep(
         max_tokens=max_tokens,
         document_tokens=(min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None,
     )
+    for account in dict.fromkeys(stream.account for stream in streams):
+        print(account, file=sys.stderr)
     rows, missing = _fill(subjects, streams, lengths, protocol, Path(out))
     if missing:
         raise UserError(
@@ -185,8 +195,8 @@ def _subjects(
 
 def _refuse_repeated(folders: Sequence[Path]) -> None:
     places = [folder.resolve() for folder in folders]
-    for number, folder in enumerate(folders):
-        if places[number] in places[:number]:
+    for index, folder in enumerate(folders):
+        if places[index] in places[:index]:
             raise UserError(f"model {folder}: given twice; its lines would be the same")
 
 
@@ -228,25 +238,20 @@ def _draw(rows: list[dict[str, Any]], out: Path) -> None:
     save_figure(position_figure(rows), out / "loss_by_position")
 
 
-def _whole_numbers(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers such as 256,512") from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: every length must be at least 1")
-    return values
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.length_sweep", description="Perplexity against context length."
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="transformers or run folder")
+    parser.add_argument(
+        "models", nargs="+", type=path_name, metavar="MODEL", help="transformers or run folder"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="FILE", help="UTF-8 text")
-    source.add_argument("--data", metavar="DIR", help="prepared data; its validation split")
-    parser.add_argument("--lengths", type=_whole_numbers, required=True, metavar="256,512,...")
+    source.add_argument("--text", type=path_name, metavar="FILE", help="UTF-8 text")
+    source.add_argument(
+        "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
+    )
+    lengths = whole_numbers(limits.CONTEXT, "256,512")
+    parser.add_argument("--lengths", type=lengths, required=True, metavar="256,512,...")
     parser.add_argument(
         "--methods",
         default="none",
@@ -254,10 +259,15 @@ def parser() -> argparse.ArgumentParser:
         "all: those that exist for each model; paper: those of the paper's figure (default: none)",
     )
     parser.add_argument("--out", required=True, metavar="DIR")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="score at most N tokens")
+    parser.add_argument(
+        "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
+    )
     group = parser.add_argument_group("protocol")
     group.add_argument(
-        "--stride", type=int, metavar="N", help="move windows on by N tokens (default: the length)"
+        "--stride",
+        type=whole(limits.CONTEXT),
+        metavar="N",
+        help="move windows on by N tokens (default: the length)",
     )
     group.add_argument(
         "--documents",
@@ -270,14 +280,14 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--min-document-tokens",
-        type=int,
+        type=whole(limits.SCORED_TOKENS),
         metavar="N",
         help="per-document: leave shorter documents out (default: the largest length)",
     )
     group = parser.add_argument_group("scaling")
     group.add_argument(
         "--factor",
-        type=float,
+        type=number(limits.SCALING_FACTOR),
         metavar="S",
         help="one scaling factor for all lengths (default: test length / training length, >= 1)",
     )
@@ -288,12 +298,22 @@ def parser() -> argparse.ArgumentParser:
         help="what the temperature acts on; rotary: the rotated channels, as in transformers",
     )
     group.add_argument(
-        "--training-length", type=int, metavar="N", help="default: what the model's folder says"
+        "--training-length",
+        type=whole(limits.CONTEXT),
+        metavar="N",
+        help="default: what the model's folder says",
     )
     group = parser.add_argument_group("computing")
     group.add_argument("--dtype", choices=DTYPES, default="float32")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    group.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward pass")
+    group.add_argument(
+        "--batch-tokens",
+        type=whole(limits.BATCH_TOKENS),
+        default=8192,
+        metavar="N",
+        help="tokens per forward pass",
+    )
+    add_skip_checksums(parser)
     return parser
 
 
@@ -304,24 +324,29 @@ def main() -> None:
     _check(arguments)
     quiet_transformers()
     options = vars(arguments)
-    rows = sweep(
-        options.pop("models"),
-        options.pop("lengths"),
-        options.pop("out"),
-        methods=[method.strip() for method in options.pop("methods").split(",")],
-        **options,
-    )
+    with comparing_files(skip=options.pop("skip_checksums")):
+        rows = sweep(
+            options.pop("models"),
+            options.pop("lengths"),
+            options.pop("out"),
+            methods=[method.strip() for method in options.pop("methods").split(",")],
+            **options,
+        )
     print(table(rows))
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises UserError for numbers that mean nothing and options that contradict each other."""
-    for name in ("max_tokens", "stride", "min_document_tokens", "training_length", "batch_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if arguments.factor is not None and not 1 <= arguments.factor < float("inf"):
-        raise UserError(f"--factor {arguments.factor:g}: must be at least 1")
+    """Raises UserError for options that contradict each other."""
+    largest = max(arguments.lengths)
+    if arguments.stride is not None and arguments.stride > largest:
+        raise UserError(
+            f"--stride {arguments.stride}: does nothing, the largest of --lengths is {largest}"
+        )
+    if arguments.max_tokens is not None and arguments.max_tokens < largest:
+        raise UserError(
+            f"--max-tokens {arguments.max_tokens}: must be at least the largest of --lengths, "
+            f"{largest}"
+        )
     if arguments.min_document_tokens and arguments.documents != "per-document":
         raise UserError("--min-document-tokens: only with --documents per-document")
     if arguments.document_separator is not None and arguments.text is None:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
+from cat_lm.export_record import digests, recorded_context_length
 from cat_lm.io.files import write_json
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
 from cat_lm.pretrained import choose_device, load_model, weight_files
 
 if TYPE_CHECKING:
@@ -30,11 +31,30 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 2  # counts up when the same key would give other numbers
 DOCUMENTS = ("concatenated", "per-document")
 METHOD_SETS = ("all", "paper")
-# What a cell's file holds besides its key.
-MEASURED = {"perplexity", "loss", "word_perplexity", "bits_per_byte", "standard_error", "positions"}
-MEASURED |= {"tokens", "words", "bytes", "groups", "group_kind", "document_count", "parameters"}
-MEASURED |= {"rope_type", "rope_factor", "original_length", "attention_factor", "seconds"}
-MEASURED |= {"attention_temperature"}
+
+
+class Measured(Record):
+    """What a cell's file holds besides its key; infinities and NaN are null."""
+
+    loss: float | None
+    perplexity: float | None
+    word_perplexity: float | None
+    bits_per_byte: float | None
+    standard_error: float | None
+    positions: list[dict[str, float | None]]
+    tokens: int
+    words: int
+    bytes: int
+    groups: int
+    group_kind: str
+    document_count: int
+    parameters: int
+    rope_type: str | None
+    rope_factor: float | None
+    original_length: int | None
+    attention_factor: float | None
+    attention_temperature: float | None
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +144,7 @@ class Cells:
             "temperature_scope": protocol.temperature_scope,
             "model": str(subject.folder),
             "training_length": subject.training_length,
+            **self.stream.counts,
         }
 
     def _factor(self, length: int, method: str) -> float:
@@ -208,12 +229,14 @@ def _finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """The values in a cell's file; None where there is none, or none that can be used."""
     if not path.is_file():
         return None
+    text = read_bytes(path)  # what may not be read is no damage
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # of JSON and of UTF-8
-        values = None
-    if isinstance(values, dict) and key.items() <= values.items() and values.keys() >= MEASURED:
-        return values
+        values = parse_value(text, str(path))
+        check_shape(values, Measured, str(path))
+        if key.items() <= values.items():
+            return values
+    except UserError:
+        pass
     print(f"{path}: damaged, is computed again", file=sys.stderr)
     return None
 
@@ -322,26 +345,14 @@ def refuse_idle_options(protocol: Protocol, methods: Collection[str]) -> None:
 
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
-    record = folder / "export.json"
-    if record.is_file():
-        try:
-            facts = json.loads(record.read_text(encoding="utf-8"))
-        except ValueError:  # of JSON and of UTF-8
-            facts = None
-        length = facts.get("context_length") if isinstance(facts, dict) else 0
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise UserError(
-                f"{record}: damaged, the training length cannot be read; export the model again"
-            )
-        if length is not None:
-            return length
-    return getattr(config, "max_position_embeddings", None)
+    length = recorded_context_length(folder)
+    return length if length is not None else getattr(config, "max_position_embeddings", None)
 
 
 def folder_sha256(folder: Path) -> str:
     """Of a model's configuration and weights."""
     files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(sha256(path) for path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(digests(files, "sha256").values()).encode()).hexdigest()
 
 
 def _close(found: Any, asked: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,8 @@ def sweep_streams(
     from eval.streams import read_text, split_documents, split_stream, text_stream
 
     tokenizers = [load_tokenizer(subject.folder) for subject in subjects]
+    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
+        check_vocabulary(tokenizer, subject.config)
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.
@@ -74,7 +76,7 @@ def _whole_windows(
             f"{stream.source}: too short for length {largest} ({why}); "
             f"use lengths up to {limit} or a longer text"
         )
-    return stream.cut(limit // largest * largest, tokenizer)
+    return stream.cut(limit, tokenizer, multiple_of=largest)
 
 
 def _long_enough(stream: TokenStream, largest: int) -> TokenStream:

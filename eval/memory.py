@@ -6,16 +6,13 @@ not enough.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
+from cat_lm.memory import forward_bytes, free_bytes
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
-LOGIT_ELEMENTS = 2**23  # fp32 logits alive at once: 32 MiB, which fits a CPU's caches best
 
 
 class NotEnoughMemory(UserError):
@@ -35,68 +32,3 @@ def require_memory(model: PreTrainedModel, rows: int, length: int) -> None:
         gib = 2**30
         detail = f" (about {needed / gib:.2g} GiB needed, {free / gib:.2g} free)"
         raise NotEnoughMemory(length, rows, detail)
-
-
-def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """An estimate, rather low than high, of what a forward pass takes beside the weights.
-
-    Per token: the residual stream and its norms, a layer's queries, keys and values as projected,
-    convolved and rotated, its attention output, and its MLP before and after the activation. The
-    eager attention, unlike the others, also holds its maps.
-    """
-    config = model.config
-    width = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    bytes_per = model.dtype.itemsize
-    widths = 8 * width + 2 * inner
-    if getattr(config, "mixes_maps", False):
-        # The values that every head mixes for every other one, and what comes of them.
-        widths += 2 * config.num_attention_heads * width
-    total = rows * length * widths * bytes_per
-    if config._attn_implementation == "eager":
-        total += rows * config.num_attention_heads * length**2 * (bytes_per + 4)
-    return total + 3 * 4 * LOGIT_ELEMENTS
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on the device, in bytes; None where that is not known."""
-    import torch
-
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + kept
-    if device.type != "cpu":
-        return None
-    limits = [_available(), _group_limit()]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _available() -> int | None:
-    """Linux' own estimate of what can be taken without swapping."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container may still take: its limit less what it holds, files it can drop aside."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit_text = (root / limit).read_text(encoding="utf-8").strip()
-            held = int((root / used).read_text(encoding="utf-8"))
-            statistics = (root / limit).with_name("memory.stat").read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        if limit_text == "max":
-            return None
-        counts = dict(line.split() for line in statistics.splitlines())
-        files = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
-        return int(limit_text) - held + files
-    return None

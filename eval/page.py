@@ -24,6 +24,9 @@ from eval.page_evaluations import (
 from eval.page_parts import colour_key, figure_html, note, number, run_name
 from eval.runs import Run, curves, unigram_loss
 
+# By which a page is known as one of ours.
+GENERATOR = "cat_lm eval.report"
+
 
 def page(
     runs: Sequence[Run],
@@ -61,6 +64,7 @@ def whole_page(title: str, content: str, lede: str = "") -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="{GENERATOR}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cat_lm.errors import UserError
-from eval.memory import LOGIT_ELEMENTS, NotEnoughMemory, require_memory
+from cat_lm.memory import LOGIT_ELEMENTS
+from eval.memory import NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:
     import torch

@@ -15,11 +15,14 @@ and with `--compare` names three runs instead of one. Finished lengths are not c
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from cat_lm import limits
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
+from cat_lm.io.folders import check_output
 from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
@@ -55,20 +58,29 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.quickstart",
         description="Evaluates finished runs on held-out text and writes one report of them.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of train.py with model/")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
+    parser.add_argument(
+        "runs", nargs="+", type=path_name, metavar="RUN", help="folder of train.py with model/"
+    )
+    parser.add_argument(
+        "--out", type=path_name, required=True, metavar="DIR", help="where the report goes"
+    )
     parser.add_argument("--title", help="headline of the report")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="held-out tokens to score for each length"
+        "--max-tokens",
+        type=whole(limits.SCORED_TOKENS),
+        metavar="N",
+        help="held-out tokens to score for each length, at least one window of the largest",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled continuations")
+    parser.add_argument(
+        "--seed", type=whole(limits.SEED), default=0, help="of the sampled continuations"
+    )
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise UserError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
+    check_output(arguments.out)
     runs = [Path(run) for run in arguments.runs]
     for run in runs:
         # All runs are checked before the first one is worked on.
@@ -78,9 +90,10 @@ def main() -> None:
     quiet_transformers()
     from eval.report import report
 
-    for run in runs:
-        evaluate(run, arguments.max_tokens, arguments.seed)
-    print(report(runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        for run in runs:
+            evaluate(run, arguments.max_tokens, arguments.seed)
+        print(report(runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,20 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 
 from __future__ import annotations
 
-import argparse
 import csv
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.cli import Parser, add_skip_checksums, path_name
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import read_bytes
 
 if TYPE_CHECKING:
     from eval.runs import Run
@@ -63,8 +68,19 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
         writer.writeheader()
         writer.writerows(summary)
     # Last, so that a page is only there with all that it stands for.
-    write_text(out / "index.html", page(runs, summary, rows, title, made))
-    return out / "index.html"
+    index = out / "index.html"
+    _spare(index)
+    write_text(index, page(runs, summary, rows, title, made))
+    return index
+
+
+def _spare(index: Path) -> None:
+    """Set a page aside that no report has made, such as that of a web site in the folder."""
+    from eval.page import GENERATOR
+
+    if os.path.lexists(index) and GENERATOR.encode() not in read_bytes(index):
+        aside = set_aside(index)
+        print(f"note: {index} was not made by a report: now {aside.name}", file=sys.stderr)
 
 
 def final_numbers(run: Run) -> dict[str, Any]:
@@ -94,15 +110,19 @@ def final_numbers(run: Run) -> dict[str, Any]:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.report", description="Tables and figures from finished runs."
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument(
+        "runs", nargs="+", type=path_name, metavar="RUN", help="folder that train.py wrote"
+    )
+    parser.add_argument("--out", type=path_name, required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
-    print(report(arguments.runs, arguments.out, arguments.title))
+    with comparing_files(skip=arguments.skip_checksums):
+        print(report(arguments.runs, arguments.out, arguments.title))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,14 @@ from cat_lm.errors import UserError
 from cat_lm.pretrained import weight_files
 from eval.filters import Filters, read_filters
 from eval.length_sweep_cells import folder_sha256
-from eval.result_files import read_metrics, read_object, read_samples, read_sweep, read_zero_shot
+from eval.result_files import (
+    read_export,
+    read_manifest,
+    read_metrics,
+    read_samples,
+    read_sweep,
+    read_zero_shot,
+)
 
 EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
 ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
@@ -104,9 +111,9 @@ def read_run(folder: Path | str) -> Run:
         manifests={
             name: manifest
             for name in config.data.folders
-            if (manifest := read_object(Path(name) / "manifest.json"))
+            if (manifest := read_manifest(Path(name) / "manifest.json"))
         },
-        export=read_object(folder / "model" / "export.json") or {},
+        export=read_export(folder / "model" / "export.json"),
         sweep=measured.sweep,
         zero_shot=measured.zero_shot,
         samples=measured.samples,

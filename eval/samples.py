@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import limits
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.files import write_json
-from cat_lm.pretrained import load_model, load_tokenizer, quiet_transformers
+from cat_lm.pretrained import check_vocabulary, load_model, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,17 +26,22 @@ def held_out_prompts(
     count: int,
     prompt_tokens: int,
     reference_tokens: int,
-) -> list[dict[str, str]]:
+) -> tuple[list[dict[str, str]], dict[str, int]]:
     """Beginnings of `count` documents spread over the validation split, and how they go on.
 
-    Returns dictionaries with `prompt` and `reference` (the document's own next tokens). Raises
-    UserError where the split has too few documents that are long enough.
+    Returns:
+        Dictionaries with `prompt` and `reference` (the document's own next tokens); and how many
+        documents were `looked_at`, of which `used`, `too_short` and `not_needed`, in how many
+        `tokens_looked_at` of the split, where `tokens_left_out` are the others.
+
+    Raises:
+        UserError: the split has too few documents that are long enough.
     """
     import numpy as np
 
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
-    corpus = TokenCorpus.open(data, "validation")
+    corpus = open_verified(data, "validation")
     # Prompts from the first million tokens: a few of them need no more of a large split.
     tokens = corpus.tokens(0, min(corpus.num_tokens, 1_000_000))
     ends = np.flatnonzero(tokens == corpus.eod_id)
@@ -53,7 +61,15 @@ def held_out_prompts(
         prompt = _whole_words(tokenizer.decode(tokens[start:middle]))
         whole = tokenizer.decode(tokens[start:stop])
         prompts.append({"prompt": prompt, "reference": whole[len(prompt) :]})
-    return prompts
+    documents = {
+        "looked_at": len(starts),
+        "used": count,
+        "too_short": len(starts) - len(long_enough),
+        "not_needed": len(long_enough) - count,
+        "tokens_looked_at": len(tokens),
+        "tokens_left_out": corpus.num_tokens - len(tokens),
+    }
+    return prompts, documents
 
 
 def _whole_words(text: str) -> str:
@@ -102,9 +118,11 @@ def write_samples(
     from eval.length_sweep_cells import folder_sha256
     from eval.provenance import provenance
 
-    prompts = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
+    check_vocabulary(tokenizer, model.config)
+    prompts, documents = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
     result = {
         "data": str(data),
+        "documents": documents,
         "model_sha256": folder_sha256(Path(model.name_or_path)),
         "seed": seed,
         "temperature": TEMPERATURE,
@@ -116,30 +134,46 @@ def write_samples(
         **provenance(),
     }
     write_json(out, result)
+    print(_account(data, documents), file=sys.stderr)
     return result
+
+
+def _account(data: Path | str, documents: dict[str, int]) -> str:
+    """What was used of the split and what was left out, in a line."""
+    line = (
+        f"{data} (validation split): {documents['used']} of {documents['looked_at']} documents are "
+        f"continued; left out: {documents['too_short']} too short, {documents['not_needed']} not "
+        "needed"
+    )
+    if documents["tokens_left_out"]:
+        line += f", and what follows the first {documents['tokens_looked_at']:,} tokens"
+    return line
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.samples",
         description="Continues the beginnings of held-out documents; writes RUN/eval/samples.json.",
     )
-    parser.add_argument("run", metavar="RUN", help="run folder with an export in model/")
-    parser.add_argument("--data", metavar="DIR", help="prepared data; default: the run's own")
-    parser.add_argument("--count", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=48)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "run", type=path_name, metavar="RUN", help="run folder with an export in model/"
+    )
+    parser.add_argument(
+        "--data", type=path_name, metavar="DIR", help="prepared data; default: the run's own"
+    )
+    parser.add_argument("--count", type=whole(limits.SAMPLES), default=4)
+    parser.add_argument("--prompt-tokens", type=whole(limits.PROMPT_TOKENS), default=48)
+    parser.add_argument("--max-new-tokens", type=whole(limits.NEW_TOKENS), default=96)
+    parser.add_argument("--seed", type=whole(limits.SEED), default=0)
+    add_skip_checksums(parser)
     arguments = parser.parse_args()
-    for name in ("count", "prompt_tokens", "max_new_tokens"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}: must be at least 1")
     quiet_transformers()
     from cat_lm.config import load_config
 
     run = Path(arguments.run)
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    with comparing_files(skip=arguments.skip_checksums):
+        model, tokenizer = load_model(run), load_tokenizer(run)
     result = write_samples(
         model,
         tokenizer,

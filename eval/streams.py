@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cat_lm.errors import UserError
+from cat_lm.io import readers
 from cat_lm.pretrained import load_tokenizer
+
+# Why tokens of a text are not scored -> the same for people.
+REASONS = {
+    "first": "the first one, which has nothing before it",
+    "max_tokens": "by --max-tokens",
+    "end": "at the end, too few for a window of the largest length",
+    "short_documents": "in documents that are too short",
+}
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +38,7 @@ class TokenStream:
             the parts between white space.
         eod_id: the token after every document but the last.
         source: what the tokens came from, for people.
+        left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
         sha256: of the tokens, so that equal streams are known to be equal.
     """
 
@@ -37,6 +47,26 @@ class TokenStream:
     num_words: int
     eod_id: int
     source: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> int:
+        """Tokens that a model's score is taken over: all but the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is scored and what is not, for each reason; together `text_tokens`."""
+        parts = {f"left_out_{reason}": self.left_out.get(reason, 0) for reason in REASONS}
+        return {"text_tokens": self.scored + sum(self.left_out.values()), **parts}
+
+    @property
+    def account(self) -> str:
+        """The same in a line for people."""
+        total = self.counts["text_tokens"]
+        parts = [f"{n:,} {REASONS[reason]}" for reason, n in self.left_out.items() if n]
+        left_out = f"; left out: {', '.join(parts)}" if parts else ""
+        return f"{self.source}: {self.scored:,} of {total:,} tokens are scored{left_out}"
 
     @property
     def sha256(self) -> str:
@@ -46,11 +76,16 @@ class TokenStream:
     def num_documents(self) -> int:
         return 1 + int((self.tokens[1:-1] == self.eod_id).sum())
 
-    def cut(self, scored: int, tokenizer: PreTrainedTokenizerBase) -> TokenStream:
-        """The stream's first `scored` predicted tokens (itself where it has no more)."""
-        if scored >= len(self.tokens) - 1:
+    def cut(
+        self, limit: int, tokenizer: PreTrainedTokenizerBase, multiple_of: int = 1
+    ) -> TokenStream:
+        """The stream's first `limit` predicted tokens, less what is over a multiple of a number."""
+        limit = min(limit, self.scored)
+        scored = limit // multiple_of * multiple_of
+        if scored == self.scored:
             return self
-        return _stream(self.tokens[: scored + 1], tokenizer, self.eod_id, self.source)
+        cut = _added(self.left_out, max_tokens=self.scored - limit, end=limit - scored)
+        return _stream(self.tokens[: scored + 1], tokenizer, self.eod_id, self.source, cut)
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The documents' texts, as `tokenizer`, which made the tokens, spells them."""
@@ -68,18 +103,14 @@ class TokenStream:
         Raises:
             UserError: no document is that long.
         """
-        tokens = _long_documents(self.tokens, self.eod_id, at_least, budget, self.source)
-        return _stream(tokens, tokenizer, self.eod_id, self.source)
+        tokens, cut = _long_documents(self.tokens[1:], self.eod_id, at_least, budget, self.source)
+        left_out = _added(self.left_out, **cut)
+        return _stream(tokens, tokenizer, self.eod_id, self.source, left_out)
 
 
 def read_text(path: Path | str) -> str:
     """A UTF-8 text file. Raises UserError where it cannot be read or holds nothing."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"--text {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {path}: cannot be read as UTF-8 text: {error}") from None
+    text = readers.read_text(path, "--text")
     if not text.strip():
         raise UserError(f"--text {path}: is empty")
     return text
@@ -136,12 +167,12 @@ def split_stream(
     tokens or more (see `TokenStream.whole_documents`).
 
     Raises:
-        UserError: the folder is no prepared data, was made with another tokenizer, or has no
-            document that is long enough.
+        UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
+            has no document that is long enough.
     """
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
-    corpus = TokenCorpus.open(folder, "validation")
+    corpus = open_verified(folder, "validation")
     data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")
     if data_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -150,14 +181,19 @@ def split_stream(
     source = f"{folder} (validation split)"
     if document_tokens is not None:
         tokens = corpus.tokens(0, corpus.num_tokens)
-        tokens = _long_documents(tokens, corpus.eod_id, document_tokens, max_tokens, source)
-        return _stream(tokens, tokenizer, corpus.eod_id, source)
+        tokens, cut = _long_documents(tokens, corpus.eod_id, document_tokens, max_tokens, source)
+        return _stream(tokens, tokenizer, corpus.eod_id, source, cut)
     count = min(corpus.num_tokens, max_tokens + 1) if max_tokens else corpus.num_tokens
     tokens = corpus.tokens(0, count)
-    stream = _stream(tokens, tokenizer, corpus.eod_id, source)
+    left_out = {"first": 1, "max_tokens": corpus.num_tokens - count}
+    stream = _stream(tokens, tokenizer, corpus.eod_id, source, left_out)
     if count < corpus.num_tokens:
         return stream
-    return TokenStream(tokens, corpus.num_bytes, stream.num_words, corpus.eod_id, source)
+    return replace(stream, num_bytes=corpus.num_bytes)
+
+
+def _added(counts: Mapping[str, int], **more: int) -> dict[str, int]:
+    return {name: counts.get(name, 0) + more.get(name, 0) for name in counts.keys() | more.keys()}
 
 
 def count_words(documents: Sequence[str]) -> int:
@@ -166,12 +202,16 @@ def count_words(documents: Sequence[str]) -> int:
 
 
 def _stream(
-    tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int, source: str
+    tokens: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    eod_id: int,
+    source: str,
+    left_out: Mapping[str, int],
 ) -> TokenStream:
     """Bytes and words are exact but for a character or word that is cut at either end."""
     texts = _texts(tokens[1:], tokenizer, eod_id)
     num_bytes = sum(len(text.encode()) for text in texts)
-    return TokenStream(tokens, num_bytes, count_words(texts), eod_id, source)
+    return TokenStream(tokens, num_bytes, count_words(texts), eod_id, source, left_out)
 
 
 def _texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int) -> list[str]:
@@ -187,7 +227,12 @@ def _texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int) 
 
 def _long_documents(
     tokens: np.ndarray, eod_id: int, at_least: int, budget: int | None, source: str
-) -> np.ndarray:
+) -> tuple[np.ndarray, dict[str, int]]:
+    """The tokens of long documents after an end-of-document token, and how many others there are.
+
+    Args:
+        tokens: [N], each of which is of a document; its end is one of its tokens.
+    """
     ends = np.flatnonzero(tokens == eod_id) + 1
     documents = [part for part in np.split(tokens, ends) if (part != eod_id).any()]
     long = [part for part in documents if len(part) >= at_least]
@@ -199,5 +244,9 @@ def _long_documents(
         )
     totals = np.cumsum([len(part) for part in long])
     count = int((totals <= (budget or totals[-1])).sum())
-    kept = long[:count] or [long[0][:budget]]
-    return np.concatenate([[eod_id], *kept])
+    kept = np.concatenate(long[:count] or [long[0][:budget]])
+    left_out = {
+        "max_tokens": int(totals[-1]) - len(kept),
+        "short_documents": len(tokens) - int(totals[-1]),
+    }
+    return np.concatenate([[eod_id], kept]), left_out

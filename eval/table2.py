@@ -8,14 +8,14 @@ single value marks nothing.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.io.files import replacing
+from cat_lm.io.readers import Record, check_shape, read_object
 from eval.tasks import table2
 
 if TYPE_CHECKING:
@@ -88,16 +88,29 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
 
 def paper_rows() -> list[Row]:
     """The rows as printed."""
-    printed = json.loads(PAPER.read_text(encoding="utf-8"))["rows"]
-    return [
-        Row(
-            row["model"],
-            THEIRS,
-            {column: row[column] for column in COLUMNS},
-            copied=not row["trained_by_the_paper"],
-        )
-        for row in printed
-    ]
+    printed = read_object(PAPER)
+    check_shape(printed, _Paper, str(PAPER))
+    rows = []
+    for number, row in enumerate(printed["rows"], 1):
+        place = f"{PAPER}, row {number}"
+        about = check_shape(row, _PaperRow, place)
+        values = {column: row.get(column) for column in COLUMNS}
+        check_shape({"values": values}, _PaperValues, place)
+        rows.append(Row(about.model, THEIRS, values, copied=not about.trained_by_the_paper))
+    return rows
+
+
+class _Paper(Record):
+    rows: list[Any]
+
+
+class _PaperRow(Record):
+    model: str
+    trained_by_the_paper: bool
+
+
+class _PaperValues(Record):
+    values: dict[str, float | None]
 
 
 def marks(rows: Sequence[Row]) -> dict[tuple[int, str], str]:

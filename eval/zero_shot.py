@@ -20,7 +20,10 @@ import importlib.util
 import os
 from pathlib import Path
 
+from cat_lm import limits
+from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
 
@@ -28,24 +31,45 @@ RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.zero_shot",
         description="Zero-shot tasks of lm-evaluation-harness.",
         epilog="Several GPUs: torchrun --nproc-per-node N -m eval.zero_shot MODEL ...",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="transformers or run folder")
+    parser.add_argument(
+        "model", nargs="?", type=path_name, metavar="MODEL", help="transformers or run folder"
+    )
     parser.add_argument(
         "--tasks",
         default="table2",
         metavar="A,B,...",
         help="harness tasks, groups or tags; table2 (default): those of the paper's Table 2",
     )
-    parser.add_argument("--out", metavar="DIR", help="default for a run folder: MODEL/zero_shot")
-    parser.add_argument("--data-dir", metavar="DIR", help="rows from DIR/TASK.jsonl, no network")
-    parser.add_argument("--prefetch", metavar="DIR", help="write such a folder from the Hub")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N rows of every task")
-    parser.add_argument("--batch-size", default="auto", metavar="N", help="rows, or auto (default)")
-    parser.add_argument("--max-length", type=int, metavar="T", help="context; default: config.json")
+    parser.add_argument(
+        "--out", type=path_name, metavar="DIR", help="default for a run folder: MODEL/zero_shot"
+    )
+    parser.add_argument(
+        "--data-dir", type=path_name, metavar="DIR", help="rows from DIR/TASK.jsonl, no network"
+    )
+    parser.add_argument(
+        "--prefetch", type=path_name, metavar="DIR", help="write such a folder from the Hub"
+    )
+    parser.add_argument(
+        "--limit", type=whole(limits.ROWS), metavar="N", help="the first N rows of every task"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default="auto",
+        metavar="N",
+        help="rows, or auto (default)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=whole(limits.Range(2, limits.CONTEXT.high)),
+        metavar="T",
+        help="context; default: config.json",
+    )
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the file's"
     )
@@ -53,19 +77,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", action="store_true", help="log every prompt and answer")
     parser.add_argument(
         "--bootstrap-iterations",
-        type=int,
+        type=whole(limits.BOOTSTRAP_ITERATIONS),
         default=1000,
         metavar="N",
         help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",
     )
+    add_skip_checksums(parser)
     return parser.parse_args(arguments)
 
 
 @command
 def main() -> None:
-    arguments = parse_arguments()
     try:
-        _main(arguments)
+        arguments = parse_arguments()
+        with comparing_files(skip=arguments.skip_checksums):
+            _main(arguments)
     except UserError:
         if int(os.environ.get("RANK", "0")) != 0:
             # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.
@@ -83,12 +109,8 @@ def _main(arguments: argparse.Namespace) -> None:
         raise UserError("--tasks: names no task; known are table2 and `lm_eval ls tasks`")
     if arguments.model is None and arguments.prefetch is None:
         raise UserError("MODEL: missing; give a transformers folder or a run folder")
-    for option, least in (("limit", 1), ("max_length", 2), ("bootstrap_iterations", 0)):
-        value = getattr(arguments, option)
-        if value is not None and value < least:
-            name = option.replace("_", "-")
-            raise UserError(f"--{name} {value}: must be at least {least}")
-    batch_size = _batch_size(arguments.batch_size)
+    if arguments.prefetch is not None:
+        check_output(arguments.prefetch, "--prefetch")
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
     if arguments.prefetch is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -116,7 +138,7 @@ def _main(arguments: argparse.Namespace) -> None:
     settings = Settings(
         data_dir=None if data_dir is None else Path(data_dir),
         limit=arguments.limit,
-        batch_size=batch_size,
+        batch_size=arguments.batch_size,
         dtype=arguments.dtype,
         device=arguments.device,
         max_length=arguments.max_length,
@@ -141,12 +163,10 @@ def _batch_size(text: str) -> int | None:
     if text == "auto":
         return None
     try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise UserError(f"--batch-size {text}: must be auto or a number of at least 1")
-    return value
+        return whole(limits.BATCH)(text)
+    except argparse.ArgumentTypeError as error:
+        message = str(error).replace("must be a whole", "must be auto or a whole")
+        raise argparse.ArgumentTypeError(message) from None
 
 
 if __name__ == "__main__":

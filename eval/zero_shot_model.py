@@ -16,8 +16,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from cat_lm.errors import UserError
-from cat_lm.pretrained import choose_device, load_model, load_tokenizer
-from eval.memory import free_bytes
+from cat_lm.memory import free_bytes
+from cat_lm.pretrained import check_vocabulary, choose_device, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,6 +65,7 @@ class Scorer(HFLM):
         model = load_model(
             folder, dtype=dtype, device=str(accelerator.device) if accelerator else device
         )
+        check_vocabulary(tokenizer, model.config)
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
@@ -80,13 +81,13 @@ class Scorer(HFLM):
         if batch_size is None and model.device.type == "cpu":
             # HFLM finds the largest batch by running out of memory, which a CPU does not survive.
             self.batch_size_per_gpu = self._batch_size_for_cpu()
-        self.positions = self.truncated = 0
+        self.positions = self.truncated = self._repeated = 0
         self._progress: _Progress | None = None
 
     # One task at a time: names for the progress bar, counts from zero.
 
     def begin(self, task: str) -> None:
-        self.positions = self.truncated = 0
+        self.positions = self.truncated = self._repeated = 0
         self._progress = _Progress(task) if self.rank == 0 else None
         self.set_cache_hook(_AnswerCounter(self._progress))
 
@@ -94,11 +95,10 @@ class Scorer(HFLM):
         if self._progress is not None:
             self._progress.close()
 
-    def totals(self) -> tuple[int, int]:
-        """`positions` and `truncated` of all ranks together; every rank must call it."""
-        counts = torch.tensor([[self.positions, self.truncated]], device=self.device)
-        positions, truncated = self.all_gather(counts).sum(dim=0).tolist()
-        return positions, truncated
+    def totals(self, *own: int) -> list[int]:
+        """`positions`, `truncated` and `own` of all ranks together; every rank must call it."""
+        counts = torch.tensor([[self.positions, self.truncated, *own]], device=self.device)
+        return self.all_gather(counts).sum(dim=0).tolist()
 
     def from_first_rank(self, value: Any) -> Any:
         """Rank 0's value on every rank; every rank must call it."""
@@ -114,6 +114,8 @@ class Scorer(HFLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
             self._progress.add_work(len(requests), "requests")
+        # Where another rank has more, the harness repeats the last one.
+        self._repeated = len(requests) - len({id(request) for request in requests})
         with agreed(self.ranks):
             return super().loglikelihood(requests, disable_tqdm=True)
 
@@ -151,7 +153,7 @@ class Scorer(HFLM):
                 self._check_continuations(requests)
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1
-            for _, context, continuation in requests
+            for _, context, continuation in requests[: len(requests) - self._repeated]
         )
         answers = super()._loglikelihood_tokens(
             requests, disable_tqdm=True, override_bs=override_bs
@@ -159,6 +161,19 @@ class Scorer(HFLM):
         if override_bs is not None and self._progress is not None:
             self._progress.advance(len(requests))  # windows of a rolling log-likelihood
         return answers
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, mask = super().tok_batch_encode(strings, padding_side, truncation=truncation)
+        if left_truncate_len is None:
+            return tokens, mask
+        self.truncated += int((mask.sum(dim=1) > left_truncate_len).sum())
+        return tokens[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
     def _check_continuations(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> None:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)

@@ -8,12 +8,19 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval.utils import handle_non_serializable
+from pydantic import Field
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing, write_json
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
+from eval.tasks.sources import needed_splits
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
 
 RESULT = "zero_shot.json"
 # Keys that the tasks of one result file share, with their names on the command line.
@@ -26,9 +33,26 @@ SHARED = {
     "bootstrap_iterations": "--bootstrap-iterations",
     "harness": "lm_eval",
 }
-# What a finished task's values are.
-_VALUES = {"metrics", "stderr", "version", "n", "rows", "num_fewshot", "higher_is_better"}
-_VALUES |= {"truncated", "batch_size", "seconds", "tokens_per_second", "key"}
+
+
+class _Values(Record):
+    """A finished task's values."""
+
+    metrics: dict[str, float | None]
+    stderr: dict[str, float | None]
+    version: Any
+    n: int
+    rows: int
+    num_fewshot: int
+    higher_is_better: dict[str, Any]
+    truncated: int
+    batch_size: int
+    seconds: float
+    tokens_per_second: float
+    key: dict[str, Any]
+    # Not in results of earlier versions.
+    left_out: dict[str, int] = Field(default_factory=dict)
+    requests: int = 0
 
 
 def _file_stem(name: str, key: Mapping[str, Any]) -> str:
@@ -53,8 +77,39 @@ def finished(out: Path, name: str, key: Mapping[str, Any], samples: bool) -> dic
     if not _is_whole(values) or values["key"] != key:
         print(f"{name}: {path}: damaged, is computed again", file=sys.stderr)
         return None
-    print(f"{name}: finished before, read from {path}", file=sys.stderr)
+    print(f"{name}: finished before, read from {path} ({counted(values)})", file=sys.stderr)
     return values
+
+
+def left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) -> dict[str, int]:
+    """Rows of the split that were not scored, by the reason for it.
+
+    Args:
+        rows: that the definition makes of the split's.
+        scored: those of them that have answers of the model.
+
+    Raises:
+        RuntimeError: the harness has scored other rows than it was asked to.
+    """
+    asked = min(rows, limit or rows)
+    if scored != asked:
+        raise RuntimeError(f"task {task.config.task}: {scored} of {asked} rows were scored")
+    there = len(task.dataset[needed_splits(task.config)[0]])
+    return {"by_limit": rows - scored, "by_definition": there - rows}
+
+
+def counted(values: Mapping[str, Any]) -> str:
+    """What was scored of a task and what was left out, in words."""
+    parts = [f"{values['n']} of {values['rows']} rows scored"]
+    # Absent in results of earlier versions.
+    for reason, rows in values.get("left_out", {}).items():
+        if rows:
+            which = "by --limit" if reason == "by_limit" else "by the task's definition"
+            parts.append(f"{rows} left out {which}")
+    if values["truncated"]:
+        asked = f" of {values['requests']}" if "requests" in values else ""
+        parts.append(f"{values['truncated']}{asked} requests without the start of their context")
+    return ", ".join(parts)
 
 
 def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -71,7 +126,8 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
     result = _read(path)
     tasks = result.get("tasks") if isinstance(result, dict) else None
     if not isinstance(tasks, dict):
-        print(f"{path}: damaged, is written anew", file=sys.stderr)
+        aside = set_aside(path)
+        print(f"{path}: damaged, is written anew; it is kept as {aside}", file=sys.stderr)
         return {}
     for name in [name for name, values in tasks.items() if not _is_whole(values)]:
         print(f"{path}: task {name}: damaged, is left out", file=sys.stderr)
@@ -94,18 +150,19 @@ def _short(value: Any) -> str:
 
 
 def _is_whole(values: Any) -> bool:
-    return (
-        isinstance(values, dict)
-        and values.keys() >= _VALUES
-        and all(isinstance(values[name], dict) for name in ("metrics", "stderr", "key"))
-    )
+    try:
+        check_shape(values, _Values, "")
+    except UserError:
+        return False
+    return True
 
 
 def _read(path: Path) -> Any:
-    """The file's JSON; None where it is none."""
+    """The file's JSON; None where it is none. Raises UserError where it may not be read."""
+    text = read_bytes(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # of JSON and of UTF-8
+        return parse_value(text, str(path))
+    except UserError:
         return None
 
 

@@ -32,15 +32,19 @@ from lm_eval.evaluator import evaluate
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import write_json
-from cat_lm.pretrained import model_folder, weight_files
+from cat_lm.io.readers import read_object, short
+from cat_lm.pretrained import DTYPES, model_folder, weight_files
 from eval.provenance import provenance
 from eval.tasks import table2
 from eval.tasks.catalog import Catalog
-from eval.tasks.sources import Hub, LocalFolder, rows_sha256
+from eval.tasks.rows import check_answers
+from eval.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
 from eval.zero_shot_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot_results import (
+    counted,
     earlier_tasks,
     finished,
+    left_out,
     number,
     samples_file,
     task_file,
@@ -91,6 +95,8 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
             catalog = Catalog(names)
             source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
             tasks = {name: catalog.load(name, source) for name in catalog.specs}
+            for task in tasks.values():
+                check_answers(task, source, needed_splits(task.config), settings.limit)
             scorer = _scorer(folder, settings, accelerator)
             for name, task in tasks.items():
                 _check_rows(name, task, settings.limit, scorer.world_size)
@@ -194,12 +200,16 @@ def _compute(
     finally:
         scorer.end()
     seconds = time.perf_counter() - begin
-    positions, truncated = scorer.totals()
+    answered = [request.doc_id for request in task.instances if request.resps]
+    positions, truncated, requests, scored = scorer.totals(len(answered), len(set(answered)))
     if scorer.rank != 0:
         return None
     if settings.samples:
         write_samples(samples_file(out, name, key), found["samples"][name])
-    values = _values(found, name) | {
+    values = _values(found, name)
+    values |= {
+        "left_out": left_out(task, values["rows"], scored, settings.limit),
+        "requests": requests,
         "truncated": truncated,
         "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
         "seconds": round(seconds, 3),
@@ -208,7 +218,7 @@ def _compute(
     }
     write_json(task_file(out, name, key), values)
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
-    print(f"{name}: {metrics} ({values['n']} rows, {seconds:.1f} s)", file=sys.stderr, flush=True)
+    print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
     return values
 
 
@@ -346,8 +356,14 @@ def _joint_sha256(paths: Sequence[Path]) -> str:
 
 def _stored_dtype(folder: Path) -> str:
     """The dtype that config.json gives the weights, as transformers' and the harness's "auto"."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    config = read_object(folder / "config.json")
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored not in DTYPES:
+        raise UserError(
+            f"{folder / 'config.json'}: dtype is {short(stored)}: should be one of "
+            f"{', '.join(DTYPES)}; or give --dtype"
+        )
+    return stored
 
 
 def _provenance() -> dict[str, Any]:

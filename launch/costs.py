@@ -81,13 +81,12 @@ class Run:
 
     @classmethod
     def of(cls, config: RunConfig, vocab_size: int) -> Run:
-        from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
+        from cat_lm.training.engine import model_config
+        from cat_lm.training.estimate import flops_per_token
 
-        model = meta_model(config, vocab_size)
-        parameters, length = count_parameters(model), config.data.context_length
-        return cls(
-            config, model.config, parameters, flops_per_token(model.config, parameters, length)
-        )
+        model, length = model_config(config, vocab_size), config.data.context_length
+        parameters = config.model.num_parameters(vocab_size)
+        return cls(config, model, parameters, flops_per_token(model, parameters, length))
 
 
 @dataclass(frozen=True)

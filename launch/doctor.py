@@ -18,10 +18,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import __version__
+from cat_lm.cli import output_file
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -124,7 +124,9 @@ def main() -> None:
     )
     parser.add_argument("config", nargs="?", help="a run's YAML file, to look at that very run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="where to write the findings"
+    )
     parser.add_argument(
         "--dry-run",
         metavar="ranks=N[,gpus-per-node=G][,device=NAME]",

@@ -6,9 +6,12 @@ DeepSpeed's engine is started on a process group that only says how large it is.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cat_lm import limits
+from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.devices import Device, device_by_option
@@ -16,6 +19,10 @@ from launch.findings import Finding
 
 GIB = 2**30
 KEYS = ("ranks", "gpus-per-node", "device")
+# As many ranks' samples are drawn, so that a million ranks take no longer.
+MOST_RANKS = 256
+# DeepSpeed makes lists of all ranks, which of a million take minutes and gigabytes.
+MOST_STARTED = 4096
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,11 @@ class DryRun:
                 errors.append(f"{part.strip()!r}: must be one each of {'=…, '.join(KEYS)}=…")
             values[key] = value
         numbers = {"ranks": 0, "gpus-per-node": 8}
-        for key in numbers:
-            given = values.get(key, "8" if key == "gpus-per-node" else "")
-            if not given.isdigit() or int(given) < 1:
-                errors.append(f"{key}={given}: must be a whole number of at least 1")
-            else:
-                numbers[key] = int(given)
+        for key, allowed in (("ranks", limits.RANKS), ("gpus-per-node", limits.PER_NODE)):
+            try:
+                numbers[key] = whole(allowed)(values.get(key, str(numbers[key] or "")))
+            except argparse.ArgumentTypeError as error:
+                errors.append(f"{key}: {error}")
         device = None
         try:
             device = device_by_option(values["device"]) if "device" in values else None
@@ -127,8 +133,12 @@ def _samples(config: RunConfig, loader, ranks: int) -> Finding:
     for step in steps:
         whole = loader.sample_ids(step)
         for size in sizes:
-            parts = [loader.sample_ids(step, rank, size) for rank in range(size)]
-            if not np.array_equal(np.concatenate(parts), whole):
+            share = batch_size // size
+            # Of very many ranks some are looked at, the first and the last among them.
+            looked = sorted({round(n) for n in np.linspace(0, size - 1, min(size, MOST_RANKS))})
+            parts = [loader.sample_ids(step, rank, size) for rank in looked]
+            right = [whole[share * rank : share * (rank + 1)] for rank in looked]
+            if not np.array_equal(np.concatenate(parts), np.concatenate(right)):
                 wrong.append(f"step {step} among {size} ranks")
         within_epoch = (step + 1) * batch_size <= loader.samples_per_epoch
         if within_epoch and len(np.unique(whole)) != batch_size:
@@ -143,13 +153,13 @@ def _samples(config: RunConfig, loader, ranks: int) -> Finding:
 
 def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """The model without its weights, what a rank keeps of it, and the memory of a step."""
-    from cat_lm.training.estimate import count_parameters, memory_per_rank, meta_model
+    from cat_lm.training.estimate import memory_per_rank, meta_model
     from launch.fake_group import group_sizes, partitions
     from launch.run_checks import vocabulary
 
     vocab_size, assumed = vocabulary(config)
     built = meta_model(config, vocab_size)
-    parameters, stage = count_parameters(built), config.train.zero_stage
+    parameters, stage = config.model.num_parameters(vocab_size), config.train.zero_stage
     text = f"{parameters:,} parameters"
     text += f", vocabulary taken to be {vocab_size}" if assumed else ""
     yield Finding("model", text, "parameters", parameters)
@@ -169,6 +179,11 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
 
 
+def started_ranks(ranks: int) -> int:
+    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once."""
+    return max(n for n in range(1, min(ranks, MOST_STARTED) + 1) if ranks % n == 0)
+
+
 def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
     from cat_lm.training.estimate import meta_model
@@ -177,14 +192,14 @@ def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     per_pass = config.train.micro_batch_size * asked.ranks
     if config.train.global_batch_size % per_pass:
         return  # said already, and more clearly than DeepSpeed would
-    small = narrowed(config)
-    kind, found = deepspeed_partitions(small, asked.ranks)
+    small, ranks = narrowed(config), started_ranks(asked.ranks)
+    kind, found = deepspeed_partitions(small, ranks)
     sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
-    expected = partitions(sizes, config.train.zero_stage, asked.ranks)
+    expected = partitions(sizes, config.train.zero_stage, ranks)
     problem = None
     if found != expected:
         problem = f"DeepSpeed partitions otherwise than computed here: {found}, not {expected}"
-    text = f"DeepSpeed's {kind} starts with {asked.ranks} ranks (fake group, narrowed model)"
+    text = f"DeepSpeed's {kind} starts with {ranks} ranks (fake group, narrowed model)"
     yield Finding("engine", text, "engine", found, problem, problem is not None)
 
 
@@ -202,10 +217,10 @@ def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
 
 def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """The size of one, of one rank's file, and of all that the run keeps."""
-    from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
+    from cat_lm.training.estimate import checkpoint_bytes
     from launch.run_checks import vocabulary
 
-    one = checkpoint_bytes(count_parameters(meta_model(config, vocabulary(config)[0])))
+    one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
     rule, saves = config.checkpoint, config.total_steps // config.checkpoint.every_steps
     kept = min(saves, rule.keep_last)
     if rule.keep_every_steps:

@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.io.readers import Record, read_json
 from cat_lm.training.devices import Device, known_device
 from launch.costs import Run
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Size(Record):
+    """The measured models' size."""
+
+    layers: Positive
+    hidden_size: Positive
+    heads: Positive
+    vocab_size: Positive
+    window: Positive
+    dtype: str
+
+
+class Case(Record):
+    """What was measured."""
+
+    size: Size
+    batch_size: Positive
+    context_length: Positive
+    optimizer: bool
+    compile: bool
+
+
+class Row(Record):
+    """What one model reached."""
+
+    model: str
+    tokens_per_second: Rate
+    flops_per_step: Rate
+
+
+class MeasuredOn(Record):
+    name: str = "cpu"
+
+
+class Measured(Record):
+    """A record of `eval.speed train --json`, as far as it is read here."""
+
+    benchmark: Literal["train"]
+    device: MeasuredOn
+    case: Case
+    results: dict[str, Row]
+    date: str = "no date"
 
 
 def read_measured(
@@ -25,77 +73,59 @@ def read_measured(
     Raises:
         UserError: no such record; of another device or precision; without such a model.
     """
-    record = _read(path)
-    name, size = record["device"].get("name", "cpu"), record["case"]["size"]
+    advice = "give a record of this version's python -m eval.speed train --json"
+    record = read_json(path, Measured, advice)
+    name, case = record.device.name, record.case
     measured_on = known_device(name)
     if measured_on != device:
         raise UserError(f"--measured {path}: was measured on {name}, not on --device {device.name}")
-    if size["dtype"] != DTYPES[config.train.precision]:
+    if case.size.dtype != DTYPES[config.train.precision]:
         raise UserError(
-            f"--measured {path}: was measured in {size['dtype']}, not in "
+            f"--measured {path}: was measured in {case.size.dtype}, not in "
             f"train.precision={config.train.precision}"
         )
     row = _row(path, record, config.model.conv_type)
-    seconds = record["case"]["batch_size"] * record["case"]["context_length"]
-    seconds /= row["tokens_per_second"]
-    flops = row["flops_per_step"] / seconds
+    seconds = case.batch_size * case.context_length / row.tokens_per_second
+    flops = row.flops_per_step / seconds
     lines = [
-        f"measured on one {name} ({path.name}, {record.get('date', 'no date')}): {row['model']}, "
-        f"{row['tokens_per_second']:,.0f} tokens/s, {flops / 1e12:.0f} TFLOP/s"
+        f"measured on one {name} ({path.name}, {record.date}): {row.model}, "
+        f"{row.tokens_per_second:,.0f} tokens/s, {flops / 1e12:.0f} TFLOP/s"
     ]
     return flops, lines + _differences(record, run)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--measured {path}: cannot be read: {error}") from None
-    is_whole = (
-        isinstance(record, dict)
-        and record.get("benchmark") == "train"
-        and isinstance(record.get("device"), dict)
-        and isinstance(record.get("case", {}).get("size"), dict)
-    )
-    if not is_whole:
-        raise UserError(
-            f"--measured {path}: is no record of this version's python -m eval.speed train --json"
-        )
-    return record
-
-
-def _row(path: Path, record: dict[str, Any], conv_type: str) -> dict[str, Any]:
+def _row(path: Path, record: Measured, conv_type: str) -> Row:
     """The record's model with this convolution; its names are those of `eval.speed`."""
     from eval.speed.choices import MODELS
 
     wanted = [name for name, (_, kind) in MODELS.items() if kind == conv_type and name != "stock"]
     for name in wanted:
-        if name in record["results"]:
-            return record["results"][name]
+        if name in record.results:
+            return record.results[name]
     raise UserError(
         f"--measured {path}: has no model with model.conv_type={conv_type}; it has "
-        f"{', '.join(record['results'])}"
+        f"{', '.join(record.results)}"
     )
 
 
-def _differences(record: dict[str, Any], run: Run) -> list[str]:
-    case, model = record["case"], run.model
+def _differences(record: Measured, run: Run) -> list[str]:
+    case, model = record.case, run.model
     train = run.config.train
     pairs = {
-        "layers": (case["size"]["layers"], model.num_hidden_layers),
-        "hidden size": (case["size"]["hidden_size"], model.hidden_size),
-        "heads": (case["size"]["heads"], model.num_attention_heads),
-        "vocabulary": (case["size"]["vocab_size"], model.vocab_size),
-        "context": (case["context_length"], run.config.data.context_length),
-        "batch": (case["batch_size"], train.micro_batch_size),
-        "compile": (case["compile"], train.compile),
+        "layers": (case.size.layers, model.num_hidden_layers),
+        "hidden size": (case.size.hidden_size, model.hidden_size),
+        "heads": (case.size.heads, model.num_attention_heads),
+        "vocabulary": (case.size.vocab_size, model.vocab_size),
+        "context": (case.context_length, run.config.data.context_length),
+        "batch": (case.batch_size, train.micro_batch_size),
+        "compile": (case.compile, train.compile),
     }
     if model.convolved_streams:
-        pairs["window"] = (case["size"]["window"], model.conv_window)
+        pairs["window"] = (case.size.window, model.conv_window)
     other = [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
     lines = []
     if other:
         lines.append(f"its FLOP/s are carried over to another case: {'; '.join(other)}")
-    if not case["optimizer"]:
+    if not case.optimizer:
         lines.append("it was measured without the optimizer's update (--optimizer), left out here")
     return lines

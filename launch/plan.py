@@ -14,6 +14,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from cat_lm import limits
+from cat_lm.cli import number, output_file, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -27,21 +29,6 @@ from launch.costs import (
     Run,
     costs,
 )
-
-
-def parse_gpus(text: str) -> list[int]:
-    """`64` or `8,16,32`.
-
-    Raises:
-        UserError: something else, nothing, or a number twice.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UserError(f"--gpus {text!r}: must be whole numbers of at least 1, as in 8,16,32")
-    numbers = [int(part) for part in parts]
-    if len(set(numbers)) < len(numbers):
-        raise UserError(f"--gpus {text}: names a number twice")
-    return numbers
 
 
 def achieved_flops(arguments: argparse.Namespace, config: RunConfig, device: Device, run: Run):
@@ -83,14 +70,14 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs],
     config = load_config(arguments.config, arguments.overrides)
     if config.train.precision == "auto":
         config = config.with_precision("bf16")
-    device, numbers = device_by_option(arguments.device), parse_gpus(arguments.gpus)
+    device = device_by_option(arguments.device)
     run = Run.of(config, vocabulary(config))
     flops, sources = achieved_flops(arguments, config, device, run)
     cluster = Cluster(
         device, arguments.gpus_per_node, flops, arguments.interconnect, arguments.storage
     )
     found, errors = [], []
-    for gpus in numbers:
+    for gpus in arguments.gpus:
         try:
             found.append(costs(run, cluster, gpus))
         except UserError as error:
@@ -99,29 +86,6 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs],
         lines = errors[0] if len(errors) == 1 else "".join(f"\n  {line}" for line in errors)
         raise UserError(f"{arguments.config}: {lines}")
     return run, cluster, found, sources
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0")
-    return value
-
-
-def share(text: str) -> float:
-    value = positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a share of the peak, at most 1")
-    return value
-
-
-def whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,13 +97,19 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("config", help="the run's YAML file")
     add("overrides", nargs="*", metavar="section.key=value", help="last one wins")
-    add("--gpus", required=True, metavar="N[,N…]", help="one number, or several for a table")
+    add(
+        "--gpus",
+        type=whole_numbers(limits.RANKS, "8,16,32", distinct=True),
+        required=True,
+        metavar="N[,N…]",
+        help="one number, or several for a table",
+    )
     add("--device", required=True, metavar="NAME", help="h100, h200, a100, l40s, …")
-    add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8")
+    add("--gpus-per-node", type=whole(limits.PER_NODE), default=8, metavar="G", help="default: 8")
     speed = result.add_mutually_exclusive_group()
     speed.add_argument(
         "--mfu",
-        type=share,
+        type=number(limits.FRACTION, above=0),
         metavar="X",
         help=f"share of the peak that a GPU reaches (default: {ASSUMED_MFU}, an assumption)",
     )
@@ -151,20 +121,20 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--interconnect",
-        type=positive,
+        type=number(limits.BANDWIDTH),
         default=ASSUMED_INTERCONNECT,
         metavar="GB/s",
         help=f"that a GPU sends to other nodes (default: {ASSUMED_INTERCONNECT:g})",
     )
     add(
         "--storage",
-        type=positive,
+        type=number(limits.BANDWIDTH),
         default=ASSUMED_STORAGE,
         metavar="GB/s",
         help=f"that all nodes together write (default: {ASSUMED_STORAGE:g})",
     )
-    add("--price-per-gpu-hour", type=positive, metavar="P", help="in any currency")
-    add("--json", type=Path, metavar="FILE", help="where to write the same numbers")
+    add("--price-per-gpu-hour", type=number(limits.PRICE), metavar="P", help="in any currency")
+    add("--json", type=output_file, metavar="FILE", help="where to write the same numbers")
     return result
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.io.folders import check_output
 from launch.findings import Finding
 
 GIB = 2**30
@@ -48,12 +49,12 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
     """What training takes of this machine's device, one rank alone."""
-    from cat_lm.training.estimate import MEMORY_ACCURACY, count_parameters, memory_per_rank
+    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank
     from cat_lm.training.preflight.facts import free_memory
 
     device, config = _device(), config.with_precision(precision_here(config))
-    model, on_gpu = _model(config), device.type == "cuda"
-    parameters, vocab_size = count_parameters(model), model.config.vocab_size
+    vocab_size, on_gpu = vocabulary(config)[0], device.type == "cuda"
+    parameters = config.model.num_parameters(vocab_size)
     memory = memory_per_rank(config, parameters, 1, vocab_size, on_gpu)
     free, problem = free_memory(device), None
     if memory.total > free:
@@ -77,23 +78,24 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
     """Whether the output folder can be made."""
-    folder = Path(config.train.output_dir).absolute()
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    problem = None
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        problem = f"train.output_dir={config.train.output_dir}: {parent} cannot be written to"
+    folder, problem = Path(config.train.output_dir).absolute(), None
+    try:
+        check_output(config.train.output_dir, "train.output_dir")
+    except UserError as error:
+        problem = str(error)
     text = f"writes to {config.train.output_dir}"
     yield Finding("run output", text, "output_dir", str(folder), problem, problem is not None)
     if problem is None:
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
         yield _room(config, folder, parent)
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     """Whether two checkpoints have room; of a run that has some already, the next one."""
     from cat_lm.training.checkpoint import complete_checkpoints
-    from cat_lm.training.estimate import checkpoint_bytes, count_parameters
+    from cat_lm.training.estimate import checkpoint_bytes
 
-    one = checkpoint_bytes(count_parameters(_model(config)))
+    one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
     needed = one * max(1, 2 - len(complete_checkpoints(folder / "checkpoints")))
     free, problem = shutil.disk_usage(parent).free, None
     if free < needed:
@@ -118,7 +120,6 @@ def precision_here(config: RunConfig) -> str:
 def vocabulary(config: RunConfig) -> tuple[int, bool]:
     """(the vocabulary's size, whether it is only taken to be so as the data are not there)."""
     from cat_lm.data.opening import open_data
-    from cat_lm.errors import UserError
 
     if config.model.vocab_size is not None:
         return config.model.vocab_size, False

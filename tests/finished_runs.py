@@ -11,6 +11,7 @@ from typing import Any
 
 from cat_lm.config import load_config
 from cat_lm.io.files import write_json
+from tests.checkpoints import seal
 from tests.runs import run_values, write_config
 
 CONTEXT = 32
@@ -56,10 +57,8 @@ def checkpoint(run: Path, model: Any, tokenizer: Path, step: int = 12) -> Path:
     config = write_config(run, run_values(data, run))
     load_config(config).save(folder / "run_config.yaml")
     state = {"step": step, "tokens": step * 8 * CONTEXT, "data": {"fingerprint": "f" * 64}}
-    write_json(folder / "state.json", state)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    write_json(folder / "complete.json", {"files": sizes})
+    write_json(folder / "state.json", state | {"world_size": 1})
+    seal(folder)
     return folder
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import re
 import resource
 from collections.abc import Iterable, Sequence
@@ -13,88 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-SPLITS = ("train", "validation")
 PACKING = "packing"  # folder of what `cat_lm.data.packing` keeps beside the shards
 DEFAULT_CACHE = "~/.cache/cat_lm/data"
 # Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
-REQUIRED = {
-    "dtype": str,
-    "fingerprint": str,
-    "source": dict,
-    "sources": dict,
-    "splits": dict,
-    "tokenizer": dict,
-    "unigram_loss": (int, float),
-}
-REQUIRED_OF_SPLIT = {"documents": int, "tokens": int, "bytes": int, "shards": list}
-
-
-def read_manifest(folder: Path | str) -> dict:
-    """The manifest of a prepared folder.
-
-    Raises `UserError` where there is none (the folder is absent or its preparation did not finish),
-    where it is not readable, or where it is of another format version.
-    """
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
-        what = "holds no finished data" if Path(folder).is_dir() else "no such folder"
-        raise UserError(f"{folder}: {what} (no {MANIFEST}); run python -m data_prep.prepare")
-    return parse_manifest(path.read_bytes(), str(path))
-
-
-def parse_manifest(text: bytes, name: str) -> dict:
-    """A manifest from its text; `name` is what errors call it. Raises `UserError` as above."""
-    try:
-        manifest = json.loads(text.decode("utf-8"))
-        version = manifest["format_version"]
-        missing = [key for key in REQUIRED if key not in manifest]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{name}: not a manifest of prepared data ({reason})") from None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{name}: format_version {version}, this version reads {FORMAT_VERSION}")
-    if missing:
-        raise UserError(f"{name}: not a manifest of prepared data (no {', '.join(missing)})")
-    if wrong := _wrong_types(manifest):
-        raise UserError(f"{name}: damaged, {wrong} is not what it should be")
-    return manifest
-
-
-def _wrong_types(manifest: dict) -> str | None:
-    """The first entry that is not of its type."""
-    places = [("", manifest, REQUIRED)]
-    if isinstance(manifest["splits"], dict):
-        splits = manifest["splits"].items()
-        places += [(f"splits.{split}.", counts, REQUIRED_OF_SPLIT) for split, counts in splits]
-    for where, found, required in places:
-        for key, kind in required.items():
-            if not isinstance(found, dict) or not isinstance(found.get(key), kind):
-                return where + key
-    for split, counts in manifest["splits"].items():
-        if not all(isinstance(shard, dict) for shard in counts["shards"]):
-            return f"splits.{split}.shards"
-    return None
 
 
 def is_remote(folder: Path | str) -> bool:
     """Whether it is an address, such as s3://bucket/data, and no path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
-
-
-def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
-    """SHA-256 over the shards' checksums, in order, and the tokenizer's: the data's identity."""
-    digest = hashlib.sha256(tokenizer_sha256.encode())
-    for shard in shards:
-        digest.update(f"{shard['name']} {shard['bin_sha256']} {shard['idx_sha256']}\n".encode())
-    return digest.hexdigest()
 
 
 def cache_folder(cache_dir: Path | str | None) -> Path:
@@ -108,7 +39,7 @@ class TokenCorpus:
     Attributes: `name` (what a person calls it: the folder as given, or its address), `folder`
     (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict),
     `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
-    `fingerprint`, `vocab_size`, `eod_id`.
+    `fingerprint`, `vocab_size`, `eod_id`, `has_signed_ids` (ids on disk could be negative).
     """
 
     def __init__(self, folder: Path, split: str, manifest: dict, name: str | None = None) -> None:
@@ -116,9 +47,8 @@ class TokenCorpus:
         self.folder = folder
         self.split = split
         self.manifest = manifest
-        if split not in manifest["splits"]:
-            known = ", ".join(manifest["splits"])
-            raise UserError(f"{self.name}: no split {split!r}; there are: {known}")
+        if split not in SPLITS:
+            raise UserError(f"{self.name}: no split {split!r}; there are: {', '.join(SPLITS)}")
         counts = manifest["splits"][split]
         self.num_tokens: int = counts["tokens"]
         self.num_documents: int = counts["documents"]
@@ -126,9 +56,16 @@ class TokenCorpus:
         self.fingerprint: str = manifest["fingerprint"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
+        self.has_signed_ids = np.dtype(manifest["dtype"]).kind == "i"
         self.shards = self._open_shards(counts["shards"])
         self._token_ends = _running_sum(shard.num_tokens for shard in self.shards)
         self._document_ends = _running_sum(shard.num_documents for shard in self.shards)
+        for key, ends in (("tokens", self._token_ends), ("documents", self._document_ends)):
+            if (found := ends[-1] if ends else 0) != counts[key]:
+                raise UserError(
+                    f"{self.name}/{MANIFEST}: splits.{split}.{key} is {counts[key]}, its shards "
+                    f"have {found}"
+                )
 
     @classmethod
     def open(
@@ -155,12 +92,26 @@ class TokenCorpus:
         with ThreadPoolExecutor(OPENING_THREADS) as pool:
             return list(pool.map(opened, listed))
 
+    def entries_here(self) -> list[dict]:
+        """The manifest's entries of the shards that lie in `folder` and can be verified there."""
+        return self.manifest["splits"][self.split]["shards"]
+
     def gather(self, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
         """Tokens [start, stop) of the stream for each pair, in the dtype on disk.
 
         Views of the memory map where one shard holds them all. The disk is asked for everything
         before this returns, and for nothing one by one: a batch waits about as long as a window.
         """
+        requests, owners = self._requests(starts, stops)
+        pieces: list[list[np.ndarray]] = [[] for _ in starts]
+        for owner, piece in zip(owners, self._read(requests), strict=True):
+            pieces[owner].append(piece)
+        return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
+
+    def _requests(
+        self, starts: Sequence[int], stops: Sequence[int]
+    ) -> tuple[list[tuple[Shard, int, int]], list[int]]:
+        """Which tokens of which shards the ranges are, and the range that each belongs to."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
         if wrong.any():
@@ -176,10 +127,16 @@ class TokenCorpus:
                 requests.append((shard, start - base, end - base))
                 owners.append(owner)
                 start, index = end, index + 1
-        pieces: list[list[np.ndarray]] = [[] for _ in starts]
-        for owner, piece in zip(owners, self._read(requests), strict=True):
-            pieces[owner].append(piece)
-        return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
+        return requests, owners
+
+    def name_outside(self, starts: Sequence[int], stops: Sequence[int]) -> None:
+        """Find the first id in tokens [start, stop) that the vocabulary does not have.
+
+        Raises:
+            UserError: there is one; names the file, the token in it, and the id.
+        """
+        for shard, start, stop in self._requests(starts, stops)[0]:
+            check_ids(shard.read(start, stop), self.vocab_size, str(shard.bin_path), start)
 
     def _read(self, requests: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
         return [shard.read(start, stop) for shard, start, stop in requests]
@@ -188,8 +145,14 @@ class TokenCorpus:
         """Says that all shards are about to be read, one after the other."""
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries."""
-        return self.gather([start], [stop])[0].astype(np.int64)
+        """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries.
+
+        Raises `UserError` for ids that the vocabulary does not have.
+        """
+        found = self.gather([start], [stop])[0]
+        if has_outside(found, self.vocab_size):
+            self.name_outside([start], [stop])
+        return found.astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
         """Where document `index` lies in the stream: its first token and its end (past its EOD)."""
@@ -220,6 +183,34 @@ class TokenCorpus:
 
 
 _NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
+
+
+def has_outside(ids: np.ndarray, vocab_size: int) -> bool:
+    """Tell whether any of these is no id of the vocabulary."""
+    if not ids.size:
+        return False
+    return int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)
+
+
+def check_ids(tokens: np.ndarray, vocab_size: int, place: str, first: int) -> None:
+    """Check that all tokens are ids of the vocabulary.
+
+    Args:
+        place: the file that they are of.
+        first: where in it they begin.
+
+    Raises:
+        UserError: one is not; names the place, the token and the id.
+    """
+    if not has_outside(tokens, vocab_size):
+        return
+    values = tokens.astype(np.int64)
+    at = int(np.argmax((values < 0) | (values >= vocab_size)))
+    raise UserError(
+        f"{place}: token {first + at} is the id {values[at]}, outside of the vocabulary of "
+        f"{vocab_size}; the file is damaged or was made with another tokenizer "
+        "(python -m data_prep.inspect looks at all of it)"
+    )
 
 
 def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:

@@ -10,26 +10,42 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import numpy as np
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
+from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
-from cat_lm.data.windows import IGNORE, Batch
+from cat_lm.data.verified import verify
+from cat_lm.data.windows import IGNORE, Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
+from cat_lm.io.readers import Record, read_json
 
 VERSION = 1
 GROUP = 100_000
+_PURPOSE = "a packing plan on its way"
+
+
+class Plan(Record):
+    """What `plan.json` says: of what the plan is, and how large it came out."""
+
+    version: int
+    fingerprint: Digest
+    split: Literal[SPLITS]
+    context_length: Count
+    group: Count
+    windows: Count
+    pieces: Count
+    cut_documents: Count
 
 
 class PackedWindows:
@@ -48,11 +64,11 @@ class PackedWindows:
         self.context_length = context_length
         folder = _plan_folder(corpus, context_length, cache_folder(cache_dir))
         self._folder = folder
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        self.num_windows: int = plan["windows"]
+        plan = read_json(folder / "plan.json", Plan)
+        self.num_windows = plan.windows
         if self.num_windows < 1:
             raise UserError(f"{corpus.name}: the {corpus.split} split has no tokens")
-        self._num_cut: int = plan["cut_documents"]
+        self._num_cut = plan.cut_documents
         # Of each window, the end of its pieces.
         self._ends = np.memmap(folder / "windows.bin", dtype="<i8", mode="r")
         self._pieces = np.memmap(folder / "pieces.bin", dtype=PIECE, mode="r")
@@ -69,7 +85,8 @@ class PackedWindows:
         """The windows as `input_ids`, `labels` and, if asked for, `document_ids`; int64 [B, T]."""
         rows, starts, lengths, flags = self._pieces_of(numbers)
         # Of a cut document the next token is read too: it is the last label.
-        views = self.corpus.gather(starts, starts + lengths + (flags & CUT > 0))
+        stops = starts + lengths + (flags & CUT > 0)
+        views = self.corpus.gather(starts, stops)
         shape = (len(numbers), self.context_length)
         input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -89,6 +106,7 @@ class PackedWindows:
                 labels[row, column - 1] = tokens[0]
             column = end
         batch = {"input_ids": input_ids, "labels": labels}
+        check_batch(self.corpus, batch, starts, stops)
         return batch if document_ids is None else {**batch, "document_ids": document_ids}
 
     def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -122,7 +140,7 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
     it; without locks each makes its own, and the first one stays.
     """
-    name = f"{corpus.split}-{context_length}-v{VERSION}-{corpus.fingerprint[:16]}"
+    name = _plan_name(corpus.split, context_length, corpus.fingerprint)
     identity = {
         "version": VERSION,
         "fingerprint": corpus.fingerprint,
@@ -144,7 +162,7 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
             continue  # the data are on a disk that this user may only read
         with lock, _held(lock):
             if not _is_whole(place, identity):
-                _make(place, corpus, identity)
+                _make(place, corpus, identity, cache_dir)
         return place
     raise AssertionError
 
@@ -162,35 +180,56 @@ def _is_whole(folder: Path, identity: dict) -> bool:
     if not folder.is_dir():
         return False
     try:
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        plan = read_json(folder / "plan.json", Plan)
         sizes = {name: (folder / name).stat().st_size for name in ("windows.bin", "pieces.bin")}
-        expected = {
-            "windows.bin": 8 * plan["windows"],
-            "pieces.bin": PIECE.itemsize * plan["pieces"],
-        }
-        whole = sizes == expected and {key: plan.get(key) for key in identity} == identity
-    except (OSError, ValueError, KeyError, TypeError):
+        expected = {"windows.bin": 8 * plan.windows, "pieces.bin": PIECE.itemsize * plan.pieces}
+        whole = sizes == expected and {key: getattr(plan, key) for key in identity} == identity
+    except (OSError, UserError):
         whole = False
     if whole:
         return True
     raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
 
 
-def _make(folder: Path, corpus: TokenCorpus, identity: dict) -> None:
+def _make(folder: Path, corpus: TokenCorpus, identity: dict, cache_dir: Path) -> None:
     temporary = folder.with_name(f".{folder.name}.{socket.gethostname()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    temporary.mkdir()
+    make_marked(temporary, _PURPOSE)
     try:
-        totals = _write_plan(temporary, corpus, identity["context_length"])
-        write_json(temporary / "plan.json", {**identity, **totals})
+        empty_marked(temporary)  # what a process left that was killed
+        verify([corpus], cache_dir, (".idx",))  # a plan is kept: it must not come of a damaged one
+        made = temporary / folder.name
+        made.mkdir()
+        totals = _write_plan(made, corpus, identity["context_length"])
+        write_json(made / "plan.json", {**identity, **totals})
         try:
-            os.rename(temporary, folder)
+            os.rename(made, folder)
         except OSError:
             if not _is_whole(folder, identity):
                 raise
         sync_directory(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_marked(temporary, _PURPOSE)
+
+
+def plan_files(data: Path) -> list[str]:
+    """List what this module has put into a prepared folder, by each plan's own record."""
+    found = []
+    for record in sorted((data / PACKING).glob("*/plan.json")):
+        folder = record.parent
+        try:
+            plan = read_json(record, Plan)
+        except (OSError, UserError):
+            continue
+        if folder.name != _plan_name(plan.split, plan.context_length, plan.fingerprint):
+            continue
+        place = f"{PACKING}/{folder.name}"
+        found += [f"{place}/{name}" for name in ("plan.json", "windows.bin", "pieces.bin")]
+        found.append(f"{PACKING}/.{folder.name}.lock")
+    return found
+
+
+def _plan_name(split: str, context_length: int, fingerprint: str) -> str:
+    return f"{split}-{context_length}-v{VERSION}-{fingerprint[:16]}"
 
 
 def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[str, int]:

@@ -19,22 +19,20 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import (
-    MANIFEST,
-    TokenCorpus,
-    allow_open_files,
-    cache_folder,
-    parse_manifest,
-)
+from cat_lm.data.corpus import TokenCorpus, allow_open_files, cache_folder
+from cat_lm.data.manifest import MANIFEST, listed_shards, parse_manifest
 from cat_lm.data.remote_shards import Copying, RemoteShard, locked
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage
+from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
+from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 
 RANGE_THREADS = 32
 TOKENIZER = "tokenizer"
+_PURPOSE = "a tokenizer on its way"
 # What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -85,7 +83,12 @@ class RemoteCorpus(TokenCorpus):
 
     def _open_shards(self, listed: list[dict]) -> list[RemoteShard]:
         allow_open_files(len(listed))
-        return [RemoteShard(self._storage, self.folder, e, self.manifest) for e in listed]
+        notes = Notes(self.folder)
+        return [RemoteShard(self._storage, self.folder, e, self.manifest, notes) for e in listed]
+
+    def entries_here(self) -> list[dict]:
+        """None: what comes here is verified as it comes, and what is read by range cannot be."""
+        return []
 
     def read_ahead(self) -> None:
         """Starts copying, unless all is here."""
@@ -110,12 +113,12 @@ class RemoteCorpus(TokenCorpus):
 
 def _check_space(folder: Path, manifest: dict) -> None:
     size = np.dtype(manifest["dtype"]).itemsize
-    needed = sum(
-        shard["tokens"] * size + index_bytes(shard["documents"])
-        for counts in manifest["splits"].values()
-        for shard in counts["shards"]
-        if not (folder / f".{shard['name']}.whole").exists()
-    )
+    needed = 0
+    for shard in listed_shards(manifest):
+        bin_size, idx_size = shard["tokens"] * size, index_bytes(shard["documents"])
+        for name, expected in ((".bin", bin_size), (".idx", idx_size)):
+            path = folder / f"{shard['name']}{name}"
+            needed += expected - (min(expected, path.stat().st_size) if path.exists() else 0)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -131,13 +134,18 @@ def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
         if (folder / TOKENIZER).is_dir():
             return
         temporary = folder / f".{TOKENIZER}.{socket.gethostname()}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for name in ("tokenizer.json", *TOKENIZER_FILES):
-            with contextlib.suppress(FileNotFoundError):
-                (temporary / name).write_bytes(storage.read(f"{TOKENIZER}/{name}"))
-        main = temporary / "tokenizer.json"
-        if not main.is_file() or sha256(main) != digest:
-            what = "is not the manifest's" if main.is_file() else "is missing"
-            raise UserError(f"{storage.url}/{TOKENIZER}/tokenizer.json: {what}")
-        os.rename(temporary, folder / TOKENIZER)
+        make_marked(temporary, _PURPOSE)
+        try:
+            empty_marked(temporary)  # what a process left that was killed
+            made = temporary / TOKENIZER
+            made.mkdir()
+            for name in ("tokenizer.json", *TOKENIZER_FILES):
+                with contextlib.suppress(FileNotFoundError):
+                    (made / name).write_bytes(storage.read(f"{TOKENIZER}/{name}"))
+            main = made / "tokenizer.json"
+            if not main.is_file() or sha256(main) != digest:
+                what = "is not the manifest's" if main.is_file() else "is missing"
+                raise UserError(f"{storage.url}/{TOKENIZER}/tokenizer.json: {what}")
+            os.rename(made, folder / TOKENIZER)
+        finally:
+            remove_marked(temporary, _PURPOSE)

@@ -3,7 +3,7 @@
     CACHE/FINGERPRINT/         a prepared folder, as it fills up
       manifest.json tokenizer/
       train-00000.bin .idx     whole, and equal to the manifest's SHA-256
-      .train-00000.whole       sizes and times of the two when they were verified
+      .verified.jsonl          which ones were verified (see `cat_lm.data.verified`)
       .train-00000.lock        held by the process that copies it: ranks of a node share the copies
 
 A copy grows under a temporary name and is renamed once its SHA-256 is right. Ranges cannot be
@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
-import socket
 import threading
 import time
 import weakref
@@ -27,12 +25,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.data.corpus import open_shard
+from cat_lm.data.corpus import check_ids, open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import Storage
+from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.files import sync_directory
 
 if TYPE_CHECKING:
     from cat_lm.data.remote import RemoteCorpus
@@ -44,15 +43,18 @@ CHUNK = 32 * 2**20
 class RemoteShard:
     """A shard that may not be here yet; it has what a corpus and the packing use of a `Shard`."""
 
-    def __init__(self, storage: Storage, folder: Path, entry: dict, manifest: dict) -> None:
+    def __init__(
+        self, storage: Storage, folder: Path, entry: dict, manifest: dict, notes: Notes
+    ) -> None:
         self._storage, self._folder, self._entry = storage, folder, entry
+        self._notes, self._files = notes, shard_files(folder, entry)
         self._vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.name: str = entry["name"]
         self.num_tokens: int = entry["tokens"]
         self.num_documents: int = entry["documents"]
         self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._local: Shard | None = None
-        self._mark = folder / f".{self.name}.whole"
+        self.bin_path = folder / f"{self.name}.bin"
 
     def is_here(self) -> bool:
         """Whether a verified copy is on this machine."""
@@ -72,11 +74,7 @@ class RemoteShard:
                 f"{self._address('.bin')}: no such file, but the manifest has it"
             ) from None
         tokens = np.frombuffer(data, self.dtype)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise UserError(
-                f"{self._address('.bin')}: holds ids outside of the vocabulary of "
-                f"{self._vocab_size}; the file is damaged, or something else was sent"
-            )
+        check_ids(tokens, self._vocab_size, self._address(".bin"), start)
         return tokens
 
     def document(self, index: int) -> tuple[int, int]:
@@ -109,23 +107,20 @@ class RemoteShard:
             if not ours:
                 return False
             if not self.is_here():
-                for suffix in (".bin", ".idx"):
-                    self._copy_file(suffix)
-                write_json(self._mark, self._stamps())
+                self._notes.add([self._copy_file(file) for file in self._files])
         return self.is_here()
 
-    def _copy_file(self, suffix: str) -> None:
-        name = f"{self.name}{suffix}"
-        digest = self._entry[f"{suffix[1:]}_sha256"]
-        path = self._folder / name
+    def _copy_file(self, file: Listed) -> Stamp:
+        """Copies a file unless it is here already; returns what is to be noted of it."""
+        path, suffix = file.path, file.path.suffix
         # Left by a process that was killed before it could note it, or changed since.
-        if path.is_file() and sha256(path) == digest:
-            return
-        for left in self._folder.glob(f".{name}.*.tmp"):
-            left.unlink(missing_ok=True)
-        temporary = self._folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
+        if path.is_file():
+            stamp = file.stamp()
+            if sha256(path) == file.sha256:
+                return stamp
+        temporary = self._folder / f".{path.name}.tmp"  # of the one that holds the shard's lock
         try:
-            if self._download(name, suffix, temporary) != digest:
+            if self._download(path.name, suffix, temporary) != file.sha256:
                 raise UserError(
                     f"{self._address(suffix)}: its SHA-256 is not the manifest's; the file is "
                     "damaged or was replaced"
@@ -134,6 +129,7 @@ class RemoteShard:
             sync_directory(self._folder)
         finally:
             temporary.unlink(missing_ok=True)
+        return file.stamp()
 
     def _download(self, name: str, suffix: str, temporary: Path) -> str:
         """Writes the file to `temporary`, a chunk at a time; returns its SHA-256."""
@@ -162,19 +158,9 @@ class RemoteShard:
     def _address(self, suffix: str) -> str:
         return f"{self._storage.url}/{self.name}{suffix}"
 
-    def _stamps(self) -> dict[str, list[int]]:
-        found = {}
-        for suffix in (".bin", ".idx"):
-            status = (self._folder / f"{self.name}{suffix}").stat()
-            found[suffix] = [status.st_size, status.st_mtime_ns]
-        return found
-
     def _is_whole(self) -> bool:
         """Whether both files are as they were when they were verified."""
-        try:
-            return json.loads(self._mark.read_text(encoding="utf-8")) == self._stamps()
-        except (OSError, ValueError):
-            return False
+        return all(self._notes.holds(file) for file in self._files)
 
 
 class Copying:

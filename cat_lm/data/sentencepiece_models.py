@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from cat_lm.io.readers import read_bytes
 
 EOD_PIECE = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space inside its pieces
@@ -101,7 +102,8 @@ class SentencePieceModel:
                 raise DecodeError("no pieces")
             self.processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
         except (DecodeError, RuntimeError) as error:
-            raise UserError(f"{name}: not a sentencepiece model ({error})") from None
+            reason = " ".join(str(error).split())
+            raise UserError(f"{name}: not a sentencepiece model ({reason})") from None
         self.pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
         self.model_type = proto.trainer_spec.model_type
         self.unk_id = self.processor.unk_id()
@@ -112,10 +114,7 @@ class SentencePieceModel:
 
     @classmethod
     def read(cls, path: Path) -> SentencePieceModel:
-        try:
-            return cls(path.read_bytes(), str(path))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        return cls(read_bytes(path), str(path))
 
     def _refuse_the_unsupported(self, proto) -> None:
         reasons = {

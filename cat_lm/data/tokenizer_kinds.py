@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SentencePieceModel
 from cat_lm.errors import UserError
+from cat_lm.io.readers import Record, read_json, read_object, read_text
+from cat_lm.model_files import asks_for_code, reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,22 +72,33 @@ def _no_template():
     return Processors([])
 
 
+class _Token(Record):
+    content: str
+
+
+class _Settings(Record):
+    """What is read of a `tokenizer_config.json`: special tokens, as text or as objects."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+
+
 def _read_settings(config: Path) -> dict:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config}: not JSON ({error})") from None
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    found = {name: values[name] for name in names if values.get(name)}
-    return {n: v["content"] if isinstance(v, dict) else v for n, v in found.items()}
+    found = {name: value for name, value in read_json(config, _Settings) if value}
+    return {n: v.content if isinstance(v, _Token) else v for n, v in found.items()}
 
 
 def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
     try:
         loaded = auto_tokenizer(folder)
     except Exception as error:  # transformers raises many kinds for a folder it cannot read
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tokenizer {folder}: not a tokenizer folder ({reason})") from None
+        config = folder / "tokenizer_config.json"
+        said = asks_for_code(read_object(config)) if config.is_file() else ""
+        raise UserError(
+            f"--tokenizer {folder}: not a tokenizer folder ({said or reason(error)})"
+        ) from None
     if not getattr(loaded, "is_fast", False):
         raise UserError(f"--tokenizer {folder}: has no fast tokenizer (tokenizer.json)")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -95,22 +107,23 @@ def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
 
 
 def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """What `transformers` itself makes of a folder; raises whatever it raises."""
+    """What `transformers` makes of a folder, whose code is not run; raises whatever it raises."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
     """Reads a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
     from tokenizers import Tokenizer
 
+    text = read_text(path)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # the library raises bare exceptions for whatever it cannot parse
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: not a tokenizer.json ({reason})") from None
+        tokenizer = Tokenizer.from_str(text)
+    except BaseException as error:
+        # The library raises bare exceptions for what it cannot parse, and "panics", which are none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path}: not a tokenizer.json ({reason(error)})") from None
     tokenizer.encode_special_tokens = True
     return tokenizer

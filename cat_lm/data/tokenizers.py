@@ -39,6 +39,8 @@ from cat_lm.data.word_cache import WordCache
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import write_json, write_text
+from cat_lm.io.readers import short
+from cat_lm.limits import VOCABULARY
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -284,8 +286,11 @@ def _vocab_size(spec: str) -> int:
     digits = spec.removeprefix(TRAIN_PREFIX)
     if not spec.startswith(TRAIN_PREFIX) or not digits.isdecimal():
         raise UserError(f"--tokenizer {spec}: a trained tokenizer is {TRAIN_PREFIX}VOCAB")
-    if int(digits) < 260:
-        raise UserError(f"--tokenizer {spec}: VOCAB must be at least 260 (256 of them are bytes)")
+    if len(digits) > 9 or not 260 <= int(digits) <= VOCABULARY.high:
+        raise UserError(
+            f"--tokenizer {short(spec)}: VOCAB must be at least 260 (256 of them are bytes) and at "
+            f"most {VOCABULARY.high:,}"
+        )
     return int(digits)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.corpus import TokenCorpus, has_outside
 from cat_lm.errors import UserError
 
 IGNORE = -100
@@ -109,9 +109,24 @@ def read_windows(
         input_ids[row, : len(inputs)], input_ids[row, len(inputs) :] = inputs, corpus.eod_id
         labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE
     batch = {"input_ids": input_ids, "labels": labels}
+    check_batch(corpus, batch, starts, stops)
     if mask_documents:
         ends = input_ids == corpus.eod_id
         labels[ends] = IGNORE
         # EOD belongs to the document that it ends, so the count is of the ends before a token.
         batch["document_ids"] = np.cumsum(ends, axis=1) - ends
     return batch
+
+
+def check_batch(corpus: TokenCorpus, batch: Batch, starts: np.ndarray, stops: np.ndarray) -> None:
+    """Check that a batch, read from tokens [start, stop), holds nothing but ids and `IGNORE`.
+
+    Raises:
+        UserError: it does not; names the file and the place in it.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    wrong = has_outside(ids, corpus.vocab_size) or (labels >= corpus.vocab_size).any()
+    if not wrong and corpus.has_signed_ids:
+        wrong = ((labels < 0) & (labels != IGNORE)).any()
+    if wrong:
+        corpus.name_outside(starts, stops)

@@ -1,14 +1,20 @@
-"""Files that are either whole or absent: atomic replacement, flushes to disk."""
+"""Files that are either whole or absent: atomic replacement, appending, flushes to disk."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from cat_lm.errors import describe_os_error
+
+# What only a write can meet; a read inside of `naming` may be of another file.
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -20,9 +26,9 @@ def replacing(path: Path | str, mode: str = "w") -> Iterator[IO]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     encoding = None if "b" in mode else "utf-8"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, mode, encoding=encoding) as stream:
+        with naming(path), os.fdopen(handle, mode, encoding=encoding) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -32,6 +38,64 @@ def replacing(path: Path | str, mode: str = "w") -> Iterator[IO]:
         Path(name).unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Gives the error of a full disk inside of it the file's name, which a write does not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _WRITE_ERRORS:
+            error.filename = str(path)
+        raise
+
+
+class AppendedFile:
+    """A file that only grows, by whole pieces.
+
+    A write that fails does not raise: several ranks must end together. It is kept as `error`,
+    nothing of it stays in the file, and nothing more is written.
+
+    Attributes:
+        error: what the user must know of the first failure, or None.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.error: str | None = None
+        self._path = path
+        # Without a buffer: it would be written again, and fail again, whenever it is let go.
+        self._stream = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._size = self._stream.tell()
+
+    def write(self, data: bytes) -> None:
+        """Appends `data` and hands it to the system."""
+        if self.error is None:
+            self._try(lambda: self._append(data))
+
+    def sync(self) -> None:
+        """Flushes to disk."""
+        if self.error is None:
+            self._try(lambda: os.fsync(self._stream.fileno()))
+
+    def close(self) -> None:
+        self._try(self._stream.close)
+
+    def _append(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # on a disk that is nearly full the system writes a part
+            left = left[self._stream.write(left) :]
+        self._size += len(data)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self.error = self.error or f"{self._path}: {describe_os_error(error)}"
+            with suppress(OSError):
+                self._stream.truncate(self._size)
+            with suppress(OSError):
+                self._stream.close()
 
 
 def write_text(path: Path | str, text: str) -> None:

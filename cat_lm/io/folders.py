@@ -20,7 +20,7 @@ from cat_lm.io.own_files import (
     remove_listed,
     remove_marked,
 )
-from cat_lm.io.readers import resolve
+from cat_lm.io.readers import clipped, resolve
 
 _PURPOSE = "a folder on its way to {}"
 
@@ -32,26 +32,55 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
         UserError: it, or a folder that it would be in, is a file, may not be written to, or is no
             path at all; or it lies in /proc or /sys, where no folder can be made.
     """
-    if not str(out) or str(out) != str(out).strip() or "\0" in str(out):
-        raise UserError(f"{flag} {str(out)!r}: is no path; give a folder")
-    place = Path(out).absolute()
+    name = f"{flag} {clipped(str(out), 200)}"
+    _check_path(out, name, "a folder")
+    _check_place(Path(out).absolute(), name, "a folder")
+
+
+def check_file(path: Path | str) -> None:
+    """Check, before any work is done, that a file can be written to `path` at the end of it.
+
+    Raises:
+        UserError: it is a folder or a device, or lies where no file can be made.
+    """
+    name = clipped(str(path), 200)
+    _check_path(path, name, "a file")
+    place = Path(path).absolute()
+    try:
+        if os.path.lexists(place) and not place.is_file():
+            resolve(place)  # a loop is said as such
+            what = "a folder" if place.is_dir() else "no regular file"
+            raise UserError(f"{name}: is {what}; give a file")
+    except OSError as error:
+        raise UserError(f"{name}: {describe_os_error(error)}") from None
+    _check_place(place.parent, name, "a file in a folder")
+
+
+def _check_path(path: Path | str, name: str, wanted: str) -> None:
+    text = str(path)
+    if not text or text != text.strip() or any(ord(character) < 32 for character in text):
+        raise UserError(f"{name!r}: is no path; give {wanted}")
+    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
+        raise UserError(f"{name}: {describe_os_error(OSError(errno.ENAMETOOLONG, ''))}")
+
+
+def _check_place(folder: Path, name: str, wanted: str) -> None:
+    """Check that `folder` can be written to, or made where it is not there yet."""
+    place = folder
     try:
         while not os.path.lexists(place):
             place = place.parent
-        kind_is_folder = place.is_dir()
-        too_long = [part for part in Path(out).parts if len(os.fsencode(part)) > 255]
+        is_folder = place.is_dir()
     except OSError as error:
-        raise UserError(f"{flag} {out}: {describe_os_error(error)}") from None
-    if too_long:
-        raise UserError(f"{flag} {out}: {describe_os_error(OSError(errno.ENAMETOOLONG, ''))}")
-    if not kind_is_folder:
+        raise UserError(f"{name}: {describe_os_error(error)}") from None
+    if not is_folder:
         if place.is_symlink() and not place.exists():
             resolve(place)  # a loop is said as such
-        which = "is a file" if place == Path(out).absolute() else f"{place} is a file"
-        raise UserError(f"{flag} {out}: {which}; give a folder")
+        which = "is a file" if place == folder else f"{place} is a file"
+        raise UserError(f"{name}: {which}; give {wanted}")
     virtual = resolve(place).is_relative_to("/proc") or resolve(place).is_relative_to("/sys")
     if virtual or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{flag} {out}: {place} may not be written to")
+        raise UserError(f"{name}: {place} may not be written to")
 
 
 def _nothing(folder: Path) -> Collection[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from cat_lm.io.files import write_text
 from cat_lm.io.readers import InsideName, Record, read_json
 
 MARK = ".cat_lm.json"
@@ -64,9 +65,24 @@ def make_marked(folder: Path, purpose: str) -> None:
         return
     if not _is_only_begun(folder):
         raise _not_ours(folder)
-    mark = Mark(program="cat_lm", purpose=purpose, inode=folder.stat().st_ino)
     # Not replaced atomically: there is nothing else in the folder yet.
-    (folder / MARK).write_text(mark.model_dump_json() + "\n", encoding="utf-8")
+    (folder / MARK).write_text(_mark(folder, purpose), encoding="utf-8")
+
+
+def _mark(folder: Path, purpose: str) -> str:
+    mark = Mark(program="cat_lm", purpose=purpose, inode=folder.stat().st_ino)
+    return mark.model_dump_json() + "\n"
+
+
+def take_over(folder: Path, purpose: str) -> None:
+    """Mark a folder with what is in it; for callers who have seen that all of that is ours.
+
+    Raises:
+        UserError: it is a link, or no folder.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise _not_ours(folder)
+    write_text(folder / MARK, _mark(folder, purpose))
 
 
 def _is_only_begun(folder: Path) -> bool:
@@ -85,12 +101,22 @@ def _not_ours(folder: Path) -> UserError:
 def is_marked(folder: Path, purpose: str) -> bool:
     """Tell whether `make_marked` made this very folder, and not one that it was copied from."""
     try:
+        return bears_mark(folder, purpose) and (
+            read_json(folder / MARK, Mark).inode == folder.stat().st_ino
+        )
+    except (OSError, UserError):
+        return False
+
+
+def bears_mark(folder: Path, purpose: str) -> bool:
+    """Tell whether `make_marked` made this folder, or one that it was copied from."""
+    try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return False
         mark = read_json(folder / MARK, Mark)
     except (OSError, UserError):
         return False
-    return (mark.program, mark.purpose, mark.inode) == ("cat_lm", purpose, folder.stat().st_ino)
+    return (mark.program, mark.purpose) == ("cat_lm", purpose)
 
 
 def remove_marked(folder: Path, purpose: str) -> None:
@@ -132,13 +158,26 @@ def remove_listed(folder: Path, names: Iterable[str]) -> list[str]:
     Returns:
         The relative paths of what stays, because it is not listed.
     """
+    remove_files(folder, names)
+    return remove_empty(folder)
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete the files of `folder` that `names` lists, and the folders in it that held only them.
+
+    Links are deleted, never followed.
+    """
+    parents = set()
     for name in names:
         path = folder / name
         if _leads_out(folder, name) or not os.path.lexists(path):
             continue
         if path.is_symlink() or not path.is_dir():
             path.unlink()
-    return remove_empty(folder)
+            parents |= {above for above in path.parents if above.is_relative_to(folder)}
+    for parent in sorted(parents - {folder}, reverse=True):
+        if not os.listdir(parent):
+            parent.rmdir()
 
 
 def remove_empty(folder: Path) -> list[str]:
@@ -163,12 +202,16 @@ def _leads_out(folder: Path, name: str) -> bool:
     return ".." in Path(name).parts or Path(name).is_absolute()
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file or folder that is not ours to delete, and return its new place beside it."""
+def set_aside(path: Path, name: str = "") -> Path:
+    """Rename a file or folder that is not ours to delete, and return its new place beside it.
+
+    Args:
+        name: what its new name begins with, where its own is a hidden one.
+    """
     number = 1
     while True:
         suffix = ".aside" if number == 1 else f".aside-{number}"
-        place = path.with_name(path.name + suffix)
+        place = path.with_name((name or path.name) + suffix)
         if not os.path.lexists(place):
             os.rename(path, place)
             return place

@@ -119,6 +119,8 @@ def describe_mismatch(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"has no {place}"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] in ("model_type", "dict_type"):  # else the words of Python, or a class's name
+        message = "should be an object"
     message = message[0].lower() + message[1:]
     where = f"{place} is" if place else "holds"
     return f"{where} {short(first['input'])}: {message}"
@@ -130,7 +132,16 @@ def short(value: Any, most: int = 60) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return clipped(text, most)
+
+
+def clipped(text: str, most: int = 60) -> str:
+    """Show text on one line in about `most` characters: cut, without control characters."""
+    text = text if len(text) <= most else f"{text[: most - 3]}..."
+    if text.isprintable():
+        return text
+    parts = (c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return "".join(parts)
 
 
 def read_object(path: Path | str, advice: str = "") -> dict[str, Any]:
@@ -155,21 +166,27 @@ def read_json_lines(
     path: Path | str,
     check: Callable[[Any, str], None],
     *,
+    what: str = "",
     cut_tail: bool = False,
 ) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line.
+    """Read a file of one JSON object a line; blank lines count, and hold none.
 
     Args:
         check: gets each object and its place ("FILE, line 3"), and raises UserError.
+        what: a word before the path in errors.
         cut_tail: leave out a last line that a kill has cut.
 
     Raises:
         UserError: as `read_text`, or a line is no JSON object.
     """
-    lines = read_text(path).splitlines()
+    # Not str.splitlines, which also splits at characters that JSON's texts may hold.
+    lines = read_text(path, what).removesuffix("\n").split("\n")
+    name = f"{what} {path}".strip()
     records = []
     for number, line in enumerate(lines, 1):
-        place = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
         try:
             record = parse_value(line.encode(), place)
         except UserError:
@@ -194,7 +211,7 @@ class _PlainLoader(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise _refused(key_node, f"the key {short(key)} is no text; put it in quotes")
             if key in seen:
-                raise _refused(key_node, f"key '{key}' stands twice")
+                raise _refused(key_node, f"key '{clipped(key)}' stands twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -241,24 +258,28 @@ def _plain_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
     try:
         return loader.construct_yaml_int(node)
     except ValueError:
-        raise _refused(node, f"{node.value!r} is no number; put text in quotes") from None
+        raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 
 
 def _plain_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
     try:
         return loader.construct_yaml_float(node)
     except ValueError:
-        raise _refused(node, f"{node.value!r} is no number; put text in quotes") from None
+        raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 
 
-def _text(loader: _PlainLoader, node: yaml.ScalarNode) -> str:
-    return loader.construct_yaml_str(node)
+def _plain_bool(loader: _PlainLoader, node: yaml.ScalarNode) -> bool:
+    try:
+        return loader.construct_yaml_bool(node)
+    except KeyError:
+        raise _refused(node, f"'{clipped(node.value)}' is neither true nor false") from None
 
 
 def _no_tag(loader: _PlainLoader, node: yaml.Node) -> Any:
-    raise _refused(node, f"the tag {node.tag!r} is not allowed; write a plain value")
+    raise _refused(node, f"the tag '{clipped(node.tag)}' is not allowed; write a plain value")
 
 
+_PlainLoader.add_constructor("tag:yaml.org,2002:bool", _plain_bool)
 _PlainLoader.add_constructor("tag:yaml.org,2002:int", _plain_int)
 _PlainLoader.add_constructor("tag:yaml.org,2002:float", _plain_float)
 # A date is text to us; the key's own type says whether text may stand there.

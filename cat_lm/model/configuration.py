@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
-from cat_lm.model.rope_scaling import check_rope_parameters, check_temperature
+from cat_lm.limits import (
+    CONTEXT,
+    FRACTION,
+    HEADS,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    LAYERS,
+    NORM_EPSILON,
+    TEMPERATURE,
+    VOCABULARY,
+    WINDOW,
+)
+from cat_lm.model.rope_scaling import (
+    check_rope_number,
+    check_rope_numbers,
+    check_rope_parameters,
+    check_temperature,
+)
 from cat_lm.ops.convolution import kinds
 
 CONV_MIXINGS = ("embeddings", "maps")
@@ -73,6 +92,8 @@ class CatConfig(GPTNeoXConfig):
     temperature_scope: str = "logits"
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_fields(self)
+        _check_rope_names(kwargs)
         _check_given_once(self.rope_parameters, kwargs)
         if "rope_theta" in kwargs:
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
@@ -84,10 +105,9 @@ class CatConfig(GPTNeoXConfig):
         _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
         _check_streams(self.conv_streams)
         _check_mixing_and_activation(self)
-        if self.conv_window < 1:
-            raise ValueError(f"conv_window={self.conv_window}: a filter needs at least 1 tap")
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
+        check_rope_numbers(self.rope_parameters)
         check_temperature(self)
         if self.position_embedding == "rope":
             _check_rotary_width(self.rotary_pct, self.hidden_size, self.num_attention_heads)
@@ -116,13 +136,96 @@ class CatConfig(GPTNeoXConfig):
         return streams.replace("v", "") if self.mixes_maps else streams
 
 
+_WHOLE_NUMBERS = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INTERMEDIATE_SIZE,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "conv_window": WINDOW,
+}
+_NUMBERS = {
+    "layer_norm_eps": NORM_EPSILON,
+    "attention_temperature": TEMPERATURE,
+    "hidden_dropout": FRACTION,
+    "attention_dropout": FRACTION,
+}
+_SWITCHES = ("use_parallel_residual", "tie_word_embeddings", "attention_bias", "use_cache")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a GPT-NeoX or CAT `config.json` says, before a configuration is made of it.
+
+    Raises:
+        ValueError: as `check_fields`.
+    """
+    check_fields(SimpleNamespace(**CatConfig().to_dict() | dict(settings)))
+    _check_rope_names(settings)
+
+
+def _check_rope_names(values: Mapping[str, Any]) -> None:
+    for name in ("rope_theta", "rotary_emb_base", "rotary_pct"):
+        if values.get(name) is not None:
+            check_rope_number(name, values[name])
+
+
+def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
+    """Check types and ranges of what a GPT-NeoX or CAT model is built from.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    for fields, types, what in (
+        (_WHOLE_NUMBERS, int, "a whole number"),
+        (_NUMBERS, int | float, "a number"),
+    ):
+        for name, allowed in fields.items():
+            value = getattr(config, name)
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise ValueError(f"{name}={value!r}: must be {what}")
+            if problem := allowed.problem(value):
+                raise ValueError(f"{name}={value}: {problem}")
+    for name in _SWITCHES:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size={config.hidden_size}: must be a multiple of num_attention_heads="
+            f"{config.num_attention_heads}"
+        )
+    if not isinstance(config.hidden_act, str):
+        raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
+    _check_tokens(config)
+    if config.rope_parameters:
+        check_rope_numbers(config.rope_parameters)
+
+
+def _check_tokens(config: GPTNeoXConfig | SimpleNamespace) -> None:
+    for name in _TOKENS:
+        value = getattr(config, name)
+        for token in value if isinstance(value, list) else [value]:
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            if token is not None and (not is_id or not -1 <= token < VOCABULARY.high):
+                raise ValueError(f"{name}={value!r}: must be the id of a token")
+    pad = config.pad_token_id
+    if pad is not None and pad >= config.vocab_size:
+        raise ValueError(f"pad_token_id={pad}: must be below vocab_size={config.vocab_size}")
+
+
 def _check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
     if value not in supported:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
 
 
 def _check_streams(streams: str) -> None:
-    if not streams or set(streams) - set(STREAMS) or len(set(streams)) != len(streams):
+    if (
+        not isinstance(streams, str)
+        or not streams
+        or set(streams) - set(STREAMS)
+        or len(set(streams)) != len(streams)
+    ):
         raise ValueError(
             f"conv_streams={streams!r} must name some of q, k and v, each once, such as 'qkv' "
             "or 'v'; for no convolution set conv_type='none'"
@@ -140,7 +243,7 @@ def _check_mixing_and_activation(config: CatConfig) -> None:
             f"conv_mixing='maps' needs the stream v, whose filters mix the maps; "
             f"conv_streams={config.conv_streams!r} must name it, as in 'v' or 'qkv'"
         )
-    if config.conv_activation != "none" and config.conv_type != "depthwise":
+    if config.conv_activation != "none" and not kinds.takes_activation(config.conv_type):
         raise ValueError(
             f"conv_activation={config.conv_activation!r} needs conv_type='depthwise', "
             f"not {config.conv_type!r}; the others have conv_activation='none'"

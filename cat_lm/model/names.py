@@ -26,6 +26,11 @@ def renamings(has_convolution: bool) -> dict[str, str]:
     return _HEAD | (_CONVOLUTION if has_convolution else {})
 
 
+def has_convolution(names: Iterable[str]) -> bool:
+    """Tell by its parameters' names, as they are today, whether a model has filters."""
+    return any(".convolution." in name for name in names)
+
+
 def current_name(name: str, has_convolution: bool) -> str:
     """Translate one parameter's name."""
     for pattern, replacement in renamings(has_convolution).items():

@@ -27,6 +27,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import limits
+from cat_lm.io.readers import clipped
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -48,6 +51,18 @@ _OPTIONAL_KEYS = {
     "default": set(),
     "linear": set(),
     "yarn": {"attention_factor", "beta_fast", "beta_slow", "truncate"},
+}
+_RANGES = {
+    "factor": limits.SCALING_FACTOR,
+    "original_max_position_embeddings": limits.CONTEXT,
+    "attention_factor": limits.ROPE_MAGNITUDE,
+    "beta_fast": limits.ROTATIONS,
+    "beta_slow": limits.ROTATIONS,
+    "rope_theta": limits.ROPE_BASE,
+    "partial_rotary_factor": limits.FRACTION,
+    # As keys of the configuration itself.
+    "rotary_emb_base": limits.ROPE_BASE,
+    "rotary_pct": limits.FRACTION,
 }
 
 
@@ -108,8 +123,8 @@ def scaled_fields(
             f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
         )
     _check_scope(temperature_scope, _has_rope(config))
-    if not factor >= 1 or math.isinf(factor):
-        raise ValueError(f"factor {factor}: must be at least 1")
+    if problem := limits.SCALING_FACTOR.problem(factor):
+        raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:
         return {}
     fields: dict[str, Any] = {"max_position_embeddings": round(factor * training_length)}
@@ -218,33 +233,54 @@ def check_rope_parameters(
     """
     if rope and rope_scaling:
         raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")
-    rope = {k: v for k, v in (rope or rope_scaling or {}).items() if v is not None}
+    given = rope or rope_scaling or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters={given!r}: must be an object with rope_type and others")
+    rope = {k: v for k, v in given.items() if v is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in _REQUIRED_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED_KEYS:
         known = ", ".join(_REQUIRED_KEYS)
-        raise ValueError(f"rope_parameters.rope_type={rope_type!r} is not supported; use {known}")
+        raise ValueError(
+            f"rope_parameters.rope_type={clipped(repr(rope_type))} is not supported; use {known}"
+        )
     required = _REQUIRED_KEYS[rope_type]
     unknown = sorted(rope.keys() - required - _OPTIONAL_KEYS[rope_type] - _BASE_KEYS)
     if unknown:
         known = ", ".join(sorted(_BASE_KEYS - {"type"} | required | _OPTIONAL_KEYS[rope_type]))
         raise ValueError(
-            f"rope_parameters.{unknown[0]}: unknown with rope_type {rope_type}; known: {known}"
+            f"rope_parameters.{clipped(unknown[0])}: unknown with rope_type {rope_type}; "
+            f"known: {known}"
         )
     missing = sorted(required - rope.keys())
     if missing:
         raise ValueError(f"rope_parameters.{missing[0]}: missing; rope_type {rope_type} needs it")
-    _check_at_least("factor", rope.get("factor", 1), 1)
-    for name in ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"):
-        _check_at_least(name, rope.get(name, 1), 0, strictly=True)
+    for name in (key for key in _RANGES if key in rope):
+        _check_range(name, rope[name])
+    if not isinstance(rope.get("truncate", True), bool):
+        raise ValueError(
+            f"rope_parameters.truncate={clipped(repr(rope['truncate']))}: must be true or false"
+        )
     if rope.get("beta_fast", 32) <= rope.get("beta_slow", 1):
         raise ValueError("rope_parameters.beta_fast must be greater than beta_slow")
+
+
+def check_rope_numbers(rope: Mapping[str, Any]) -> None:
+    """Check the base and the part of `rope_parameters`. Raises ValueError."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is not None:
+            _check_range(name, rope[name])
+
+
+def check_rope_number(name: str, value: Any) -> None:
+    """Check the base of the frequencies, or the part of the channels. Raises ValueError."""
+    _check_range(name, value, prefix="")
 
 
 def check_temperature(config: CatConfig) -> None:
     """Raises ValueError where temperature, its scope and the positions contradict each other."""
     temperature, has_rope = config.attention_temperature, _has_rope(config)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"attention_temperature={temperature}: must be above 0 (1 for none)")
     _check_scope(config.temperature_scope, has_rope)
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
@@ -274,13 +310,11 @@ def _check_scope(scope: str, has_rope: bool) -> None:
         )
 
 
-def _check_at_least(name: str, value: Any, low: float, strictly: bool = False) -> None:
+def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value < math.inf or (strictly and value == low):
-        raise ValueError(
-            f"rope_parameters.{name}={value!r}: must be a number "
-            f"{'above' if strictly else 'of at least'} {low}"
-        )
+    problem = _RANGES[name].problem(value) if is_number else "must be a number"
+    if problem:
+        raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
 
 
 def _has_rope(config: PreTrainedConfig) -> bool:

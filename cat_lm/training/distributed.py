@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from cat_lm.errors import SharedError, UserError
+from cat_lm.errors import SharedError, UserError, describe_os_error
 from cat_lm.training.launcher import join_launcher
 
 # Of a collective: long enough for one rank to write a large checkpoint while the others wait.
@@ -101,6 +101,8 @@ class Ranks:
 
 
 def describe_error(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {describe_os_error(error)}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -136,8 +138,9 @@ def leave(exit_code: int) -> NoReturn:
     There a thread of the process group, still alive, was once seen to abort the process after its
     work was done; a launcher would take a finished run for a failed one.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a closed terminal, a full disk: the work is done all the same
+            stream.flush()
     os._exit(exit_code)
 
 

@@ -30,18 +30,27 @@ class StepResult:
     skipped: bool
 
 
-def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
-    """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
+def model_config(config: RunConfig, vocab_size: int) -> CatConfig:
+    """The model's own configuration. Raises UserError where the model cannot be."""
     section = config.model
     fields = section.model_dump() | {
         "vocab_size": section.vocab_size or vocab_size,
         "intermediate_size": section.intermediate_size or 4 * section.hidden_size,
         "max_position_embeddings": config.data.context_length,
     }
-    torch.manual_seed(config.train.seed)
     try:
         # The section's keys are CatConfig's, so that a new one cannot be forgotten here.
-        model = CatForCausalLM(CatConfig(**fields, use_cache=False))
+        return CatConfig(**fields, use_cache=False)
+    except ValueError as error:
+        raise UserError(f"model: {' '.join(str(error).split())}") from error
+
+
+def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
+    """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
+    fields = model_config(config, vocab_size)
+    torch.manual_seed(config.train.seed)
+    try:
+        model = CatForCausalLM(fields)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)

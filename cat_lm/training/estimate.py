@@ -99,6 +99,11 @@ def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
         return build_model(config, vocab_size)
 
 
+def building_bytes(parameters: int) -> int:
+    """Bytes of its host's memory that a rank takes to build the model: whole, in fp32."""
+    return 4 * parameters
+
+
 def checkpoint_bytes(parameters: int) -> int:
     """Bytes of a checkpoint: the weights in fp32, stored once, and AdamW's two moments."""
     return 12 * parameters

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from cat_lm.errors import UserError
+
 
 def save_random_states(path: Path) -> None:
-    """Writes the states, and reads them again.
+    """Write the states, and read them again.
 
     Raises:
         OSError: they could not be written, or are not in the file as they are.
@@ -24,11 +26,43 @@ def save_random_states(path: Path) -> None:
 
 
 def restore_random_states(path: Path) -> None:
-    """Continues the generators bit for bit; one of a device that was not there is left alone."""
-    states = torch.load(path, weights_only=True)
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    """Continue the generators bit for bit; one of a device that was not there is left alone.
+
+    Raises:
+        UserError: there is no such file, or it holds no states of this machine's generators.
+    """
+    states = _read_states(path)
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _read_states(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; it holds the states of a rank's generators")
+    try:
+        states = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged archive makes of its reader
+        raise UserError(
+            f"{path}: cannot be read as states of generators ({type(error).__name__})"
+        ) from None
+    if not isinstance(states, dict) or "cpu" not in states:
+        raise UserError(f"{path}: holds no state of the CPU's generator")
+    sizes = {"cpu": torch.get_rng_state().numel()}
+    if torch.cuda.is_available():
+        sizes["cuda"] = torch.cuda.get_rng_state().numel()
+    for device, size in sizes.items():
+        state = states.get(device)
+        if state is None:
+            continue
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+            raise UserError(f"{path}: {device}: must be a tensor of bytes")
+        if state.numel() != size:
+            raise UserError(f"{path}: {device}: has {state.numel()} bytes, must have {size}")
+    return states
 
 
 def seed_of(seed: int, step: int, rank: int, world_size: int) -> int:

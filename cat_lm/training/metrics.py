@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import time
 import uuid
@@ -17,14 +16,20 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_text
+from cat_lm.io.files import AppendedFile, replacing, write_text
+from cat_lm.io.readers import read_json_lines, short
 
 
 class RunLog:
     """Lines for people: on the terminal and appended to `train.log`; silent on later ranks."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
+        self._file = AppendedFile(path) if path else None
+
+    @property
+    def error(self) -> str | None:
+        """Why a line could not be written, or None."""
+        return self._file.error if self._file else None
 
     def line(self, text: str = "") -> None:
         if self._file is None:
@@ -34,8 +39,7 @@ class RunLog:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
-        self._file.flush()
+        self._file.write("".join(f"{stamp} {part}\n" for part in text.split("\n")).encode())
 
     def close(self) -> None:
         if self._file:
@@ -49,36 +53,35 @@ class Metrics:
     """
 
     def __init__(self, run_folder: Path, config: RunConfig, resumed_step: int) -> None:
-        self._path = run_folder / "metrics.jsonl"
-        keep_records(self._path, up_to_step=resumed_step)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        path = run_folder / "metrics.jsonl"
+        keep_records(path, up_to_step=resumed_step)
+        self._file = AppendedFile(path)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from cat_lm.training.tensorboard import EventFile
 
-            self._tensorboard = SummaryWriter(
-                str(run_folder / "tensorboard"), purge_step=resumed_step + 1
-            )
+            self._tensorboard = EventFile(run_folder / "tensorboard", purge_step=resumed_step + 1)
         if config.logging.wandb_project:
             self._wandb = _start_wandb(run_folder, config)
+
+    @property
+    def error(self) -> str | None:
+        """Why a record could not be written, or None."""
+        return self._file.error or (self._tensorboard.error if self._tensorboard else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends `record`, which holds `step`; a number that is not finite becomes null."""
         record = {name: _finite(value) for name, value in record.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(record) + "\n").encode())
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
-            for name, value in numbers.items():
-                group = "validation" if name.startswith("val_") else "train"
-                self._tensorboard.add_scalar(f"{group}/{name}", value, record["step"])
+            self._tensorboard.add(record["step"], {_group(k): v for k, v in numbers.items()})
         if self._wandb:
             self._wandb.log(numbers, step=record["step"])
 
     def sync(self) -> None:
         """Flushes to disk: what a checkpoint counts as done must not be lost with the machine."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -93,6 +96,9 @@ def keep_records(path: Path, up_to_step: int) -> None:
 
     A run that starts from nothing puts the records of an earlier one aside: its checkpoints may
     have been deleted on purpose, its records must not be.
+
+    Raises:
+        UserError: as `read_records`.
     """
     if not path.exists():
         return
@@ -100,19 +106,32 @@ def keep_records(path: Path, up_to_step: int) -> None:
         aside = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
         path.rename(next(name for name in aside if not name.exists()))
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= up_to_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
+    kept = [record for record in read_records(path) if record["step"] <= up_to_step]
     with replacing(path) as stream:
-        stream.writelines(kept)
+        stream.writelines(json.dumps(record) + "\n" for record in kept)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a metrics.jsonl, each record with its `step`; a last line that a kill has cut is not.
+
+    Raises:
+        UserError: it is not UTF-8, or a line is no record of a step.
+    """
+    return read_json_lines(path, _check_record, cut_tail=True)
+
+
+def _check_record(record: dict[str, Any], place: str) -> None:
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"{place}: step is {short(step)}, must be the number of a step")
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _group(name: str) -> str:
+    return f"validation/{name}" if name.startswith("val_") else f"train/{name}"
 
 
 def _start_wandb(run_folder: Path, config: RunConfig) -> Any:

@@ -14,89 +14,30 @@ rank holds everything (stage 0), equal shares are written.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cat_lm.errors import UserError
+from cat_lm.model.names import current_name, has_convolution, stored_names
+from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
 if TYPE_CHECKING:
     from cat_lm.training.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[(\d+):(\d+)\]")
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [start, stop) of a flattened parameter, and where this rank's optimizer has them."""
-
-    name: str
-    start: int
-    stop: int
-    stepped: torch.Tensor  # the fp32 tensor that the optimizer steps: masters of many parameters
-    offset: int  # of element `start` in it
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This fragment's elements of `stepped` or of a moment of it, as a flat view."""
-        return tensor.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
-
-    def part(self, start: int, stop: int) -> Fragment:
-        """The elements that are also in [start, stop); may be none."""
-        start = max(start, self.start)
-        stop = max(start, min(stop, self.stop))
-        return Fragment(self.name, start, stop, self.stepped, self.offset + start - self.start)
-
-
-def shapes(engine: Engine) -> dict[str, torch.Size]:
-    """The whole parameters' shapes by name; ZeRO-3 leaves an empty tensor in their place."""
-    named = engine.model.named_parameters()
-    return {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named}
-
-
-def fragments(engine: Engine) -> list[Fragment]:
-    """What this rank's optimizer holds, in the order of the model's parameters."""
-    stage = engine.config.train.zero_stage
-    find = _whole if stage == 0 else _partition if stage == 3 else _linked
-    found = (find(engine, name, p) for name, p in engine.model.named_parameters())
-    return [fragment for fragment in found if fragment and fragment.start < fragment.stop]
-
-
-def _whole(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment:
-    return Fragment(name, 0, parameter.numel(), parameter, 0)
-
-
-def _linked(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-    """ZeRO-1 and 2: DeepSpeed links a parameter to its piece of this rank's flat masters."""
-    link = parameter._hp_mapping
-    if link is None:
-        return None  # wholly on other ranks
-    (stepped,) = engine.optimizer.param_groups[link.param_group_index]["params"]
-    address = link.lp_fragment_address
-    stop = address.start + address.numel
-    return Fragment(name, address.start, stop, stepped, link.hp_fragment_address.start)
-
-
-def _partition(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment:
-    """ZeRO-3: every parameter is cut into equal partitions, the last of them padded."""
-    optimizer = engine.optimizer
-    group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    start = min(engine.ranks.rank * size, parameter.ds_numel)
-    stop = min(start + size, parameter.ds_numel)
-    return Fragment(name, start, stop, optimizer.fp32_partitioned_groups_flat[group], offset)
-
-
-def _stepped_tensors(engine: Engine) -> list[torch.Tensor]:
-    """The tensors that the optimizer has states of; between steps ZeRO-3 hides them from it."""
-    if engine.config.train.zero_stage == 3:
-        return engine.optimizer.fp32_partitioned_groups_flat
-    return [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
+_KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
 
 
 def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -129,7 +70,7 @@ def optimizer_step(engine: Engine) -> int:
     Raises:
         RuntimeError: not the same number for all parameters, which the files cannot express.
     """
-    states = (engine.optimizer.state.get(tensor) for tensor in _stepped_tensors(engine))
+    states = (engine.optimizer.state.get(tensor) for tensor in stepped_tensors(engine))
     steps = {int(state["step"]) for state in states if state}
     if len(steps) > 1:
         raise RuntimeError(f"the optimizer took different numbers of steps: {sorted(steps)}")
@@ -140,14 +81,14 @@ def state_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_state(engine: Engine, folder: Path) -> None:
-    """Writes this rank's fragments of the moments, and reads them again.
+def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
+    """Write this rank's fragments of the moments, and return them as the file must hold them.
 
     Raises:
-        OSError: they could not be written, or are not in the file as they are.
+        OSError, SafetensorError: they could not be written.
     """
     ranks, tensors = engine.ranks, {}
-    for fragment in _share(engine):
+    for fragment in share(engine):
         state = engine.optimizer.state.get(fragment.stepped)
         for kind in MOMENTS:
             # Before its first step the optimizer has no moments; they would begin with zeros.
@@ -157,29 +98,60 @@ def write_state(engine: Engine, folder: Path) -> None:
     numbers = {"rank": ranks.rank, "ranks": ranks.world_size, "step": optimizer_step(engine)}
     path = folder / state_file(ranks.rank)
     save_file(tensors, path, {name: str(number) for name, number in numbers.items()})
-    verify_tensors(path, tensors)
+    return tensors
 
 
-def _share(engine: Engine) -> list[Fragment]:
-    """The fragments that this rank writes, so that every element is written once."""
-    held, ranks = fragments(engine), engine.ranks
-    if engine.config.train.zero_stage > 0:
-        return held
-    total = sum(fragment.stop for fragment in held)
-    first, end = (total * r // ranks.world_size for r in (ranks.rank, ranks.rank + 1))
-    parts, position = [], 0
-    for fragment in held:
-        parts.append(fragment.part(first - position, end - position))
-        position += fragment.stop
-    return [part for part in parts if part.start < part.stop]
+def not_finite(engine: Engine) -> list[str]:
+    """Name what this rank holds of the weights and moments that is not finite, at most ten.
+
+    Every element is looked at on the rank that would write it.
+    """
+    found = []
+    for fragment in share(engine):
+        parts = {"weights": fragment.of(fragment.stepped)}
+        if state := engine.optimizer.state.get(fragment.stepped):
+            parts |= {kind: fragment.of(state[kind]) for kind in MOMENTS}
+        found += [f"{kind} of {fragment.name}" for kind, t in parts.items() if not _is_finite(t)]
+        if len(found) >= 10:
+            break
+    return found[:10]
 
 
-def verify_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises OSError unless the file holds these fp32 tensors bit for bit."""
-    with safe_open(path, framework="pt") as stored:
-        for name, tensor in tensors.items():
-            if not stored.get_tensor(name).view(torch.int32).equal(tensor.view(torch.int32)):
-                raise OSError(f"{path.name}: {name} was not stored as it is")
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A sum is ten times as fast. One that is finite had no other terms; one that is not may only
+    # have been too large.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash what a safetensors file must hold, by xxh3_128: its header, then `tensors` from memory.
+
+    The file holds these fp32 tensors bit for bit where this is its checksum.
+
+    Raises:
+        OSError: its header is not that of these tensors, one after the other.
+    """
+    with open(path, "rb") as stream:
+        length = stream.read(8)
+        header = stream.read(int.from_bytes(length, "little"))
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    digest, position = xxhash.xxh3_128(length + header), 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = tensors.get(name)
+        end = position + 4 * math.prod(entry["shape"])
+        same = tensor is not None and entry["shape"] == list(tensor.shape)
+        if not same or entry["dtype"] != "F32" or entry["data_offsets"] != [position, end]:
+            raise OSError(f"{path.name}: {name} was not stored as it is")
+        digest.update(tensor.numpy().reshape(-1).view(np.uint8))
+        position = end
+    if len(entries) != len(tensors):
+        raise OSError(f"{path.name}: holds {len(entries)} tensors instead of {len(tensors)}")
+    return digest.hexdigest()
+
+
+# (start, stop, rank of the file, name in it); the name may be an earlier version's
+Range = tuple[int, int, int, str]
 
 
 @dataclass(frozen=True)
@@ -187,8 +159,8 @@ class StateIndex:
     """What the state files of a checkpoint hold, from their headers alone."""
 
     step: int  # of the optimizer
-    # (moment, parameter) to its ranges in ascending order: (start, stop, rank of the file)
-    ranges: dict[tuple[str, str], list[tuple[int, int, int]]]
+    # (moment, parameter) to its ranges in ascending order
+    ranges: dict[tuple[str, str], list[Range]]
 
 
 def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
@@ -204,25 +176,21 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
     for names, what in ((expected - found, "missing"), (found - expected, "not of this save")):
         if names:
             raise UserError(f"{folder}: {min(names)} is {what} ({world_size} ranks wrote it)")
-    ranges: dict[tuple[str, str], list[tuple[int, int, int]]] = {
+    ranges: dict[tuple[str, str], list[Range]] = {
         (kind, name): [] for name in sizes for kind in MOMENTS
     }
+    convolved = has_convolution(sizes)
     steps = set()
     for rank in range(world_size):
-        with _opened(folder / state_file(rank)) as stored:
-            numbers = stored.metadata() or {}
-            writer = tuple(numbers.get(name) for name in ("rank", "ranks"))
-            if writer != (str(rank), str(world_size)):
-                raise UserError(
-                    f"{folder / state_file(rank)}: was written by rank {writer[0]} of {writer[1]}, "
-                    f"not by rank {rank} of {world_size}"
-                )
-            steps.add(int(numbers["step"]))
+        path = folder / state_file(rank)
+        with _opened(path) as stored:
+            steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
-                kind, name, start, stop = _KEY.fullmatch(key).groups()
+                kind, name, start, stop = _part_of(path, key, stored)
+                name = current_name(name, convolved)
                 if name not in sizes:
                     raise UserError(f"{folder}: the model has no parameter {name}")
-                ranges[kind, name].append((int(start), int(stop), rank))
+                ranges[kind, name].append((start, stop, rank, key))
     if len(steps) > 1:
         raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
     for (kind, name), parts in ranges.items():
@@ -231,16 +199,48 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
     return StateIndex(steps.pop(), ranges)
 
 
-def _opened(path: Path) -> safe_open:
+def _writers_step(path: Path, numbers: Mapping[str, str], rank: int, world_size: int) -> int:
+    """The step in the header of a state file. Raises UserError where another rank wrote it."""
+    writer = tuple(numbers.get(name) for name in ("rank", "ranks"))
+    if writer != (str(rank), str(world_size)):
+        raise UserError(
+            f"{path}: was written by rank {writer[0]} of {writer[1]}, not by rank {rank} of "
+            f"{world_size}"
+        )
+    step = numbers.get("step", "")
+    if not step.isdecimal() or len(step) > 18:
+        raise UserError(f"{path}: its header's step is {step!r}, must be a number of steps")
+    return int(step)
+
+
+def _part_of(path: Path, key: str, stored: safe_open) -> tuple[str, str, int, int]:
+    """The (moment, parameter, start, stop) of a tensor. Raises UserError where it is none."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise UserError(f"{path}: holds {key!r}, which is no part of a moment")
+    kind, name, start, stop = match[1], match[2], int(match[3]), int(match[4])
+    part = stored.get_slice(key)
+    if part.get_dtype() != "F32" or part.get_shape() != [stop - start]:
+        raise UserError(
+            f"{path}: {key} is {part.get_dtype()} of shape {part.get_shape()}, must be F32 of "
+            f"shape [{stop - start}]"
+        )
+    return kind, name, start, stop
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises UserError where it, or what is read from it, is damaged."""
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as stored:
+            yield stored
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: is damaged: {error}") from error
+        raise UserError(f"{path}: is damaged: {' '.join(str(error).split())}") from error
 
 
-def _check_tiling(what: str, parts: list[tuple[int, int, int]], size: int) -> None:
+def _check_tiling(what: str, parts: list[Range], size: int) -> None:
     position = 0
-    for start, stop, _ in [*parts, (size, size, -1)]:
+    for start, stop, *_ in [*parts, (size, size, -1, "")]:
         if start > position:
             raise UserError(f"{what}: elements {position} to {start} of {size} are in no file")
         if start < position:
@@ -260,7 +260,7 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
     Raises:
         UserError: a file is damaged, or a weight is missing or has another shape.
     """
-    for tensor in _stepped_tensors(engine):
+    for tensor in stepped_tensors(engine):
         moments = engine.optimizer.state[tensor]
         for kind in MOMENTS:
             if kind not in moments:
@@ -275,34 +275,37 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
 def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     with _opened(path) as stored:
-        found = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+        names = stored_names(stored.keys(), has_convolution(expected))
+        slices = {name: stored.get_slice(place) for name, place in names.items()}
+        found = {name: part.get_shape() for name, part in slices.items()}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise UserError(
                     f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
                     f"{expected.get(name, 'none')}"
                 )
+            if (dtype := slices[name].get_dtype()) != "F32":
+                raise UserError(f"{path}: {name}: is {dtype}, must be F32")
         for fragment in held:
             # Slices are of whole rows; those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
             first, end = fragment.start // row, -(-fragment.stop // row)
-            read = stored.get_slice(fragment.name)[first:end].reshape(-1)
+            read = stored.get_slice(names[fragment.name])[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
 
 
 def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:
-    by_file: dict[int, list[tuple[str, Fragment, int, int]]] = {}
+    by_file: dict[int, list[tuple[str, Fragment, int, int, str]]] = {}
     for fragment in held:
         for kind in MOMENTS:
-            for start, stop, rank in index.ranges[kind, fragment.name]:
+            for start, stop, rank, key in index.ranges[kind, fragment.name]:
                 if start < fragment.stop and fragment.start < stop:
-                    by_file.setdefault(rank, []).append((kind, fragment, start, stop))
+                    by_file.setdefault(rank, []).append((kind, fragment, start, stop, key))
     for rank, parts in by_file.items():
         with _opened(folder / state_file(rank)) as stored:
-            for kind, fragment, start, stop in parts:
+            for kind, fragment, start, stop, key in parts:
                 wanted = fragment.part(start, stop)
-                key = f"{kind}/{fragment.name}[{start}:{stop}]"
                 read = stored.get_slice(key)[wanted.start - start : wanted.stop - start]
                 wanted.of(engine.optimizer.state[wanted.stepped][kind]).copy_(read)
 

@@ -43,6 +43,10 @@ class StopSignal:
         with contextlib.suppress(OSError):
             os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
 
+    def request(self) -> None:
+        """As TERM does, but from within: the ranks stop after this step."""
+        self._exit_code = self._exit_code or REQUEUE_EXIT_CODE
+
     def agreed(self, ranks: Ranks) -> int:
         """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""
         return int(ranks.maximum(self._exit_code))

@@ -1,16 +1,28 @@
-"""Ends a rank that makes no progress, so that a job that hangs does not burn hours."""
+"""Ends a rank that makes no progress or has lost its launcher: no hanging job burns hours."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from cat_lm.errors import UserError
+from cat_lm.training.ancestors import Launcher
+from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
 
 # Launchers start the job again on it; 1 would do as well, but says less.
 HUNG_EXIT_CODE = 76
+# Of a rank without launcher, whose peers may be gone, too: seconds without progress, at least, and
+# in steps as long as the longest so far.
+ORPHAN_SECONDS, ORPHAN_STEPS = 30.0, 3.0
+_ending = threading.Lock()
 
 
 class Watchdog:
@@ -20,13 +32,21 @@ class Watchdog:
     many hangs, the others wait for it in a collective, and the odd one out is the culprit. A
     launcher that ends a job with its first failing rank (`srun --kill-on-bad-exit`) does the rest.
 
+    A rank whose launcher is gone ends with `REQUEUE_EXIT_CODE`: before the first step at once, then
+    after the step and a checkpoint, as on a signal. Where peers are gone, too, no step ends any
+    more: then it ends without a checkpoint when nothing moves for as long as some steps take.
+
     A thread watches. If the interpreter itself is stuck in a call that holds its lock, no Python
     thread runs any more; then `faulthandler`'s own thread writes the stacks and ends the process
     with code 1, after twice the time.
     """
 
-    def __init__(self, minutes: float) -> None:
+    def __init__(self, minutes: float, launcher: Launcher | None = None) -> None:
         self._limit = 60 * minutes
+        self._launcher = launcher
+        self._stop: StopSignal | None = None  # from the first step on
+        self._orphaned_since: float | None = None
+        self._longest, self._unhurried = 0.0, False
         self._last, self._what = time.monotonic(), "its start"
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -34,7 +54,45 @@ class Watchdog:
 
     def progress(self, what: str) -> None:
         """Notes that the rank is alive and has just done `what`."""
-        self._last, self._what = time.monotonic(), what
+        now = time.monotonic()
+        if not self._unhurried:
+            self._longest = max(self._longest, now - self._last)
+        self._last, self._what = now, what
+
+    def steps_begin(self, stop: StopSignal) -> None:
+        """From here on `stop` hears of a lost launcher, and a checkpoint follows."""
+        self._longest, self._last = 0.0, time.monotonic()
+        self._stop = stop
+
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Inside, only `minutes` limit the time: a save is not cut off because a step is quick."""
+        self._unhurried = True
+        try:
+            yield
+        finally:
+            self._last = time.monotonic()
+            self._unhurried = False
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """An error inside that a lost launcher may have caused ends the process as that does.
+
+        With the launcher go the ranks' meeting point and the peers; collectives then fail.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            launcher, tries = self._launcher, 20
+            # Its connections are closed a moment before it counts as ended.
+            while launcher is not None and not launcher.is_gone() and tries:
+                time.sleep(0.1)
+                tries -= 1
+            if launcher is None or not launcher.is_gone():
+                raise
+            _end_orphaned(launcher, f" ({type(error).__name__} after {self._what})")
 
     def close(self) -> None:
         self._closed.set()
@@ -44,22 +102,55 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             faulthandler.dump_traceback_later(2 * self._limit, exit=True, file=sys.__stderr__)
-            if self._closed.wait(min(self._limit / 4, 10.0)):
+            if self._closed.wait(min(self._limit / 4, 1.0)):
                 return
             waited = time.monotonic() - self._last
             if waited > self._limit:
-                self._end(waited)
+                self._end_hung(waited)
+            if self._launcher is not None and self._launcher.is_gone():
+                self._without_launcher(self._launcher, waited)
 
-    def _end(self, waited: float) -> None:
-        rank, host = os.environ.get("RANK", "0"), host_name()
-        sys.__stderr__.write(
-            f"rank {rank} on {host}: no progress for {waited / 60:.1f} minutes after {self._what} "
-            f"(train.hang_minutes); the run ends here with code {HUNG_EXIT_CODE}, its checkpoints "
-            "are as they were. What each thread was doing:\n"
+    def _end_hung(self, waited: float) -> NoReturn:
+        _say(
+            f"no progress for {waited / 60:.1f} minutes after {self._what} (train.hang_minutes); "
+            f"the run ends here with code {HUNG_EXIT_CODE}, its checkpoints are as they were. "
+            "What each thread was doing:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__)
         sys.__stderr__.flush()
         os._exit(HUNG_EXIT_CODE)
+
+    def _without_launcher(self, launcher: Launcher, waited: float) -> None:
+        stop, now = self._stop, time.monotonic()
+        if stop is None:
+            _end_orphaned(launcher, ", before the first step")
+        if self._orphaned_since is None:
+            self._orphaned_since = now
+            _say(f"{_gone(launcher)}: a checkpoint follows after this step")
+            stop.request()
+        still = min(waited, now - self._orphaned_since)
+        if not self._unhurried and still > max(ORPHAN_SECONDS, ORPHAN_STEPS * self._longest):
+            _end_orphaned(launcher, f", and no progress for {still:.0f} s after {self._what}")
+
+
+def _gone(launcher: Launcher) -> str:
+    return f"the launcher (process {launcher.line[-1]}) is gone"
+
+
+def _end_orphaned(launcher: Launcher, when: str) -> NoReturn:
+    _ending.acquire()  # for good: two threads may find it out, one line says it
+    _say(
+        f"{_gone(launcher)}{when}: the run ends here with code {REQUEUE_EXIT_CODE}, its "
+        "checkpoints are as they were"
+    )
+    os._exit(REQUEUE_EXIT_CODE)
+
+
+def _say(text: str) -> None:
+    """Writes a line about this rank to stderr, which may have gone with the launcher."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    with contextlib.suppress(OSError):
+        os.write(2, f"rank {rank} on {host_name()}: {text}\n".encode())
 
 
 def host_name() -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cat_lm import limits
+from cat_lm.cli import number, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
+from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
     from eval.recall.execution import Execution
@@ -48,26 +52,30 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
     )
     parser.add_argument("--mixer", required=True, help=f"{mixers}; options as cat:streams=k")
-    parser.add_argument("--d-model", type=int, required=True, help="model width")
-    parser.add_argument("--seq-len", type=int, required=True, help="tokens that a model reads")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results")
-    parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=64)
-    parser.add_argument("--train-examples", type=int, default=100_000)
-    parser.add_argument("--test-examples", type=int, default=3_000)
-    parser.add_argument("--layers", type=int, help="blocks (default: the mixer's in the paper)")
-    parser.add_argument("--batch-size", type=int, help="rows (default: Zoology's at that length)")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="on all parameters")
-    parser.add_argument(
-        "--stop-above", type=float, default=0.99, help="test accuracy to stop at; above 1: never"
+    add = parser.add_argument
+    add("--d-model", type=_whole("d_model"), required=True, help="model width")
+    add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
+    add("--out", type=Path, required=True, metavar="DIR", help="results")
+    add("--lr", type=number(RANGES["lr"], above=0), default=1e-2)
+    add("--seed", type=_whole("seed"), default=0)
+    add("--epochs", type=_whole("epochs"), default=64)
+    add("--train-examples", type=_whole("train_examples"), default=100_000)
+    add("--test-examples", type=_whole("test_examples"), default=3_000)
+    add("--layers", type=_whole("layers"), help="blocks (default: the mixer's in the paper)")
+    add("--batch-size", type=_whole("batch_size"), help="rows (default: Zoology's at that length)")
+    decay = number(RANGES["weight_decay"])
+    add("--weight-decay", type=decay, default=0.1, help="on all parameters")
+    accuracy = number(RANGES["stop_above"])
+    add(
+        "--stop-above",
+        type=accuracy,
+        default=0.99,
+        help="test accuracy to stop at; above 1: never",
     )
-    parser.add_argument(
-        "--eval-steps", type=int, help="test within epochs too, every so many steps"
-    )
-    parser.add_argument(
-        "--test-lengths", type=_lengths, default=(), metavar="32,64,…", help="also test there"
-    )
+    steps = _whole("eval_steps")
+    add("--eval-steps", type=steps, help="test within epochs too, every so many steps")
+    lengths = whole_numbers(RANGES["seq_len"], "64,256")
+    add("--test-lengths", type=lengths, default=(), metavar="32,64,…", help="also test there")
     parser.add_argument(
         "--fixed-items",
         action="store_true",
@@ -77,14 +85,18 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_run)
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers such as 64,256") from None
+def _whole(name: str) -> Callable[[str], int]:
+    """Make the kind of a cell's whole number."""
+    return whole(RANGES[name])
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    for length in arguments.test_lengths:
+        if length < arguments.seq_len:
+            raise UserError(
+                f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
+                "tokens"
+            )
     from eval.recall.cells import cell_path, run
     from eval.recall.portraits import save_portrait
     from eval.recall.training import Cell, choose_device
@@ -126,7 +138,7 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",
-        type=int,
+        type=whole(limits.WORKERS),
         help="processes at once (default: the cores; on a GPU at most 4, each with a stack)",
     )
     parser.add_argument(
@@ -144,14 +156,10 @@ def _stack(text: str) -> int | None:
     """Models in a stack, none for auto."""
     if text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be auto or at least 1")
-    return int(text)
-
-
-def _check_workers(arguments: argparse.Namespace) -> None:
-    if arguments.workers is not None and arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+    try:
+        return whole(limits.SAMPLES)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def _execution(arguments: argparse.Namespace) -> Execution:
@@ -167,7 +175,6 @@ def _execution(arguments: argparse.Namespace) -> Execution:
 
 
 def _figure(arguments: argparse.Namespace) -> None:
-    _check_workers(arguments)
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
@@ -202,9 +209,8 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
 
 
 def _streams(arguments: argparse.Namespace) -> None:
-    from cat_lm.data.corpus import read_manifest
+    from cat_lm.data.manifest import read_manifest
 
-    _check_workers(arguments)
     read_manifest(arguments.data)  # an error before torch loads
     from eval.recall.streams import ablation
 
@@ -219,20 +225,16 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         "writes theory.json, theory.md, theory.html and the pictures.",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=500, help="sequences for each construction")
+    parser.add_argument("--seed", type=_whole("seed"), default=0)
+    trials = whole(limits.TRIALS)
+    parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")
     parser.add_argument(
-        "--trials", type=int, default=400, help="trials of the slower simulations (default 400)"
+        "--trials", type=trials, default=400, help="trials of the slower simulations (default 400)"
     )
     parser.set_defaults(run=_theory)
 
 
 def _theory(arguments: argparse.Namespace) -> None:
-    for name in ("rows", "trials"):
-        if getattr(arguments, name) < 20:
-            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least 20")
-    if arguments.seed < 0:
-        raise UserError(f"--seed {arguments.seed}: must be at least 0")
     from eval.recall.theory.report import theory
 
     theory(arguments.out, seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)

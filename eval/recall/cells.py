@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.readers import parse_value, read_bytes
 from eval.provenance import provenance
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
     path = cell_path(folder, cell)
     if not path.is_file():
         return None
+    text = read_bytes(path)  # what may not be read is no damage
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        record = parse_value(text, str(path))
+    except UserError:
         record = None
     whole = isinstance(record, dict) and {"cell", "filters", "provenance"} <= record.keys()
     if not whole or not all(isinstance(record.get(k), type(v)) for k, v in cell.resolved().items()):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import IGNORE, TrainLoader, validation_windows
+from cat_lm.data.verified import open_verified
 from cat_lm.errors import UserError
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
@@ -70,11 +70,11 @@ class LanguageCell:
             UserError: data or options that do not fit.
         """
         started = time.monotonic()
-        corpus = TokenCorpus.open(self.data, "train")
+        corpus = open_verified(self.data, "train")
         if corpus.fingerprint != self.fingerprint:
             raise UserError(f"--data {self.data}: changed since the command began")
         loader = TrainLoader(corpus, self.seq_len, self.batch_size, self.seed)
-        held_out = validation_windows(TokenCorpus.open(self.data, "validation"), self.seq_len)
+        held_out = validation_windows(open_verified(self.data, "validation"), self.seq_len)
         torch.manual_seed(self.seed)
         mixer = make_mixer(self.mixer)
         model = RecallModel(

@@ -13,7 +13,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from cat_lm import limits
 from cat_lm.errors import UserError
+from cat_lm.io.readers import clipped
 
 T = TypeVar("T")
 
@@ -91,9 +93,12 @@ def _value(where: str, text: str, kind: Any) -> Any:
     for number in (int, float):
         if number in kinds:
             try:
-                return number(text)
+                value = number(text)
             except ValueError:
                 continue
+            if number is int and (problem := limits.OPTION.problem(value)):
+                raise UserError(f"{where}={clipped(text)}: {problem}")
+            return value
     if str in kinds:
         return text
     expected = " or ".join({int: "a whole number", float: "a number"}.get(k, "none") for k in kinds)

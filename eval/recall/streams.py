@@ -23,7 +23,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from cat_lm.data.corpus import read_manifest
+from cat_lm.data.manifest import read_manifest
 from cat_lm.io.files import write_json, write_text
 from eval.figures import MARKERS, RUN_COLOURS, STYLE
 from eval.provenance import provenance

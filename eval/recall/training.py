@@ -9,7 +9,6 @@ scored positions alone. Here a model trains by itself; stack.py trains many as o
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from eval.recall.measuring import free_running, measure, scored_positions
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
 from eval.recall.options import parse_specification
+from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.tasks.multi_query import MultiQueryRecall
 
@@ -66,21 +66,18 @@ class Cell:
     fixed_items: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "seq_len", "epochs", "train_examples", "test_examples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("layers", "batch_size", "eval_steps"):
+        for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value}: must be at least 1")
-        if not 0 < self.lr < math.inf:
-            raise UserError(f"lr={self.lr}: must be a number above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"weight_decay={self.weight_decay}: must be a number, at least 0")
-        if self.stop_above is not None and math.isnan(self.stop_above):
-            raise UserError("stop_above=nan: must be a number")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed={self.seed}: must be at least 0 and below 2^63")
+            if value is not None and (problem := allowed.problem(value)):
+                raise UserError(f"{name}={value}: {problem}")
+        if self.lr <= 0:
+            raise UserError(f"lr={self.lr}: must be greater than 0")
+        for name in ("train_examples", "test_examples"):
+            if getattr(self, name) * self.seq_len > MOST_TOKENS:
+                raise UserError(
+                    f"{name}={getattr(self, name)}: with seq_len={self.seq_len} these are more "
+                    f"than {MOST_TOKENS:,} tokens"
+                )
         if self.fixed_items and not self.test_lengths:
             raise UserError("fixed_items: needs test_lengths, at which items are fixed")
 

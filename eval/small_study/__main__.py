@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from cat_lm.config import parse_count
+from cat_lm import limits
+from cat_lm.cli import whole, whole_numbers
+from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
+from cat_lm.io.readers import clipped
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 from eval.small_study.statistics import MAX_SEEDS
 
@@ -34,13 +37,38 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "data/small_study-SIZE)",
     )
     add("--models", default=",".join(MODELS), help="some of: %(default)s")
-    add("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")
     add(
-        "--tokens", metavar="N", help="training tokens of a run, such as 1B (default: the config's)"
+        "--seeds",
+        type=whole_numbers(limits.SEED, "0,1,2", distinct=True),
+        default=SEEDS,
+        metavar="N,N,…",
+        help=f"default: {','.join(map(str, SEEDS))}",
     )
-    add("--parallel", type=int, metavar="N", help="runs at once (default: cpu: the cores; gpu: 1)")
+    add(
+        "--tokens",
+        type=_tokens,
+        metavar="N",
+        help="training tokens of a run, such as 1B (default: the config's)",
+    )
+    add(
+        "--parallel",
+        type=whole(limits.WORKERS),
+        metavar="N",
+        help="runs at once (default: cpu: the cores; gpu: 1)",
+    )
     add("--estimate", action="store_true", help="measure how long it would take, and stop")
     return parser.parse_args(argv)
+
+
+def _tokens(text: str) -> int:
+    try:
+        # The tables print 20K, whose lower case is as clear.
+        count = parse_count(text.upper())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{clipped(text)!r} {error}") from None
+    if problem := limits.TOKENS.at_least(1).problem(count):
+        raise argparse.ArgumentTypeError(f"{clipped(text)!r} {problem}")
+    return count
 
 
 @command
@@ -101,29 +129,16 @@ def study_of(arguments: argparse.Namespace) -> Study:
     models = tuple(arguments.models.split(","))
     for model in models:
         if model not in MODELS:
-            raise UserError(f"--models {model}: unknown; known: {', '.join(MODELS)}")
-    try:
-        seeds = tuple(int(seed) for seed in arguments.seeds.split(","))
-    except ValueError:
-        raise UserError(f"--seeds {arguments.seeds}: must be numbers such as 0,1,2") from None
-    if len(set(seeds)) < len(seeds) or min(seeds) < 0 or len(seeds) > MAX_SEEDS:
-        raise UserError(
-            f"--seeds {arguments.seeds}: must be up to {MAX_SEEDS} different numbers from 0"
-        )
-    if arguments.parallel is not None and arguments.parallel < 1:
-        raise UserError(f"--parallel {arguments.parallel}: must be at least 1")
-    try:
-        # The tables print 20K, whose lower case is as clear.
-        tokens = None if arguments.tokens is None else parse_count(arguments.tokens.upper())
-    except ValueError as error:
-        raise UserError(f"--tokens {arguments.tokens}: {error}") from None
+            raise UserError(f"--models {clipped(model)}: unknown; known: {', '.join(MODELS)}")
+    if len(arguments.seeds) > MAX_SEEDS:
+        raise UserError(f"--seeds: {len(arguments.seeds)} of them; must be up to {MAX_SEEDS}")
     return Study(
         size=size,
         models=tuple(model for model in MODELS if model in models),
-        seeds=seeds,
+        seeds=arguments.seeds,
         out=_from_root(arguments.out or ROOT / f"runs/small_study-{size.name}"),
         data=_from_root(arguments.data or ROOT / f"data/small_study-{size.name}"),
-        tokens=tokens,
+        tokens=arguments.tokens,
     )
 
 
@@ -133,7 +148,7 @@ def prepared(study: Study, own: bool) -> str:
     Args:
         own: the data are the user's and are not made here.
     """
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.verified import open_verified
 
     if not own:
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.04"]
@@ -141,8 +156,8 @@ def prepared(study: Study, own: bool) -> str:
         call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
         if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(code)
-    corpus = TokenCorpus.open(ROOT / study.data, "train")
-    held_out = TokenCorpus.open(ROOT / study.data, "validation")
+    corpus = open_verified(ROOT / study.data, "train")
+    held_out = open_verified(ROOT / study.data, "validation")
     if held_out.num_tokens <= max(study.lengths()):
         raise UserError(
             f"--data {study.data}: {held_out.num_tokens} held-out tokens are too few for length "

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.readers import Record, check_shape, read_object
 from eval.result_files import read_metrics
 from eval.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
@@ -138,7 +139,7 @@ def held(study: Study) -> Iterator[IO]:
     """
     path = study.out / ".lock"
     study.out.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as lock:
+    with open(path, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -185,11 +186,17 @@ def unfinished(jobs: list[Job]) -> list[Job]:
 
 def read_result(job: Job) -> dict[str, Any]:
     """The record of a finished job. Raises UserError where it is damaged."""
-    path = job.folder / RESULT
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON: {error}; remove it to make it again") from None
+    path, advice = job.folder / RESULT, "remove it to make it again"
+    result = read_object(path, advice)
+    check_shape(result, _Result, str(path), advice)
+    return result
+
+
+class _Result(Record):
+    """What is used of a finished job's record."""
+
+    diverged: bool
+    seconds: float | None = None
 
 
 def last_line(log: Path) -> str:
@@ -213,7 +220,7 @@ def steps_done(job: Job) -> int:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().splitlines()
         return json.loads(lines[-2])["step"]
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError):
         return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.readers import read_object
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
 CONFIGS = Path("configs/study")  # a folder for each size, a file for each model, base.yaml
@@ -152,12 +152,7 @@ def check(study: Study, fingerprint: str) -> dict[str, Any]:
     settings = study.settings(fingerprint)
     if not path.is_file():
         return settings
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(earlier, dict):
-        raise UserError(f"{path}: holds no settings; remove {study.out}, or give another --out")
+    earlier = read_object(path, f"remove {study.out}, or give another --out")
     changes = changed_values(earlier, settings)
     # A key that a later version added was not decided otherwise before; null is a decision.
     other = [name for name in changes if _has(earlier, name) and _has(settings, name)]

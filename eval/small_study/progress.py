@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 import sys
 import threading
@@ -13,11 +12,13 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.own_files import make_marked, remove_marked
 from eval.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
 from eval.small_study.plan import MODELS, Job, Study
 
 STEPS = 12  # of a trial training
+TRIALS = "trial trainings of the small study"  # their folder's mark
 FORWARD = 1 / 3  # of the work of training on a token: a forward pass alone
 
 
@@ -44,7 +45,8 @@ def measure(study: Study, workers: Workers) -> Estimate:
     for model in study.models:
         job = Job(model, 0, folder / model)
         kinds.setdefault(study.config(job).model.conv_type, job)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_marked(folder, TRIALS)
+    make_marked(folder, TRIALS)
     print(
         f"measuring the speed of {', '.join(MODELS[j.model] for j in kinds.values())}", flush=True
     )
@@ -66,7 +68,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
         # Three processes: training, export, sweep.
         seconds[model] = (trained + FORWARD * scored) / rate + 3 * start
     write_json(study.out / "estimate.json", {"seconds": seconds, "parallel": workers.parallel})
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_marked(folder, TRIALS)
     return Estimate(seconds)
 
 
@@ -78,18 +80,20 @@ def _trial(workers: Workers, job: Job) -> tuple[float, float]:
     steps += ["optimizer.warmup_steps=0", "optimizer.warmup_tokens=null"]
     steps += ["validation.every_steps=1000", "validation.max_tokens=4096"]
     arguments = ["train.py", str(study.config_file(job.model)), *study.overrides(job), *steps]
-    # Not in the trial's folder, which the next call empties.
-    log = study.out / f"trial-{job.model}.log"
+    # Beside the training's own folder: where it fails, it stays until the next call.
+    log = job.folder.with_name(f"{job.model}.log")
     if code := workers.process(arguments, log):
         raise JobFailed(
             f"{job.model}: trial training ended with code {code}, see {log}: {last_line(log)}"
         )
-    log.unlink(missing_ok=True)
     wall = time.perf_counter() - begin
-    records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "val_loss" not in r]
+    metrics = job.folder / "metrics.jsonl"
+    records = [r for r in read_metrics(metrics) if r.get("step_seconds")]
+    rates = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
+    if not rates:
+        raise JobFailed(f"{job.model}: {metrics}: its trial steps have no speed")
     training = sum(record["step_seconds"] for record in records)
-    rate = statistics.median(record["tokens_per_second"] for record in records)
-    return rate, max(0.0, wall - training)
+    return statistics.median(rates), max(0.0, wall - training)
 
 
 class Progress:
@@ -154,5 +158,6 @@ def duration(seconds: float) -> str:
 
 
 def _loss(job: Job) -> str:
-    validations = [r for r in read_metrics(job.folder / "metrics.jsonl") if "val_loss" in r]
-    return f"held-out loss {validations[-1]['val_loss']:.3f}" if validations else "no validation"
+    records = read_metrics(job.folder / "metrics.jsonl")
+    losses = [r["val_loss"] for r in records if r.get("val_loss") is not None]
+    return f"held-out loss {losses[-1]:.3f}" if losses else "no validation"

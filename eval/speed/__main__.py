@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|train|decode|data [--json FILE]`: speed and memory, side by side.
+"""`python -m eval.speed conv|train|decode|data|checkpoint [--json FILE]`: speed, side by side.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -6,14 +6,18 @@ Exit codes: 0 everything asked for was measured, 1 something was wrong and is re
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from cat_lm import limits
+from cat_lm.cli import number, output_file, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from eval.speed import data
-from eval.speed.arguments import names, numbers, positive, shape
+from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 
 
@@ -25,15 +29,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
+    _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
     models = list(benchmarks.choices.values())
     data.add_arguments(
         benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
     )
     for parser_ in models:
         parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-        parser_.add_argument("--threads", type=positive, metavar="N", help="of a CPU; default: all")
+        parser_.add_argument(
+            "--threads", type=whole(limits.CORES), metavar="N", help="of a CPU; default: all"
+        )
     for parser_ in benchmarks.choices.values():
-        parser_.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
+        parser_.add_argument(
+            "--json", type=output_file, metavar="FILE", help="where to write the record"
+        )
     return parser
 
 
@@ -48,7 +57,7 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--windows",
-        type=numbers,
+        type=whole_numbers(limits.WINDOW, "3,4,8"),
         default=(3, 4, 8, 21, 64),
         metavar="LIST",
         help="W (default: 3,4,8,21,64)",
@@ -76,7 +85,10 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(KERNELS)} (default: all but the slow reference)",
     )
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="default: 10 on a CPU, 100 on a GPU"
+        "--repeats",
+        type=whole(limits.REPEATS),
+        metavar="N",
+        help="default: 10 on a CPU, 100 on a GPU",
     )
     parser.add_argument(
         "--eager",
@@ -93,28 +105,39 @@ def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats
         metavar="LIST",
         help=f"of {', '.join(models)} (default: all)",
     )
-    parser.add_argument("--size", choices=SIZES, default="small")
-    for name in ("hidden-size", "layers", "heads"):
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="default: the size's")
-    parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
-    parser.add_argument("--window", type=positive, default=21, metavar="W")
-    parser.add_argument("--batch-size", type=positive, metavar="N")
-    parser.add_argument("--repeats", type=positive, default=repeats, metavar="N")
+    _add_size(parser)
+    parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
+    parser.add_argument("--repeats", type=whole(limits.REPEATS), default=repeats, metavar="N")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
     )
 
 
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=SIZES, default="small")
+    sizes = {"hidden-size": limits.HIDDEN_SIZE, "layers": limits.LAYERS, "heads": limits.HEADS}
+    for name, allowed in sizes.items():
+        parser.add_argument(
+            f"--{name}", type=whole(allowed), metavar="N", help="default: the size's"
+        )
+    parser.add_argument(
+        "--vocab-size", type=whole(limits.VOCABULARY), default=VOCAB_SIZE, metavar="N"
+    )
+    parser.add_argument("--window", type=whole(limits.WINDOW), default=21, metavar="W")
+
+
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(MODELS), repeats=5)
     parser.set_defaults(batch_size=4)
-    parser.add_argument("--context-length", type=positive, metavar="N", help="default: the size's")
+    parser.add_argument(
+        "--context-length", type=whole(limits.CONTEXT), metavar="N", help="default: the size's"
+    )
     parser.add_argument("--optimizer", action="store_true", help="with AdamW's update")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument(
         "--peak-tflops",
-        type=float,
+        type=number(limits.TFLOPS),
         metavar="X",
         help="of the device in this dtype, for MFU (default: by its name in bf16)",
     )
@@ -125,23 +148,48 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(batch_size=1)
     parser.add_argument(
         "--prompts",
-        type=numbers,
+        type=whole_numbers(limits.CONTEXT, "256,1024"),
         default=(2048, 16384),
         metavar="LIST",
         help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",
     )
-    parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="with cache")
     parser.add_argument(
-        "--uncached-tokens", type=positive, default=4, metavar="N", help="without cache"
+        "--new-tokens",
+        type=whole(limits.NEW_TOKENS.at_least(2)),
+        default=32,
+        metavar="N",
+        help="with cache; the prompt's pass gives the first of them",
     )
+    parser.add_argument(
+        "--uncached-tokens",
+        type=whole(limits.NEW_TOKENS),
+        default=4,
+        metavar="N",
+        help="without cache",
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    _add_size(parser)
+    parser.add_argument(
+        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
+    )
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="default: 0")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="where to save (default: the system's)"
+    )
+    parser.set_defaults(dtype="float32", attention="sdpa")
 
 
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.conv import ConvOptions, conv_speed
 
     options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
+    shapes = options.shape or SHAPES[device.type]
+    for sizes in shapes:
+        _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
     asked = ConvOptions(
-        shapes=options.shape or SHAPES[device.type],
+        shapes=shapes,
         dtypes=options.dtype,
         conv_types=options.conv_type,
         windows=options.windows,
@@ -155,8 +203,6 @@ def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.train import TrainCase, train_speed
 
-    if options.peak_tflops is not None and not options.peak_tflops > 0:
-        raise UserError(f"--peak-tflops {options.peak_tflops}: must be greater than 0")
     context_length = options.context_length or SIZES[options.size]["context_length"]
     case = TrainCase(
         _model_size(options, device),
@@ -171,8 +217,6 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.decode import DecodeCase, decode_speed
 
-    if options.new_tokens < 2:
-        raise UserError("--new-tokens 1: the prompt's pass gives the first token; use at least 2")
     size = _model_size(options, device)
     cases = [
         DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
@@ -181,7 +225,28 @@ def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     return decode_speed(cases, options.models, options.repeats)
 
 
+def _check_room(what: str, size: int, device: Any) -> None:
+    """Raise UserError where not even the numbers themselves have room, before they are made."""
+    from cat_lm.training.preflight.facts import free_memory
+
+    if size > (free := free_memory(device)):
+        raise UserError(
+            f"{what}: takes {size / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB of memory are free"
+        )
+
+
+def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.checkpoint import checkpoint_speed
+
+    if options.scratch is not None and not options.scratch.is_dir():
+        raise UserError(f"--scratch {options.scratch}: no such folder")
+    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
+        size = _model_size(options, device)
+        return checkpoint_speed(size, options.zero_stage, options.repeats, Path(scratch))
+
+
 def _model_size(options: argparse.Namespace, device: Any) -> Any:
+    from cat_lm.config import ModelSection
     from eval.speed.models import ModelSize
 
     named = SIZES[options.size]
@@ -189,8 +254,15 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
     heads = options.heads or named["heads"]
     if hidden_size % heads:
         raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
+    layers = options.layers or named["layers"]
+    section = ModelSection(
+        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads
+    )
+    parameters = section.num_parameters(options.vocab_size)
+    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
+    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
     return ModelSize(
-        layers=options.layers or named["layers"],
+        layers=layers,
         hidden_size=hidden_size,
         heads=heads,
         vocab_size=options.vocab_size,
@@ -216,6 +288,7 @@ def main() -> None:
     device = open_device(options.device, options.threads)
     started = provenance()
     runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    runs["checkpoint"] = run_checkpoint
     run = runs[options.benchmark]
     measured = run(options, device)
     record = {

@@ -5,24 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Several of them: 3,4,8."""
-    return tuple(positive(part.strip()) for part in text.split(","))
+from cat_lm import limits
+from cat_lm.cli import whole_numbers
+from cat_lm.io.readers import clipped
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Four of them: B,T,H,D."""
-    found = numbers(text)
+    """Four numbers: B,T,H,D."""
+    found = whole_numbers(limits.CONTEXT, "4,1024,8,64")(text)
     if len(found) != 4:
-        raise argparse.ArgumentTypeError(f"{text!r} must be four numbers B,T,H,D: 4,1024,8,64")
+        raise argparse.ArgumentTypeError(
+            f"{clipped(text)!r} must be four numbers B,T,H,D: 4,1024,8,64"
+        )
     return found
 
 
@@ -33,7 +27,9 @@ def names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
         found = tuple(part.strip() for part in text.split(","))
         for name in found:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(
+                    f"{clipped(name)!r} is not one of {', '.join(known)}"
+                )
         return found
 
     return parse

@@ -20,8 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cat_lm import limits
+from cat_lm.cli import whole, whole_numbers
 from cat_lm.errors import UserError
-from eval.speed.arguments import names, numbers, positive
+from eval.speed.arguments import names
 from eval.speed.data_tables import short
 
 PARTS = ("tokenize", "prepare", "load", "open")
@@ -54,45 +56,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--text-mb",
-        type=positive,
+        type=whole(limits.MEGABYTES),
         default=16,
         metavar="N",
         help="MB of text to tokenize in each round, at most (default: 16)",
     )
-    add("--repeats", type=positive, default=5, metavar="N", help="rounds (default: 5)")
+    add("--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="rounds (default: 5)")
     add(
         "--workers",
-        type=numbers,
+        type=whole_numbers(limits.WORKERS, "1,2"),
         default=(1, 2),
         metavar="LIST",
         help="of the preparation (default: 1,2)",
     )
     add(
         "--prepare-mb",
-        type=positive,
+        type=whole(limits.MEGABYTES),
         default=64,
         metavar="N",
         help="MB of text to prepare, the text repeated where there is less (default: 64)",
     )
+    _add_corpora(parser)
+    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
+    # The libraries are compared on one core, and nothing here uses an accelerator.
+    parser.set_defaults(device="cpu", threads=1)
+
+
+def _add_corpora(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the corpora that are loaded and opened."""
+    add = parser.add_argument
     add(
         "--loader-tokens",
-        type=positive,
+        type=whole(limits.TOKENS.at_least(1)),
         default=100_000_000,
         metavar="N",
         help="in the corpora that are loaded (default: 1e8)",
     )
-    add("--batch-size", type=positive, default=256, metavar="G", help="default: 256")
-    add("--context-length", type=positive, default=2048, metavar="T", help="default: 2048")
+    add("--batch-size", type=whole(limits.BATCH), default=256, metavar="G", help="default: 256")
+    add(
+        "--context-length",
+        type=whole(limits.CONTEXT),
+        default=2048,
+        metavar="T",
+        help="default: 2048",
+    )
     add(
         "--open-tokens",
-        type=numbers,
+        type=whole_numbers(limits.TOKENS.at_least(1), "1_000_000"),
         default=(15 * 10**9, 600 * 10**9),
         metavar="LIST",
         help="of the corpora that are opened (default: 15B and 600B); their files are sparse",
     )
-    add("--scratch", type=Path, metavar="DIR", help="for temporary files (default: the system's)")
-    # The libraries are compared on one core, and nothing here uses an accelerator.
-    parser.set_defaults(device="cpu", threads=1)
 
 
 def run(options: argparse.Namespace, device: Any) -> dict[str, Any]:

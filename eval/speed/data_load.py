@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cat_lm.data import TokenCorpus, TrainLoader
-from cat_lm.data.corpus import FORMAT_VERSION, fingerprint
+from cat_lm.data.manifest import FORMAT_VERSION, fingerprint
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.shards import ShardWriter, token_dtype
 from eval.speed.progress import rounds, say

@@ -13,6 +13,13 @@ def data_table(record: dict[str, Any]) -> str:
     return "\n".join([_where(record), *data_lines(record)])
 
 
+def checkpoint_table(record: dict[str, Any]) -> str:
+    """Seconds to save, load and go on from a checkpoint."""
+    from eval.speed.checkpoint import checkpoint_lines
+
+    return "\n".join([_where(record), *checkpoint_lines(record)])
+
+
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]

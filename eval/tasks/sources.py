@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from lm_eval.config.task import TaskConfig
 
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
+from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_json_lines
+from eval.tasks.rows import check_answers, check_columns
 
 MANIFEST = "manifest.json"
 
@@ -41,6 +43,9 @@ class Source(Protocol):
     def describe(self, task: str) -> str:
         """The place of a task's rows, for messages."""
 
+    def place(self, task: str, split: str, number: int) -> str:
+        """The place of a split's row, counted from 0, for messages."""
+
 
 def needed_splits(config: TaskConfig) -> list[str]:
     """The split to be evaluated, then the one for few-shot examples where there are any."""
@@ -58,11 +63,18 @@ def sourced_task(source: Source) -> type[ConfigurableTask]:
 
     class SourcedTask(ConfigurableTask):
         def __init__(self, config: dict[str, Any]) -> None:
-            # The harness hands the class over among the definition's keys.
-            super().__init__(config={key: v for key, v in config.items() if key != "class"})
+            self.task_docs = None
+            try:
+                # The harness hands the class over among the definition's keys.
+                super().__init__(config={key: v for key, v in config.items() if key != "class"})
+            except Exception:
+                if self.task_docs is not None:  # it has tried the first row
+                    check_answers(self, source, needed_splits(self.config), 1)
+                raise
 
         def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
             self.dataset = source.splits(self.config, dataset_kwargs or {})
+            check_columns(self.config.task, self.dataset, needed_splits(self.config), source)
             self._forget_absent_splits()
 
         def _forget_absent_splits(self) -> None:
@@ -92,6 +104,7 @@ class LocalFolder:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.records: dict[str, dict[str, Any]] = {}
+        self._places: dict[tuple[str, str], list[str]] = {}
         if not self.folder.is_dir():
             raise UserError(f"--data-dir {folder}: no such folder")
         self._prefetched = read_manifest(self.folder)["files"]
@@ -99,12 +112,17 @@ class LocalFolder:
     def splits(self, config: TaskConfig, options: Mapping[str, Any]) -> dict[str, Dataset]:
         names = needed_splits(config)
         files = [self.folder / file_name(config.task, split, names[0]) for split in names]
-        found = {split: _read(path) for split, path in zip(names, files, strict=True)}
+        found = {}
+        for split, path in zip(names, files, strict=True):
+            found[split], self._places[config.task, split] = _read(path)
         self.records[config.task] = {"files": {path.name: self._record(path) for path in files}}
         return found
 
     def describe(self, task: str) -> str:
         return str(self.folder / f"{task}.jsonl")
+
+    def place(self, task: str, split: str, number: int) -> str:
+        return self._places[task, split][number]
 
     def _record(self, path: Path) -> dict[str, Any]:
         record = {"sha256": sha256(path)}
@@ -156,6 +174,9 @@ class Hub:
     def describe(self, task: str) -> str:
         return f"the Hub's {self.records.get(task, {}).get('dataset', 'dataset')}"
 
+    def place(self, task: str, split: str, number: int) -> str:
+        return f"{self.describe(task)}, split {split}, row {number}"
+
     def _load(self, path: str, name: str | None, options: dict) -> Mapping[str, Dataset]:
         if path not in self.revisions:
             self.revisions[path] = newest_commit(path, "main")
@@ -184,40 +205,50 @@ def file_name(task: str, split: str, evaluated: str) -> str:
     return f"{task}.jsonl" if split == evaluated else f"{task}.{split}.jsonl"
 
 
+class _Manifest(Record):
+    """The file that --prefetch writes beside its files."""
+
+    revisions: dict[str, str | None]
+    files: dict[InsideName, dict[str, Any]]
+
+
+class _PrefetchedFile(Record):
+    """What is needed of a prefetched file; where it came from stands beside it."""
+
+    task: str
+    sha256: str
+    rows: int
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What --prefetch has written about its files; empty tables where there is no manifest."""
     path = folder / MANIFEST
     if not path.is_file():
         return {"revisions": {}, "files": {}}
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        return {"revisions": dict(manifest["revisions"]), "files": dict(manifest["files"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a manifest of --prefetch ({error!r})") from None
+    advice = "it is no manifest of --prefetch"
+    manifest = read_json(path, _Manifest, advice).model_dump()
+    for name, record in manifest["files"].items():
+        check_shape(record, _PrefetchedFile, f"{path}, {name}", advice)
+    return manifest
 
 
-def _read(path: Path) -> Dataset:
-    if not path.is_file():
+def _read(path: Path) -> tuple[Dataset, list[str]]:
+    """The rows of a jsonl file, and the place of each, for messages."""
+    if not path.exists():
         raise UserError(f"task data {path}: missing; one JSON row per line in the Hub's columns")
-    rows = list(_rows(path))
+    places: list[str] = []
+    rows = read_json_lines(path, lambda row, place: places.append(place), what="task data")
     if not rows:
         raise UserError(f"task data {path}: has no rows")
+    for row, place in zip(rows, places, strict=True):
+        # Arrow would fill up what is missing, and leave out what is too much.
+        if row.keys() != rows[0].keys():
+            other = sorted(row.keys() ^ rows[0].keys())
+            raise UserError(
+                f"{place}: rows differ in their columns: {', '.join(other)} not in all of them"
+            )
     try:
-        return Dataset.from_list(rows)
+        return Dataset.from_list(rows), places
     except Exception as error:  # arrow's own kinds, for columns that change their type
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"task data {path}: rows differ in their columns: {reason}") from error
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # of JSON and of UTF-8
-                raise UserError(f"task data {path}: line {number}: {error}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"task data {path}: line {number}: not a JSON object")
-            yield row

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from cat_lm import limits
+from cat_lm.cli import output_file, whole
 from cat_lm.errors import command
 from launch.slurm.options import (
     ATTEMPTS,
@@ -14,7 +15,6 @@ from launch.slurm.options import (
     add_options,
     add_resources,
     variable,
-    whole_number,
 )
 
 OVERRIDE = "section.key=value"
@@ -67,7 +67,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
     look = commands.add_parser("status", help="where a run stands")
     look.add_argument("run", help="the run's folder")
-    look.add_argument("--json", type=Path, metavar="FILE", help="where to write the same as JSON")
+    look.add_argument(
+        "--json", type=output_file, metavar="FILE", help="where to write the same as JSON"
+    )
     end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
     end.add_argument("run", help="the run's folder")
     add_local(commands)
@@ -86,11 +88,13 @@ def add_local(commands) -> None:
     here.add_argument("config", help="the run's YAML file")
     here.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
     kind = here.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--gpus-per-node", type=whole_number(1), metavar="G", help="a rank each")
-    kind.add_argument("--tasks", type=whole_number(1), metavar="N", help="ranks on the CPU")
-    here.add_argument("--cpus-per-task", type=whole_number(1), metavar="N", help=CORES)
+    kind.add_argument(
+        "--gpus-per-node", type=whole(limits.PER_NODE), metavar="G", help="a rank each"
+    )
+    kind.add_argument("--tasks", type=whole(limits.PER_NODE), metavar="N", help="ranks on the CPU")
+    here.add_argument("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=CORES)
     here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
-    here.add_argument("--max-restarts", type=whole_number(1), metavar="N", help=ATTEMPTS)
+    here.add_argument("--max-restarts", type=whole(limits.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def add_prepare(commands) -> None:
@@ -102,7 +106,7 @@ def add_prepare(commands) -> None:
         "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
         "again continues where tasks have failed.",
     )
-    data.add_argument("--tasks", type=whole_number(1), required=True, metavar="N")
+    data.add_argument("--tasks", type=whole(limits.ARRAY_TASKS), required=True, metavar="N")
     add_resources(data)
 
 

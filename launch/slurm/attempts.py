@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from cat_lm.training.checkpoint import MARKER
+from cat_lm.training.checkpoint import MARKER, step_folders
 from launch.slurm.folder import RunFolder
 
 
 def newest_checkpoint(folder: RunFolder) -> str:
     """The name of the newest marked checkpoint, or `none`."""
-    steps = sorted(path.parent.name for path in folder.checkpoints.glob(f"step-*/{MARKER}"))
-    return steps[-1] if steps else "none"
+    marked = [step for step in step_folders(folder.checkpoints) if (step / MARKER).is_file()]
+    return marked[-1].name if marked else "none"
 
 
 def count_anew(folder: RunFolder, why: str) -> None:
@@ -43,7 +43,7 @@ def without_progress(folder: RunFolder) -> int:
 
 def _lines(folder: RunFolder) -> list[str]:
     try:
-        return folder.attempts.read_text(encoding="utf-8").splitlines()
+        return folder.attempts.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
 

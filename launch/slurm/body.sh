@@ -52,6 +52,7 @@ if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi
 # '#' (written by submit and resume) starts the count anew.
 checkpoint=none
 for folder in "$run"/checkpoints/step-*; do
+    case $folder in *.aside*) continue ;; esac
     if [ -f "$folder/complete.json" ]; then checkpoint=${folder##*/}; fi
 done
 attempts=$run/slurm/attempts.log
@@ -96,8 +97,9 @@ requeue_at_limit() {
     esac
 }
 
+# --wait: of a task whose slurmstepd was killed srun hears no more; all ranks end at the same time.
 begin=$(stat -c %s "$run/slurm/job.log" 2>/dev/null || echo 0)
-srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 \
+srun "${srun_options[@]}" --export=ALL --kill-on-bad-exit=1 --wait=60 \
     "$python" -u train.py "$run/slurm/config.yaml" train.resume=auto 9>&- &
 srun_pid=$!
 while :; do

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.folders import check_output
+from cat_lm.io.readers import Record, read_json, resolve
 from launch.slurm.options import Options
 
 
@@ -22,7 +22,10 @@ class RunFolder:
     @classmethod
     def of(cls, run: Path | str) -> RunFolder:
         # Without links, so that a run has one name, and one job.
-        return cls(Path(os.path.realpath(Path(run).expanduser())))
+        try:
+            return cls(resolve(Path(run).expanduser()))
+        except RuntimeError as error:  # ~nobody
+            raise UserError(f"{run}: {error}") from None
 
     @property
     def slurm(self) -> Path:
@@ -69,51 +72,52 @@ class RunFolder:
         return self.run / "metrics.jsonl"
 
     def check_writable(self) -> None:
-        """Raises UserError where a file stands in the way of a folder."""
-        for folder in (*reversed(self.slurm.parents), self.slurm):
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"train.output_dir={self.run}: {folder} is a file; name another")
+        """Raises UserError where no folder can be made, such as for a file in its way."""
         # They would end SLURM's own lines, or the quotes around a path in them.
-        if any(character in str(self.run) for character in '\n"\\'):
+        if not str(self.run).isprintable() or any(c in str(self.run) for c in '"\\'):
             raise UserError(
                 f"train.output_dir={str(self.run)!r}: SLURM takes no path with such characters"
             )
+        check_output(self.slurm, "train.output_dir")
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class Job(Record):
+    """A job that SLURM has had of the run."""
+
+    id: str
+    time: str
+    command: list[str]
+
+
+class JobRecord(Record):
     """job.json: how the run was submitted last, and its jobs, the newest last."""
 
     config: str
     overrides: list[str]
     options: Options
     site: str | None
-    jobs: list[dict[str, Any]]
+    jobs: list[Job]
 
     def write(self, folder: RunFolder) -> None:
-        write_json(folder.record, asdict(self))
+        write_json(folder.record, self.model_dump())
 
     @property
     def job_ids(self) -> list[str]:
-        return [job["id"] for job in self.jobs]
+        return [job.id for job in self.jobs]
 
 
 def read_record(folder: RunFolder) -> JobRecord:
     """Raises UserError where no job was ever submitted for this run, or job.json is damaged."""
     if not folder.run.is_dir():
         raise UserError(f"{folder.run}: no such run folder")
-    try:
-        values = json.loads(folder.record.read_text(encoding="utf-8"))
-        return JobRecord(**{**values, "options": Options(**values["options"])})
-    except FileNotFoundError:
+    if not os.path.lexists(folder.record):
         raise UserError(
             f"{folder.run}: was never submitted ({folder.record} is missing); "
             "`python -m launch.slurm submit` starts a run"
-        ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder.record}: cannot be read: {error}; submit the run again") from None
+        )
+    return read_json(folder.record, JobRecord, advice="submit the run again")
 
 
-def earlier_jobs(folder: RunFolder) -> list[dict[str, Any]]:
+def earlier_jobs(folder: RunFolder) -> list[Job]:
     """The jobs that this run has had, as far as they are known."""
     return read_record(folder).jobs if folder.record.is_file() else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cat_lm.errors import UserError
 from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
 
+PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -24,6 +27,7 @@ def local(arguments: argparse.Namespace) -> None:
     """Runs until the run is finished; leaves with its exit code where it is not."""
     arguments.tasks_per_node = arguments.tasks
     plan = plan_of(arguments.config, arguments.overrides, options_from(arguments))
+    check_gpus(plan.options)
     with suppress(cluster.NoSlurm):
         refuse_second_job(plan.folder, cluster.active_job(plan.folder))
     refuse_other_run(plan)
@@ -34,6 +38,28 @@ def local(arguments: argparse.Namespace) -> None:
     code = Local(plan.folder, plan.options).run()
     if code:
         raise SystemExit(code)
+
+
+def check_gpus(options: Options) -> None:
+    """Raises UserError where the ranks, in their environment, have fewer GPUs than asked for."""
+    if not options.gpus_per_node:
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        env={**os.environ, **options.env},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["torch cannot be imported"]
+        raise UserError(f"--gpus-per-node {options.gpus_per_node}: {lines[-1]}")
+    found = int(done.stdout.split()[-1])
+    if found < options.gpus_per_node:
+        raise UserError(
+            f"--gpus-per-node {options.gpus_per_node}: this machine shows {found} "
+            f"GPU{'' if found == 1 else 's'}; ask for as many at most, or for CPU ranks with "
+            "--tasks N"
+        )
 
 
 class Local:
@@ -79,6 +105,8 @@ class Local:
         environment |= {"GIT_CEILING_DIRECTORIES": str(self.folder.slurm)}
         if not self.options.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if sys.platform == "linux":  # ranks of a torchrun that was killed become children of this
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.torchrun = subprocess.Popen(
             [
                 *(sys.executable, "-c", torchrun.START, "--standalone"),
@@ -94,6 +122,10 @@ class Local:
         if self.told_to_end:  # while it started
             self.torchrun.terminate()
         code = self.torchrun.wait()
+        # Where it was killed, its ranks still save, and end; until then the run's folder is theirs.
+        for rank in ranks_of(os.getpid()):
+            with suppress(ChildProcessError):
+                os.waitpid(rank, 0)
         return code if code >= 0 else 128 - code
 
     @contextmanager
@@ -112,7 +144,7 @@ class Local:
             number = signal.SIGTERM
         if self.torchrun is None:
             return
-        ranks = ranks_of(self.torchrun.pid)
+        ranks = {*ranks_of(self.torchrun.pid), *ranks_of(os.getpid())} - {self.torchrun.pid}
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
@@ -120,16 +152,16 @@ class Local:
             self.torchrun.terminate()
 
 
-def ranks_of(torchrun: int) -> list[int]:
-    """The processes that torchrun started: its children that run train.py."""
+def ranks_of(parent: int) -> list[int]:
+    """The children of a process that run train.py: torchrun's are the ranks."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
             # The command's name, in parentheses, may hold anything.
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == torchrun and b"\0train.py\0" in (folder / "cmdline").read_bytes():
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and b"\0train.py\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except (OSError, ValueError):
             continue  # it has just ended

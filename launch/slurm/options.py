@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
+from cat_lm import limits
+from cat_lm.cli import whole
 from cat_lm.errors import UserError
+from cat_lm.io.readers import clipped
+from cat_lm.limits import Range
 from launch.slurm.site import ENV_NAME, Site
 
 DEFAULT_LEAD_SECONDS = 300
 # SLURM stores the lead time of a signal in 16 bits.
-MOST_LEAD_SECONDS = 65535
+LEAD_SECONDS = Range(1, 65535)
 # Help texts that `local` shares.
 CORES = "cores of a rank; sets OMP_NUM_THREADS"
 ENV = "variable of the ranks; written into the run's folder, so nothing secret"
@@ -73,8 +76,9 @@ class Options:
             )
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, str) and (not value.strip() or "\n" in value):
-                raise UserError(f"--{f.name.replace('_', '-')} {value!r}: must be one line of text")
+            if isinstance(value, str) and not (value.strip() and value.isprintable()):
+                name = f.name.replace("_", "-")
+                raise UserError(f"--{name} {clipped(repr(value))}: must be one line of text")
         if self.container_mounts and not self.container:
             raise UserError(f"--container-mounts {self.container_mounts}: needs --container IMAGE")
         limit = seconds_of(self.time) if self.time else None
@@ -94,10 +98,12 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in ("unlimited", "infinite", "-1"):
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    # SLURM's own numbers have 32 bits.
+    digits = r"[0-9]{1,9}"
+    match = re.fullmatch(rf"(?:({digits})-)?({digits})(?::({digits}))?(?::({digits}))?", time)
     if not match:
         raise UserError(
-            f"--time {time}: must be minutes, hours:minutes:seconds, days-hours or "
+            f"--time {clipped(time)}: must be minutes, hours:minutes:seconds, days-hours or "
             "days-hours:minutes:seconds"
         )
     days, *parts = match.groups()
@@ -117,20 +123,21 @@ def seconds_of(time: str) -> int | None:
 def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     """Adds a run's options; without a default for `resume`, whose defaults are the run's own."""
     add = parser.add_argument_group("ranks").add_argument
-    whole = whole_number(1)
-    add("--nodes", type=whole, metavar="N", required=not resumed)
-    add("--gpus-per-node", type=whole_number(0), metavar="G", help="one task each; 0: CPUs only")
-    add("--tasks-per-node", type=whole, metavar="N", help="ranks of a node without GPUs")
+    gpus = whole(limits.PER_NODE.at_least(0))
+    add("--nodes", type=whole(limits.NODES), metavar="N", required=not resumed)
+    add("--gpus-per-node", type=gpus, metavar="G", help="one task each; 0: CPUs only")
+    ranks = whole(limits.PER_NODE)
+    add("--tasks-per-node", type=ranks, metavar="N", help="ranks of a node without GPUs")
     add_resources(parser)
     add = parser.add_argument_group("stopping and going on").add_argument
     add(
         "--lead-seconds",
-        type=whole_number(1, MOST_LEAD_SECONDS),
+        type=whole(LEAD_SECONDS),
         metavar="N",
         help="the ranks save and stop so long before the time limit (default 300, or half the "
         "limit where that is less)",
     )
-    add("--max-restarts", type=whole, metavar="N", help=ATTEMPTS)
+    add("--max-restarts", type=whole(limits.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def add_resources(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +145,7 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "resources", "where none is given: the site file's, otherwise SLURM's default"
     ).add_argument
-    add("--cpus-per-task", type=whole_number(1), metavar="N", help=CORES)
+    add("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=CORES)
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", metavar="NAME")
     add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
@@ -162,22 +169,8 @@ def options_from(arguments: argparse.Namespace, earlier: Options | None = None) 
     return replace(earlier, **given)
 
 
-def whole_number(least: int, most: int | None = None) -> Any:
-    """argparse's type for whole numbers of at least `least`."""
-
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least or (most is not None and number > most):
-            limit = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {limit}")
-        return number
-
-    parse.__name__ = "whole number"
-    return parse
-
-
 def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
-        raise argparse.ArgumentTypeError(f"{text!r}: must have the form NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{clipped(repr(text))}: must have the form NAME=VALUE")
     return name, value

@@ -6,12 +6,14 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cat_lm import limits
+from cat_lm.config_sections import whole
 from cat_lm.errors import UserError
+from cat_lm.io.readers import clipped, read_yaml, short
 
 VARIABLE = "CAT_LM_SITE"
 USUAL_PLACE = Path("~/.config/cat_lm/site.yaml")
@@ -33,7 +35,7 @@ class Site(BaseModel):
     reservation: str | None = None
     time: str | None = None
     mem: str | None = None
-    cpus_per_task: int | None = Field(None, gt=0)
+    cpus_per_task: Annotated[int, whole(limits.CORES)] | None = None
     container: str | None = None
     container_mounts: str | None = None
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
@@ -56,50 +58,59 @@ def load_site(path: Path | str | None) -> tuple[Site, Path | None]:
         path = USUAL_PLACE
     if path is None:
         return Site(), None
-    path = Path(path).expanduser().absolute()
-    values = _read(path)
-    unknown = sorted(str(key) for key in values if key not in Site.model_fields)
+    path = _expanded(path)
+    values = read_yaml(path, "site file")
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {short(values)}; must hold keys such as 'partition:'")
+    unknown = sorted(key for key in values if key not in Site.model_fields)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], Site.model_fields, n=1, cutoff=0.0)[0]
-        raise UserError(f"{path}: {unknown[0]}: unknown key; the nearest known one is {near}")
+        near = difflib.get_close_matches(unknown[0][:60], Site.model_fields, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"{path}: {clipped(unknown[0])}: unknown key; the nearest known one is {near}"
+        )
     try:
         site = Site.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        first = error.errors(include_url=False)[0]
+        name = clipped(".".join(map(str, first["loc"])))
         # YAML takes 2:00:00 for the number 7200.
         is_text = first["type"] == "string_type"
-        wrong = "must be text; put it in quotes" if is_text else first["msg"].lower()
-        raise UserError(f"{path}: {name}={first['input']!r}: {wrong}") from None
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        wrong = "must be text; put it in quotes" if is_text else message[0].lower() + message[1:]
+        raise UserError(f"{path}: {name}={clipped(repr(first['input']))}: {wrong}") from None
     _refuse_what_breaks_the_script(path, site)
     return site, path
 
 
-def _read(path: Path) -> dict:
+def _expanded(path: Path | str) -> Path:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"site file {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"site file {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold keys such as 'partition:', not {values!r}")
-    return values
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"site file {path}: {error}") from None
 
 
 def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
     for option in site.sbatch:
-        if not option.startswith("-") or "\n" in option:
-            raise UserError(f"{path}: sbatch: {option!r}: must be one option such as --hint=…")
+        if not option.startswith("-") or not option.isprintable():
+            raise UserError(
+                f"{path}: sbatch: {clipped(repr(option))}: must be one option such as --hint=…"
+            )
         if re.split("[= ]", option.lstrip("-"), maxsplit=1)[0].startswith(OURS):
-            raise UserError(f"{path}: sbatch: {option!r}: launch.slurm sets this one itself")
+            raise UserError(
+                f"{path}: sbatch: {clipped(repr(option))}: launch.slurm sets this one itself"
+            )
     for argument in site.srun:
-        if not argument.startswith("-") or "\n" in argument:
-            raise UserError(f"{path}: srun: {argument!r}: must be one argument such as --mpi=none")
+        if not argument.startswith("-") or not argument.isprintable():
+            raise UserError(
+                f"{path}: srun: {clipped(repr(argument))}: must be one argument such as --mpi=none"
+            )
+    for key in ("partition", "account", "qos", "constraint", "reservation", "time", "mem"):
+        value = getattr(site, key)
+        if value is not None and not (value.strip() and value.isprintable()):
+            raise UserError(f"{path}: {key}={clipped(repr(value))}: must be one line of text")
     for name in site.env:
         if not ENV_NAME.fullmatch(name):
-            raise UserError(f"{path}: env: {name!r}: is no name of an environment variable")
+            raise UserError(
+                f"{path}: env: {clipped(repr(name))}: is no name of an environment variable"
+            )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.readers import Record
 from launch.slurm import attempts, cluster
 from launch.slurm.folder import RunFolder, read_record
 
@@ -96,9 +99,17 @@ def _job(folder: RunFolder, job_ids: list[str]) -> cluster.JobState | None:
         return cluster.JobState((job_ids or ["none"])[-1], "unknown", str(error))
 
 
+class _Step(Record):
+    """What `status` reads of a training step's record; those of a validation have no loss."""
+
+    step: int
+    loss: float | None
+    tokens_per_second: float | None = None
+
+
 def _progress(metrics: Path) -> dict[str, Any]:
     """The last complete record of a training step."""
-    progress = {"step": None, "loss": None, "tokens_per_second": None}
+    progress = dict.fromkeys(_Step.model_fields)
     try:
         with open(metrics, "rb") as stream:
             stream.seek(max(0, metrics.stat().st_size - _TAIL))
@@ -106,10 +117,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return progress
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:  # the first line may be cut, the last one half-written
-            continue
-        if isinstance(record, dict) and "loss" in record:
-            return {name: record.get(name) for name in progress}
+        # The first line may be cut, the last one half-written.
+        with suppress(ValidationError):
+            return _Step.model_validate_json(line).model_dump()
     return progress

@@ -16,7 +16,7 @@ from cat_lm.io.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import attempts, cluster, script, snapshot
 from launch.slurm.cluster import JobState
-from launch.slurm.folder import JobRecord, RunFolder, earlier_jobs, read_record
+from launch.slurm.folder import Job, JobRecord, RunFolder, earlier_jobs, read_record
 from launch.slurm.options import Options, options_from
 from launch.slurm.site import Site, load_site
 
@@ -145,8 +145,11 @@ def start(plan: Plan, verb: str) -> None:
     write_text(folder.script, plan.text())
     attempts.count_anew(folder, verb)
     job_id = cluster.submit(folder.script)
-    job = {"id": job_id, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    job |= {"command": ["python", "-m", "launch.slurm", *sys.argv[1:]]}
+    job = Job(
+        id=job_id,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=["python", "-m", "launch.slurm", *sys.argv[1:]],
+    )
     plan.record.jobs.append(job)
     plan.record.write(folder)
     print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from cat_lm.training import state
 from cat_lm.training.checkpoint import is_complete
 from cat_lm.training.generators import seed_of
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values
@@ -242,16 +242,6 @@ def test_a_part_of_the_optimizer_that_were_lost_would_show(runs):
         assert worst > 10 * TOLERANCE["fp32"], (part, worst)
 
 
-def remark(checkpoint: Path) -> None:
-    """Makes the marker list the files as they are now."""
-    files = {
-        str(path.relative_to(checkpoint)): path.stat().st_size
-        for path in checkpoint.rglob("*")
-        if path.is_file() and path.name != "complete.json"
-    }
-    (checkpoint / "complete.json").write_text(json.dumps({"files": files}))
-
-
 def rewrite(path: Path, change) -> None:
     """Stores what `change(tensors, metadata)` leaves of a safetensors file."""
     with safe_open(path, framework="pt") as stored:
@@ -319,7 +309,7 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
             if name in ("missing", "truncated", "old layout"):
                 # In a run's folder it would be passed over for an older one.
                 assert not is_complete(checkpoint)
-            remark(checkpoint)
+            seal(checkpoint)
 
         ranks.on_first(prepare)
         run = Path(folder) / f"from-damaged-{name}"

@@ -224,6 +224,9 @@ def test_options_act_the_same_under_every_stage():
     assert not set(draws) & set(other_draws), "ranks must not draw the same dropout"
 
 
+STATE = {"step": 1, "tokens": 64, "data": {"fingerprint": "f"}}
+
+
 def settings_after_load(ranks, folder):
     """Optimizer settings and generator of a run that resumes with other settings."""
     from cat_lm.training.checkpoint import Checkpoints
@@ -240,13 +243,13 @@ def settings_after_load(ranks, folder):
         engine = Engine(build_model(config, VOCAB), config, ranks)
         checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
         if resumed:
-            state = checkpoints.load(checkpoints.to_resume(), engine, "f")
+            restored = checkpoints.load(checkpoints.to_resume(), engine, "f")
             groups = engine.optimizer.param_groups
             found = [(g["weight_decay"], tuple(g["betas"])) for g in groups]
-            found.append(sorted(line.split(":")[0] for line in state["changed"]))
+            found.append(sorted(line.split(":")[0] for line in restored.changed))
         else:
             engine.train_step(rows_of(global_batch(0), ranks), 1e-3)
-            checkpoints.save(engine, {"step": 1, "data": {"fingerprint": "f"}}, Path(tokenizer))
+            checkpoints.save(engine, STATE, Path(tokenizer))
         checkpoints.close()
     return found
 

@@ -36,7 +36,7 @@ def saved_bytes(ranks, folder: str) -> tuple[int, int]:
     }
     engine.train_step(batch, 1e-3)
     checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
-    state = {"step": 1, "data": {"fingerprint": "f"}}
+    state = {"step": 1, "tokens": 64, "data": {"fingerprint": "f"}}
     saved = checkpoints.save(engine, state, Path(folder) / "tokenizer")
     checkpoints.close()
     files = saved.rglob("*.safetensors")

@@ -11,6 +11,7 @@ import pytest
 from cat_lm.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint, is_complete
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values
@@ -103,7 +104,7 @@ def test_other_data_are_refused(tiny_corpus, tmp_path):
     state = checkpoint / "state.json"
     changed = state.read_text().replace('"fingerprint": "', '"fingerprint": "0')
     state.write_text(changed)
-    resize_in_marker(checkpoint, "state.json")
+    seal(checkpoint)
     message = run_on_ranks(error_of, 2, run_values(tiny_corpus, tmp_path / "run", resume="auto"))
     assert "trained on other data" in message[0]
 
@@ -114,15 +115,6 @@ def error_of(ranks, values: dict) -> str:
     except UserError as error:
         return str(error)
     return ""
-
-
-def resize_in_marker(checkpoint: Path, name: str) -> None:
-    import json
-
-    marker = checkpoint / "complete.json"
-    content = json.loads(marker.read_text())
-    content["files"][name] = (checkpoint / name).stat().st_size
-    marker.write_text(json.dumps(content))
 
 
 def test_validation_with_more_ranks_than_windows(tiny_corpus, tmp_path):

@@ -46,9 +46,10 @@ def samples(out: Path, task: str) -> list[dict]:
 
 def test_two_ranks_answer_as_one(model, tmp_path):
     rows = write_rows(tmp_path / "rows")
-    settings = Settings(data_dir=rows, device="cpu", batch_size=1, samples=True)
+    settings = Settings(data_dir=rows, device="cpu", batch_size=1, samples=True, max_length=45)
     alone = run(model, TASKS, tmp_path / "one", settings)
     names = ("--tasks", ",".join(TASKS), "--data-dir", rows, "--device", "cpu", "--samples")
+    names += ("--max-length", 45)
     arguments = (model, *names, "--out", tmp_path / "two", "--batch-size", 3)
     result = on_two_ranks(*arguments)
     assert result.returncode == 0, result.stderr
@@ -59,6 +60,9 @@ def test_two_ranks_answer_as_one(model, tmp_path):
         one, two = alone["tasks"][name], together["tasks"][name]
         assert one["n"] == two["n"] == 5  # an odd number: the ranks have unequal shares
         assert one["key"] == two["key"]
+        # What the harness repeats, so that all ranks have as many requests, is counted once.
+        for count in ("rows", "left_out", "requests", "truncated"):
+            assert one[count] == two[count], (name, count)
         for kind in ("metrics", "stderr"):
             for metric, value in one[kind].items():
                 # The bootstrapped errors agree only if the rows come in the same order.
@@ -68,6 +72,7 @@ def test_two_ranks_answer_as_one(model, tmp_path):
         for a, b in zip(*logs, strict=True):
             assert a["doc_id"] == b["doc_id"] and a["doc_hash"] == b["doc_hash"]
             assert a.get("acc") == b.get("acc")
+    assert alone["tasks"]["hellaswag"]["truncated"] > 0
     # Rank 0 alone decides what is finished.
     again = on_two_ranks(*arguments)
     assert again.stderr.count("finished before") == len(TASKS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
@@ -174,14 +175,18 @@ def test_help_is_quick_and_true():
 
 
 def test_too_many_bad_steps_stop_the_run(tiny_corpus, tmp_path):
-    """An absurd learning rate: a message, exit code 2, and the checkpoint from before intact."""
+    """An absurd rate and decay: a message, exit code 2, and the checkpoint from before intact."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=200, max_skipped_steps=3)
-    values["optimizer"] |= {"lr": 1e30, "warmup_steps": 0, "grad_clip": 0, "schedule": "constant"}
+    values["optimizer"] |= {"lr": 1e3, "warmup_steps": 0, "grad_clip": 0, "schedule": "constant"}
+    values["optimizer"]["weight_decay"] = 1e3  # a step multiplies the weights by -1e6
     values["checkpoint"] = {"every_steps": 1, "keep_last": 2}
     output = finish(start(sys.executable, "train.py", write_config(tmp_path, values)), code=2)
     assert "3 steps in a row were not finite" in output.splitlines()[-1]
     found = records(tmp_path / "run")
     assert [r.get("skipped", False) for r in found if "loss" in r][-3:] == [True] * 3
-    assert find_checkpoint(tmp_path / "run")
+    newest = find_checkpoint(tmp_path / "run")
+    assert f"newest complete one: {newest.name}, of 2 in " in output.splitlines()[-1]
+    weights = load_file(newest / "model/model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
     resolved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert resolved["train"]["max_skipped_steps"] == 3

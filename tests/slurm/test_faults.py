@@ -14,7 +14,7 @@ import yaml
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values, write_config
-from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.cluster import NODES, Cluster, kill, wait_for
 from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
@@ -94,7 +94,7 @@ def check_not_requeued(job: Job, state: str) -> None:
     assert job.shown()["Restarts"] == "0" and len(job.attempts) == 1
 
 
-# Two jobs whose ranks stand still until something finds it. Other tests run meanwhile.
+# Jobs in which something waits for long. Other tests run meanwhile.
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,19 @@ def hung(submit) -> Job:
 
 
 @pytest.fixture(scope="module")
+def orphaned(submit) -> Job:
+    """A job of which one rank ended by itself: SLURM's daemon above it was killed."""
+    job = submit()
+    job.wait_for_step(FAULT)
+    rank = job.ranks()[1]
+    daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"slurmstepd" in Path(f"/proc/{daemon}/cmdline").read_bytes()
+    kill(daemon, signal.SIGKILL)
+    wait_for(lambda: rank not in job.ranks().values(), "end of the orphaned rank")
+    return job
+
+
+@pytest.fixture(scope="module")
 def busy(submit, tmp_path_factory) -> Job:
     """A job whose ranks, at its first start, do nothing and hear no signal but KILL.
 
@@ -138,7 +151,7 @@ exec {sys.executable} "$@"
     return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
 
 
-def test_uninterrupted(submit, straight, limited, hung, busy):
+def test_uninterrupted(submit, straight, limited, hung, busy, orphaned):
     check_finished(submit(), straight, restarts=0)
 
 
@@ -249,6 +262,12 @@ def test_hung_rank(hung, straight):
     assert re.search(r"rank 0 on \S+: no progress for 1\.\d minutes after step", hung.log)
     check_finished(hung, straight, restarts=1)
     assert "hung (exit code 76" in hung.log
+
+
+def test_step_daemon_killed(orphaned, straight):
+    """Its rank, whose output ended there, saves and ends; srun gives it up a minute later."""
+    assert "stopped by a signal after step" in orphaned.log
+    check_finished(orphaned, straight, restarts=1)
 
 
 # Last: what happens to a node happens to all jobs on it.

@@ -70,7 +70,7 @@ def test_all_errors_at_once():
         ("train.max_steps=null", "one of max_tokens and max_steps"),
         ("train.micro_batch_size=5", "must divide"),
         ("train.zero_stage=4", "train.zero_stage"),
-        ("train.max_steps=1e400", "whole number"),
+        ("train.max_steps=1e400", "must be from 1 to 1,000,000,000"),
         ("model.rotary_pct=0.3", "even number"),
         ("train.compile=true", "does not go with"),
         ("model.num_attention_heads=3", "multiple of"),
@@ -89,12 +89,12 @@ def test_all_errors_at_once():
         ("data.mixture={a: 1}", "path and mixture exclude each other"),
         ("data.mixture={}", "data.mixture={}"),
         ("data.mixture=a", "data.mixture='a'"),
-        ("data.mixture={a: 0}", "data.mixture.a=0: should be greater than 0"),
+        ("data.mixture={a: 0}", "data.mixture.a=0: must be from 1e-09 to 1e+09"),
         ("data.mixture={a: -1, b: 1}", "data.mixture.a=-1"),
         ("data.mixture={a: .nan}", "data.mixture.a=nan"),
         ("data.mixture={a: .inf}", "data.mixture.a=inf"),
         ("data.mixture={a: much}", "data.mixture.a='much'"),
-        ("data.mixture={a: 1, a: 2}", "not valid YAML"),
+        ("data.mixture={a: 1, a: 2}", "key 'a' stands twice"),
         ("data.packing=worst_fit", "data.packing='worst_fit'"),
     ],
 )
@@ -131,10 +131,14 @@ def test_a_mixture_in_place_of_a_path(tmp_path):
         ("", "is empty"),
         ("model: [", "not valid YAML"),
         ("model: 3", "must be a section"),
-        ("1: {a: 2}", "1: unknown key"),
+        ("1: {a: 2}", "the key 1 is no text"),
+        ("[1, 2]", "holds a list, [1, 2]; must hold sections"),
+        ("3", "holds 3; must hold sections"),
+        ("base: ''", "must be a file name"),
+        ("base: .", "is a folder, not a file"),
         ("model: {hidden_size: 1}\nmodel: {}", "stands twice"),
         ("base: 3", "must be a file name"),
-        ("base: missing.yaml", "no such configuration file"),
+        ("base: missing.yaml", "missing.yaml: no such file or folder"),
         ("base: run.yaml", "leads back"),
     ],
 )
@@ -145,7 +149,7 @@ def test_wrong_files(tmp_path, text, part):
 
 
 def test_missing_file_and_missing_keys(tmp_path):
-    assert "no such configuration file" in error_of(tmp_path / "none.yaml")
+    assert "none.yaml: no such file or folder" in error_of(tmp_path / "none.yaml")
     path = tmp_path / "run.yaml"
     path.write_text("model: {}\n")
     message = error_of(path)
@@ -212,3 +216,17 @@ def test_batch_arithmetic_and_deepspeed_config():
     derived = config.with_precision("bf16").deepspeed(world_size=4)
     assert derived["train_batch_size"] == 16 and derived["gradient_accumulation_steps"] == 2
     assert derived["bf16"]["enabled"] and derived["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_a_configuration_of_ones_own_in_the_runs_folder_is_kept(tmp_path):
+    """`train.py RUN/config.yaml train.output_dir=RUN` is a natural thing to do."""
+    own = tmp_path / "config.yaml"
+    own.write_text("# mine\ntrain:\n  earlier_key: 1\n")
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    assert config.save(own) == tmp_path / "config.yaml.aside"
+    assert (tmp_path / "config.yaml.aside").read_text().startswith("# mine\n")
+    assert load_config(own) == config
+    # What a run has written, of whatever version, is replaced.
+    own.write_text("train:\n  earlier_key: 1\n")
+    assert config.save(own) is None and load_config(own) == config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "config.yaml.aside"]

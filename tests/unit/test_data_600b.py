@@ -11,7 +11,7 @@ from cat_lm.data import corpus as corpus_module
 from cat_lm.data.corpus import OTHER_FILES, TokenCorpus
 from cat_lm.data.shards import CODES, HEADER, MAGIC, VERSION, index_bytes, token_dtype
 from cat_lm.errors import UserError
-from tests.prepared_data import random_documents, write_prepared
+from tests.prepared_data import bare_manifest, random_documents, write_prepared
 
 SHARDS, TOKENS, DOCUMENTS = 1254, 500_000_000, 500_000
 
@@ -45,18 +45,7 @@ def sparse(tmp_path_factory):
             stream.write(header)
             stream.truncate(index_bytes(DOCUMENTS))
         shards.append({"name": name, "documents": DOCUMENTS, "tokens": TOKENS, "bytes": 1})
-    totals = {"documents": SHARDS * DOCUMENTS, "tokens": SHARDS * TOKENS, "bytes": SHARDS}
-    manifest = {
-        "format_version": 1,
-        "dtype": "uint16",
-        "fingerprint": "f",
-        "source": {},
-        "sources": {},
-        "unigram_loss": 1.0,
-        "tokenizer": {"vocab_size": 50_277, "eod_id": 0},
-        "splits": {"train": {**totals, "shards": shards}},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(bare_manifest(shards, 50_277)))
     return folder
 
 

@@ -93,7 +93,7 @@ def test_links_and_copies(tmp_path, pairs, link):
     assert os.path.samefile(source, target) == (link != "copy")
     assert target.read_bytes() == source.read_bytes()
     assert sorted(p.name for p in folder.iterdir()) == [
-        *("manifest.json", "tokenizer", "train-00000.bin", "train-00000.idx"),
+        *(".verified.jsonl", "manifest.json", "tokenizer", "train-00000.bin", "train-00000.idx"),
         *("validation-00000.bin", "validation-00000.idx"),
     ]
     assert texts_of(folder, "train") == TRAIN

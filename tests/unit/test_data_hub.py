@@ -6,15 +6,10 @@ import json
 import os
 import pickle
 import random
-import re
 import subprocess
 import sys
-import threading
-from collections import Counter
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlparse
 
 import pyarrow
 import pyarrow.parquet
@@ -22,13 +17,11 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep import hub, remote
+from data_prep import remote
 from data_prep.documents import Document, Malformed, Reading
-from data_prep.sources import Part, open_source
+from data_prep.sources import Part, hub, open_source, slimpajama
 from tests.conftest import REPOSITORY
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-NAME = "owner/name"
+from tests.hub_server import COMMIT, NAME, serving
 
 
 def lines(texts, name="RedPajamaC4"):
@@ -38,95 +31,6 @@ def lines(texts, name="RedPajamaC4"):
 
 def compressed(texts):
     return zstandard.compress(lines(texts), 1)
-
-
-class FakeHub(ThreadingHTTPServer):
-    """Answers what huggingface_hub asks of a data set repository; `trouble` comes first.
-
-    `trouble` holds, by path, actions for the next requests of that path: a status with headers, or
-    "break", which ends the connection in the middle of the body.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.files = files
-        self.trouble = {}
-        self.asked = Counter()
-        self.ranges = []
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answers(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = unquote(urlparse(self.path).path)
-        self.server.asked[path] += 1
-        kind, _, rest = path.removeprefix("/api").removeprefix(f"/datasets/{NAME}/").partition("/")
-        key = rest.partition("/")[2] if kind == "resolve" else kind
-        trouble = self.server.trouble.get(key) or []
-        self.action = trouble.pop(0) if trouble else None
-        if isinstance(self.action, tuple):
-            self.answer(b"trouble", *self.action)
-        elif kind == "revision":
-            known = rest in ("v1", "main", COMMIT)
-            body = {"id": NAME, "sha": COMMIT, "siblings": []}
-            self.answer(json.dumps(body).encode(), 200) if known else self.missing("Revision")
-        elif kind == "tree":
-            self.tree(rest.partition("/")[2])
-        elif kind == "resolve" and key in self.server.files:
-            assert rest.startswith(COMMIT)
-            self.file(self.server.files[key])
-        else:
-            self.missing("Repo")
-
-    def tree(self, folder):
-        entries = []
-        for name, data in sorted(self.server.files.items(), reverse=True):
-            if not folder or name.startswith(f"{folder}/"):
-                digest = hashlib.sha256(data).hexdigest()
-                lfs = {"oid": digest, "size": len(data), "pointerSize": 130}
-                entry = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                entries.append(
-                    {**entry, "lfs": lfs} if name.endswith(("zst", "parquet")) else entry
-                )
-        self.answer(json.dumps(entries).encode(), 200) if entries else self.missing("Entry")
-
-    def file(self, data):
-        first, last = 0, len(data) - 1
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(match[1]), min(int(match[2] or last), last)
-        self.server.ranges.append((first, last))
-        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": '"x"'}
-        self.answer(data[first : last + 1], 206 if "Range" in self.headers else 200, headers)
-
-    def missing(self, what):
-        self.answer(b"{}", 404, {"X-Error-Code": f"{what}NotFound", "X-Error-Message": "no such"})
-
-    def answer(self, body, status, headers=None):
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.action == "break":
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            self.close_connection = True
-            self.connection.close()
-        elif self.command == "GET":
-            self.wfile.write(body)
 
 
 TEXTS = [hashlib.sha512(str(number).encode()).hexdigest() for number in range(400)]
@@ -153,17 +57,8 @@ def slept(monkeypatch):
 
 @pytest.fixture
 def server(monkeypatch, slept):
-    from huggingface_hub import constants
-
-    with FakeHub(dict(FILES)) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        for name in ("HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with serving(dict(FILES), monkeypatch) as server:
         yield server
-        server.shutdown()
 
 
 def documents(source):
@@ -365,12 +260,12 @@ def test_what_file_names_say_of_the_split():
         ("en/TEST.jsonl", "test"),
         ("constrained/invalid/retest.jsonl", None),
     ):
-        assert hub.split_of_name(name) == split
+        assert slimpajama.split_of_name(name) == split
     parts = [Part(name, name, size=1) for name in ("a.jsonl", "b.jsonl", "dev.jsonl", "test.jsonl")]
-    assert [(p.name, p.split) for p in hub._with_splits(parts)] == [
+    assert [(p.name, p.split) for p in slimpajama.with_splits(parts)] == [
         *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
     ]
-    assert hub._with_splits(parts[:2]) == parts[:2]  # whose split is left open
+    assert slimpajama.with_splits(parts[:2]) == parts[:2]  # whose split is left open
 
 
 def test_what_a_repository_says_of_itself_is_no_document(server):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from cat_lm.data.corpus import fingerprint
+from cat_lm.data.manifest import fingerprint
 from cat_lm.data.shards import ShardWriter
 from cat_lm.errors import UserError
 from data_prep import inspection, intact
@@ -136,6 +136,9 @@ def test_without_checksums_only_sizes_and_headers_count(copy, capsys):
         inspect(copy, "--no-checksums", "--no-duplicates")
 
 
+GONE = object()
+
+
 def change(copy, edit):
     manifest = json.loads((copy / "manifest.json").read_text())
     edit(manifest)
@@ -170,7 +173,7 @@ def test_ids_and_eods_are_counted(copy, values, message):
 
 
 def test_other_tokenizers_counts_and_fingerprints_are_noticed(copy):
-    change(copy, lambda manifest: manifest.update(fingerprint="other"))
+    change(copy, lambda manifest: manifest.update(fingerprint="0" * 64))
     with pytest.raises(UserError, match="fingerprint does not belong"):
         inspect(copy, "--no-duplicates")
     change(copy, lambda manifest: manifest["splits"]["train"].update(bytes=1))
@@ -183,25 +186,57 @@ def test_other_tokenizers_counts_and_fingerprints_are_noticed(copy):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("keys", "value", "message"),
     [
-        ({"tokenizer": None}, "tokenizer"),
-        ({"splits": []}, "splits"),
-        ({"splits": {"train": None}}, "splits.train.documents"),
-        (
-            {"splits": {"train": {"documents": 1, "tokens": 1, "bytes": 1, "shards": None}}},
-            "shards",
-        ),
-        ({"splits": {"train": {"documents": 1, "tokens": 1, "bytes": 1, "shards": [7]}}}, "shards"),
+        ("tokenizer", None, "tokenizer is null"),
+        ("tokenizer.vocab_size", GONE, "has no tokenizer.vocab_size"),
+        ("tokenizer.vocab_size", 10**30, "tokenizer.vocab_size is 1000"),
+        ("tokenizer.eod_id", GONE, "has no tokenizer.eod_id"),
+        ("tokenizer.eod_id", 300, "eod_id 300 must be below vocab_size 257"),
+        ("tokenizer.eod_id", "256", 'tokenizer.eod_id is "256"'),
+        ("splits", [], "splits is []"),
+        ("splits.train", GONE, "has no splits.train"),
+        ("splits.validation", GONE, "has no splits.validation"),
+        ("splits.train", None, "splits.train is null"),
+        ("splits.train.shards", None, "splits.train.shards is null"),
+        ("splits.train.shards.0", 7, "splits.train.shards.0 is 7"),
+        ("splits.train.shards.0.name", GONE, "has no splits.train.shards.0.name"),
+        ("splits.train.shards.0.name", 7, "splits.train.shards.0.name is 7"),
+        ("splits.train.shards.0.name", "../x", 'name is "../x": must be a plain file name'),
+        ("splits.train.shards.0.name", "validation-00000", "validation-00000 must stand once"),
+        ("splits.train.shards.0.tokens", -1, "splits.train.shards.0.tokens is -1"),
+        ("splits.train.shards.0.tokens", 3.5, "splits.train.shards.0.tokens is 3.5"),
+        ("splits.train.shards.0.bin_sha256", "0x", "must be a SHA-256 in 64 hexadecimal digits"),
+        ("splits.train.tokens", 1, "splits.train.tokens is 1, its shards have"),
+        ("fingerprint", "../../x", 'fingerprint is "../../x"'),
+        ("dtype", "uint32", 'dtype is "uint32"'),
+        ("unigram_loss", float("nan"), "unigram_loss is NaN"),
+        ("sources", {"a": {"train": {"documents": 1}}}, "has no sources.a.train.tokens"),
+        ("format_version", True, "format_version"),
+        ("format_version", 2, "format_version 2, this version reads 1"),
     ],
 )
-def test_entries_of_other_types_are_damage(copy, monkeypatch, capsys, change, message):
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps(manifest | change))
+def test_a_manifest_of_another_shape_is_one_line(copy, monkeypatch, capsys, keys, value, message):
+    def edit(manifest):
+        *path, last = (int(key) if key.isdigit() else key for key in keys.split("."))
+        for key in path:
+            manifest = manifest[key]
+        if value is GONE:
+            del manifest[last]
+        else:
+            manifest[last] = value
+
+    change(copy, edit)
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, copy)
     assert ended.value.code == 2
-    assert f"{message} is not what it should be" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {copy}") and message in line
+
+
+def test_keys_of_later_versions_are_left_alone(copy):
+    change(copy, lambda manifest: manifest.update(later={"x": 1}))
+    inspect(copy, "--no-duplicates")
 
 
 def test_a_folder_that_is_not_prepared_data(tmp_path):
@@ -331,14 +366,14 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--samples", "-1"], "--samples -1: must be at least 0"),
-        (["--context-length", "0"], "--context-length 0: must be at least 1"),
-        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--samples", "-1"], "argument --samples: '-1' must be from 0 to 10,000"),
+        (["--context-length", "0"], "argument --context-length: '0' must be from 1"),
+        (["--workers", "0"], "argument --workers: '0' must be from 1 to 4,096"),
         (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
-        (["--out", __file__], "is a file, a folder is needed"),
-        (["--out", "/proc/nowhere"], "--out /proc/nowhere: cannot be made"),
+        (["--out", __file__], "is a file; give a folder"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere: /proc may not be written to"),
         (["--json", "/"], "--json /: is a folder, a file is needed"),
-        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: cannot be made"),
+        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: /proc may not be written to"),
     ],
 )
 def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):

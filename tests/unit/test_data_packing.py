@@ -217,7 +217,7 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(packing_module, "write_json", killed)
-        patch.setattr(packing_module.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(packing_module, "remove_marked", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             PackedWindows(corpus, T)
     left = [p for p in (corpus.folder / "packing").iterdir() if p.name.endswith(".tmp")]

@@ -40,12 +40,8 @@ def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, 
     prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
 
 
-def test_one_document_cannot_be_split(tmp_path, prepare):
+def test_of_few_documents_at_least_one_is_held_out_and_one_kept(tmp_path, prepare):
     (tmp_path / "x.txt").write_text("one document\n\nor two\n\nor three\n\nor four")
-    with pytest.raises(UserError, match=r"split comes out empty.*--document-separator"):
-        prepare(tmp_path / "out", *flags(tmp_path / "x.txt", "--workers", 1))
-    with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
     more = ("--document-separator", r"\n\n", "--workers", 1)
     for seed, fraction in ((0, 0.01), (1, 0.01), (2, 0.99), (3, 0.99)):
         chosen = ("--validation-fraction", fraction, "--seed", seed)
@@ -181,11 +177,14 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
     ("arguments", "message"),
     [
         (("--validation-fraction", 0), "--validation-fraction 0.0: must lie between 0 and 1"),
-        (("--workers", 0), "--workers 0: must be at least 1"),
-        (("--seed", 10**64), f"--seed {10**64}: must lie between -2^63 and 2^63"),
+        (("--workers", 0), "argument --workers: '0' must be from 1 to 4,096"),
+        (("--workers", 10**6), "argument --workers: '1000000' must be from 1 to 4,096"),
+        (("--seed", 10**64), "argument --seed: '1000000"),
+        (("--seed", "abc"), "argument --seed: 'abc' must be a whole number"),
+        (("--seed", "9" * 5000), "9999...' must be a whole number"),
         (("--set-key", ""), "--set-key '': give a key"),
         (("--set-key", "meta..x"), "--set-key 'meta..x': give a key"),
-        (("--max-bytes", -1), "--max-bytes -1: must be at least 1"),
+        (("--max-bytes", -1), "argument --max-bytes: '-1' must be from 1 to 1,000,000"),
         (("--tokens", "15X"), "--tokens 15X: give a whole number of at least 1, such as 500M"),
         (("--tokens", "0"), "--tokens 0: give a whole number"),
         (("--mixture", "A=1,B"), "--mixture A=1,B: 'B' is not SET=NUMBER"),
@@ -199,14 +198,20 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
         (("--task", "0/2"), "--task goes with --stage encode"),
         (("--task", "2/2", "--stage", "encode"), "--task 2/2: give I/N, with I from 0 to N - 1"),
         (("--tokens", "2M"), "--tokens 2000000: the training split has 618,568 tokens"),
-        (("--tokens", "1e99"), "000: the input has about 6"),
+        (("--tokens", "1e99"), "--tokens 1e99: must be from 0 to 1,000,000"),
+        (("--tokens", "9" * 5000), "9...: give a whole number of at least 1"),
+        (("--repeat", "A=9999999"), "--repeat A=9999999: must be at most 1,000,000 times"),
+        (("--mixture", "A=" + "9" * 5000), "is not SET=NUMBER with a positive number"),
+        (("--task", "1/" + "9" * 5000, "--stage", "encode"), "give I/N, with I from 0"),
+        (("--tokenizer",), "expected one argument"),
+        (("--nothing",), "unrecognized arguments: --nothing"),
         (("--sets", "nowhere"), "--sets nowhere: no such set; there are jsonl"),
         (("--document-separator", ""), "--document-separator ''"),
         (("--tokenizer", "absent.model"), "--tokenizer absent.model: no such file"),
         (("--path", "/absent"), "--path /absent: no such file or folder"),
         (("--text-key", "body"), "x.jsonl:1: no text under the key 'body'"),
-        (("--out", "/proc/nowhere"), "--out /proc/nowhere: cannot be written"),
-        (("--scratch", "/proc/nowhere"), "--scratch /proc/nowhere: cannot be written"),
+        (("--out", "/proc/nowhere"), "--out /proc/nowhere: /proc may not be written to"),
+        (("--scratch", "/proc/nowhere"), "--scratch /proc/nowhere: /proc may not be written to"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

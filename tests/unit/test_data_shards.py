@@ -12,6 +12,7 @@ import pytest
 from cat_lm.data import TokenCorpus
 from cat_lm.data.shards import Shard, ShardWriter, index_bytes, token_dtype
 from cat_lm.errors import UserError
+from tests.prepared_data import bare_manifest
 
 EOD = 0
 
@@ -26,18 +27,7 @@ def write(folder, documents, dtype="<u2", shard_tokens=10**9, scratch=None):
 def corpus_of(folder, shards, dtype="uint16"):
     """A corpus as `prepare` would leave it, as far as reading it goes."""
     listed = [shard.to_json() for shard in shards]
-    sums = {key: sum(shard[key] for shard in listed) for key in ("documents", "tokens", "bytes")}
-    manifest = {
-        "format_version": 1,
-        "dtype": dtype,
-        "fingerprint": "f",
-        "source": {},
-        "sources": {},
-        "unigram_loss": 1.0,
-        "tokenizer": {"vocab_size": 100, "eod_id": EOD},
-        "splits": {"train": {**sums, "shards": listed}},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(bare_manifest(listed, 100, dtype)))
     return TokenCorpus.open(folder, "train")
 
 
@@ -197,10 +187,10 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no finished data"):
         TokenCorpus.open(tmp_path, "train")
     for text, message in (
-        ("{", "not a manifest"),
+        ("{", "manifest.json: is not JSON"),
         ("[]", "not a manifest"),
-        ("{}", "no 'format_version'"),
-        ('{"format_version": 1}', "no dtype, fingerprint"),
+        ("{}", "has no format_version"),
+        ('{"format_version": 1}', "has no fingerprint"),
         ('{"format_version": 99}', "format_version 99"),
     ):
         (tmp_path / "manifest.json").write_text(text)
@@ -208,7 +198,7 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path):
             TokenCorpus.open(tmp_path, "train")
     write(tmp_path, [[1, EOD]])
     corpus_of(tmp_path, [])
-    with pytest.raises(UserError, match="no split 'test'; there are: train"):
+    with pytest.raises(UserError, match="no split 'test'; there are: train, validation"):
         TokenCorpus.open(tmp_path, "test")
 
 

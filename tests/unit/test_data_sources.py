@@ -2,6 +2,8 @@
 
 import errno
 import gzip
+import hashlib
+import io
 import json
 import os
 import pickle
@@ -18,7 +20,8 @@ import zstandard
 from cat_lm.errors import UserError
 from data_prep import documents as documents_module
 from data_prep.documents import Document, Malformed, Reading
-from data_prep.sources import Part, in_natural_order, open_source, sample_texts
+from data_prep.sources import Part, open_source, sample_texts
+from data_prep.sources.base import in_natural_order
 
 TEXTS = ["one", "zwei\nZeilen", "drei \U0001f600", ""]
 
@@ -156,6 +159,26 @@ def test_bad_parquet_rows_are_named_and_the_others_are_read(tmp_path):
     assert bad[1].reason == "not UTF-8 (byte 0xff at 0)"
 
 
+def test_a_parquet_file_of_one_large_group_of_rows_is_not_read_at_once(monkeypatch):
+    monkeypatch.setattr(documents_module, "BLOCK", 1 << 14)
+    asked = []
+
+    class File(io.BytesIO):
+        def read(self, size=-1):
+            asked.append(size)
+            return super().read(size)
+
+    written = [hashlib.shake_256(bytes([number])).hexdigest(10_000) for number in range(200)]
+    stream = File()
+    table = pyarrow.table({"text": written})
+    options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1 << 12}
+    pyarrow.parquet.write_table(table, stream, row_group_size=10**6, **options)
+    assert len(stream.getvalue()) > 2 << 20
+    records = documents_module.read_records(stream, "x.parquet", "x", Reading())
+    assert [text for text, _ in records] == written
+    assert 0 < max(asked) <= 1 << 16 and min(asked) >= 0
+
+
 def test_parquet_times_that_python_does_not_have_are_named(tmp_path):
     times = pyarrow.array([0, 2**40, 1], pyarrow.timestamp("s"))
     table = pyarrow.table({"text": ["a", "b", "c"], "meta": times})
@@ -233,8 +256,6 @@ def test_paths_that_hold_nothing_are_refused(tmp_path):
         open_source("files", None, Reading())
     with pytest.raises(UserError, match="takes no --path"):
         open_source("python-stdlib", "x", Reading())
-    with pytest.raises(UserError, match="no folder with train/"):
-        open_source("slimpajama", str(tmp_path), Reading())
 
 
 def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
@@ -419,7 +440,7 @@ def test_equal_input_has_an_equal_description_wherever_it_lies(tmp_path, monkeyp
     assert describe("a") == describe("b")
     differing = {key for key in describe("a") if describe("a")[key] != describe("c")[key]}
     assert differing == {"contents_sha256"}
-    monkeypatch.setattr("data_prep.sources.HASHED_BYTES", 7)  # as with terabytes: not read
+    monkeypatch.setattr("data_prep.sources.base.HASHED_BYTES", 7)  # as with terabytes: not read
     assert "contents_sha256" not in describe("a")
     assert describe("a") == describe("c")
 

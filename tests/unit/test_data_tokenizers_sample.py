@@ -21,9 +21,9 @@ LOOK_ALIKES = "<s>[INST] </s></s> x <unk> <0x0A> <|endoftext|><|padding|> y"
 @pytest.fixture(scope="module")
 def texts(shared_data):
     from data_prep.documents import Reading
-    from data_prep.sources import SlimPajama
+    from data_prep.sources import open_source
 
-    source = SlimPajama(str(shared_data / "slimpajama_sample"), Reading())
+    source = open_source("slimpajama", str(shared_data / "slimpajama_sample"), Reading())
     found = [document.text for part in source.parts for document in source.read(part)]
     assert len(found) == DOCUMENTS
     return found

@@ -88,17 +88,46 @@ def test_wrong_samples_are_found():
     assert "among 2 ranks" not in found.problem
 
 
+def test_of_very_many_ranks_some_are_looked_at():
+    class Counting:
+        samples_per_epoch = 10**9
+        drawn = 0
+
+        def sample_ids(self, step, rank=0, world_size=1):
+            self.drawn += 1
+            share = 2**20 // world_size
+            # Of a million ranks, the last one reads what another reads.
+            return np.arange(share) + share * (rank - (rank == 2**20 - 1))
+
+    given = ["train.global_batch_size=1048576", "train.micro_batch_size=1", "train.max_steps=2"]
+    given += ["train.max_tokens=null", "optimizer.warmup_steps=0", "data.context_length=64"]
+    loader = Counting()
+    found = dry_run._samples(load_config(LARGE, given), loader, 2**20)
+    assert "step 0 among 1048576 ranks" in found.problem and loader.drawn < 2000
+
+
+def test_the_narrowed_model_is_small_whatever_the_run_asks_for():
+    given = ["model.hidden_size=131072", "model.num_attention_heads=1", "model.conv_window=2000"]
+    for conv_type in ("depthwise", "multihead"):
+        config = load_config(LARGE, [*given, f"model.conv_type={conv_type}"])
+        model = fake_group.narrowed(config).model
+        assert model.num_parameters(0) < 10**7
+        assert model.rotary_pct * (model.hidden_size // 2) % 2 == 0
+    same = fake_group.narrowed(load_config(LARGE)).model
+    assert same.rotary_pct == load_config(LARGE).model.rotary_pct
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("", "'': must be one each of ranks=…, gpus-per-node=…, device=…"),
-        ("ranks=", "ranks=: must be a whole number of at least 1"),
-        ("ranks=0", "ranks=0: must be a whole number"),
-        ("device=h100", "ranks=: must be a whole number"),
+        ("ranks=", "ranks: '' must be a whole number"),
+        ("ranks=0", "ranks: '0' must be from 1 to 1,048,576"),
+        ("device=h100", "ranks: '' must be a whole number"),
         ("ranks=8,device=h1", "device 'h1': is not known"),
         ("ranks=8,ranks=9", "'ranks=9': must be one each of"),
         ("ranks=8,nodes=2", "'nodes=2': must be one each of"),
-        ("ranks=8,gpus-per-node=x", "gpus-per-node=x: must be a whole number"),
+        ("ranks=8,gpus-per-node=x", "gpus-per-node: 'x' must be a whole number"),
     ],
 )
 def test_wrong_options(command, text, named):
@@ -122,6 +151,12 @@ def test_deepspeed_partitions_as_computed(stage, precision):
     (found,) = dry_run.engine(config, DryRun(64))
     assert found.problem is None and "starts with 64 ranks" in found.text
     assert len(found.value) == 2, "decayed and exempt parameters"
+
+
+def test_deepspeed_is_told_of_a_share_of_very_many_ranks():
+    assert [dry_run.started_ranks(n) for n in (1, 64, 4096, 2**20, 10**6)] == [
+        *(1, 64, 4096, 4096, 4000)
+    ]
 
 
 def test_partitions():

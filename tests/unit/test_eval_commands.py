@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cat_lm.config import load_config
 from cat_lm.export import export_model
 from cat_lm.generate import continue_text
 from cat_lm.pretrained import load_model, load_tokenizer
@@ -104,9 +106,7 @@ class TestGenerate:
         assert one.removeprefix("--- sample 1\n") != two
 
     def test_prompt_from_standard_input_and_run_folder(self, runs, monkeypatch, capsys):
-        import io
-
-        monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from stdin")))
         arguments = (runs[0], "-", "--greedy", "--max-new-tokens", 2)
         code, out, _ = command(monkeypatch, capsys, "cat_lm.generate", *arguments)
         assert code == 0
@@ -127,7 +127,7 @@ class TestGenerate:
             (lambda folder: folder.parent, "not a model folder"),
             (lambda folder: without(folder, "model.safetensors"), "has config.json but no weights"),
             (lambda folder: without(folder, "tokenizer"), "tokenizer .*: missing"),
-            (lambda folder: damaged(folder), "cannot be loaded"),
+            (lambda folder: damaged(folder), "model.safetensors: has .* export.json lists"),
         ],
     )
     def test_bad_model_is_one_line(self, models, tmp_path, monkeypatch, capsys, change, message):
@@ -141,7 +141,7 @@ class TestGenerate:
     def test_bad_options_are_one_line(self, models, monkeypatch, capsys):
         for arguments, message in (
             ([" \n"], "prompt: is empty"),
-            (["x", "--top-p", "1.5"], "--top-p 1.5"),
+            (["x", "--top-p", "1.5"], "--top-p: '1.5' must be from 0 to 1"),
             (["x", "--greedy", "--num-samples", "2"], "--num-samples"),
             (["x", "--device", "cuda:77"], "--device cuda:77"),
         ):
@@ -149,6 +149,18 @@ class TestGenerate:
             assert code == 2
             assert message in err
             assert err.count("\n") == 1
+
+
+def document_lengths(corpus) -> list[int]:
+    """Tokens of each document of a corpus, without its end."""
+    lengths, current = [], 0
+    for token in corpus.tokens(0, corpus.num_tokens).tolist():
+        if token == corpus.eod_id:
+            lengths.append(current)
+            current = 0
+        else:
+            current += 1
+    return lengths
 
 
 def without(folder: Path, prefix: str) -> Path:
@@ -198,6 +210,52 @@ class TestReport:
             assert command(monkeypatch, capsys, "eval.samples", *arguments)[0] == 0
             texts.append(json.loads((runs[1] / "eval/samples.json").read_text())["samples"])
         assert texts[0] == texts[1]
+
+    def test_samples_count_the_documents_that_they_use_and_leave_out(
+        self, runs, tmp_path, monkeypatch, capsys
+    ):
+        arguments = (runs[0], "--count", 2, "--max-new-tokens", 8, "--prompt-tokens", 100)
+        code, _, err = command(monkeypatch, capsys, "eval.samples", *arguments)
+        assert code == 0
+        found = json.loads((runs[0] / "eval/samples.json").read_text())["documents"]
+        from cat_lm.data import TokenCorpus
+
+        data = load_config(runs[0] / "config.yaml").data.folders[0]
+        corpus = TokenCorpus.open(data, "validation")
+        lengths = document_lengths(corpus)
+        assert (
+            found["looked_at"]
+            == len(lengths)
+            == sum(found[name] for name in ("used", "too_short", "not_needed"))
+        )
+        assert (found["used"], found["too_short"]) == (2, sum(n < 108 for n in lengths))
+        assert found["tokens_looked_at"] + found["tokens_left_out"] == corpus.num_tokens
+        assert f"2 of {len(lengths)} documents are continued; left out: " in err
+
+    @pytest.mark.parametrize(
+        ("module", "options", "message"),
+        [
+            ("eval.samples", ("--count", 0), "--count: '0' must be from 1"),
+            ("eval.samples", ("--prompt-tokens", "1e9"), "'1e9' must be a whole number"),
+            ("eval.samples", ("--max-new-tokens", 10**30), "--max-new-tokens: '1000"),
+            ("eval.samples", ("--seed", -1), "--seed: '-1' must be from 0"),
+            ("eval.samples", ("--data", ""), "--data: '' is no path"),
+            ("eval.samples", ("--count", 10_000), "held-out documents have"),
+            ("eval.quickstart", ("--out", "x", "--max-tokens", 0), "--max-tokens: '0' must be"),
+            ("eval.quickstart", ("--out", "x", "--seed", 10**30), "--seed: '1000"),
+            ("eval.quickstart", ("--out", "/proc/x"), "--out /proc/x: /proc may not be"),
+            ("eval.report", ("--out", "  "), "--out: '  ' is no path"),
+            ("eval.report", (300 * "x", "--out", "x"), "a name is longer than 255 bytes"),
+        ],
+    )
+    def test_odd_arguments_are_one_line(
+        self, runs, tmp_path, monkeypatch, capsys, module, options, message
+    ):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = command(monkeypatch, capsys, module, runs[0], *options)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("error: ") and message in err
+        assert list(tmp_path.iterdir()) == []
 
     def test_run_without_export_or_data_is_reported_as_far_as_it_goes(
         self, runs, tmp_path, monkeypatch, capsys

@@ -261,19 +261,27 @@ class TestPage:
         ("name", "content", "message"),
         [
             ("zero_shot/zero_shot.json", "{", "zero_shot.json: is not JSON"),
-            ("zero_shot/zero_shot.json", "[]", "zero_shot.json: is [], must be an object"),
+            ("zero_shot/zero_shot.json", "[]", "zero_shot.json: holds [], must be an object"),
             ("zero_shot/zero_shot.json", "{}", "zero_shot.json: has no tasks"),
-            ("zero_shot/zero_shot.json", '{"tasks": []}', "tasks is [], must be an object"),
-            ("zero_shot/zero_shot.json", '{"tasks": {"piqa": 3}}', "task piqa: is 3, must be an o"),
+            (
+                "zero_shot/zero_shot.json",
+                '{"tasks": []}',
+                "tasks is []: should be an object; make",
+            ),
+            (
+                "zero_shot/zero_shot.json",
+                '{"tasks": {"piqa": 3}}',
+                "piqa: holds 3: should be an",
+            ),
             (
                 "zero_shot/zero_shot.json",
                 '{"tasks": {"piqa": {"metrics": {"acc": "x"}}}}',
-                'zero_shot.json, task piqa, metrics: acc is "x", must be a number or null',
+                'zero_shot.json, task piqa: metrics.acc is "x": should be a valid number',
             ),
             ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
             ("eval/length_sweep.json", "{}", "length_sweep.json: has no rows"),
             ("eval/length_sweep.json", '{"rows": [{}]}', "length_sweep.json, row 1: has no label"),
-            ("eval/samples.json", "3", "samples.json: is 3, must be an object"),
+            ("eval/samples.json", "3", "samples.json: holds 3, must be an object"),
             ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no max_new_tokens"),
             (
                 "eval/samples.json",
@@ -281,22 +289,26 @@ class TestPage:
                 "samples.json, sample 1: has no prompt",
             ),
             ("model/export.json", "nothing", "export.json: is not JSON"),
-            ("model/config.json", "{", "model: cannot be read"),
-            ("model/model.safetensors", "short", "model: cannot be read"),
+            ("model/config.json", "{", "config.json: has 1 bytes, export.json lists"),
+            ("model/model.safetensors", "short", "model.safetensors: has 5 bytes, export.json"),
             ("metrics.jsonl", "{\n{}\n", "metrics.jsonl, line 1: is not JSON"),
-            ("metrics.jsonl", "5\n", "metrics.jsonl, line 1: is 5, must be an object"),
+            ("metrics.jsonl", "5\n", "metrics.jsonl, line 1: holds 5, must be an object"),
             ("metrics.jsonl", '{"step":5}\n', "metrics.jsonl, line 1: has no tokens"),
             ("metrics.jsonl", '{"step":5,"tokens":9}\n', "metrics.jsonl, line 1: has no loss"),
             (
                 "metrics.jsonl",
                 '{"step":5,"tokens":9,"loss":"x"}\n',
-                'metrics.jsonl, line 1: loss is "x", must be a number or null',
+                'metrics.jsonl, line 1: loss is "x": should be a valid number',
             ),
             (
                 "metrics.jsonl",
                 '{"step":5,"tokens":9,"val_loss":2}\n',
                 "metrics.jsonl, line 1: has no val_perplexity",
             ),
+            ("metrics.jsonl", b"\xff\n", "metrics.jsonl: is not UTF-8 text (byte 0)"),
+            ("metrics.jsonl", '{"step":-1,"tokens":9,"loss":1}\n', "step is -1: should be greater"),
+            ("metrics.jsonl", '{"a":' + "[" * 9000 + "\n{}\n", "line 1: is nested too deeply"),
+            ("eval/length_sweep.json", "[" * 9000, "length_sweep.json: is nested too deeply"),
             ("config.yaml", "model: 3\n", "config.yaml: "),
         ],
     )
@@ -304,7 +316,8 @@ class TestPage:
         self, run, tmp_path, monkeypatch, capsys, name, content, message
     ):
         (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text(content, encoding="utf-8")
+        content = content if isinstance(content, bytes) else content.encode()
+        (run / name).write_bytes(content)
         code, err = report(monkeypatch, capsys, run, "--out", tmp_path / "out")
         assert code == 2
         assert message in err
@@ -353,6 +366,7 @@ class TestWhoseResults:
         self, measured, tmp_path, monkeypatch, capsys
     ):
         change_weights(measured)
+        (measured / "model" / "export.json").unlink()
         out = tmp_path / "out"
         assert report(monkeypatch, capsys, measured, "--out", out) == (0, "")
         page = (out / "index.html").read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
+from cat_lm.io.own_files import make_marked
 from cat_lm.pretrained import load_model, load_tokenizer
 from tests.finished_runs import checkpoint, tiny_model
 
@@ -170,7 +171,8 @@ def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     # Killed while it wrote, between the two renames before, and after them.
     half = tmp_path / ".out.tmp"
-    (half / "sub").mkdir(parents=True)
+    make_marked(half, "a folder on its way to out")
+    (half / "sub").mkdir()
     (half / "model.safetensors.part").write_bytes(b"half")
     shutil.copytree(out, tmp_path / ".out.old")
     export(tiny_model(257, seed=2), tokenizer_folder, out)
@@ -247,6 +249,7 @@ def test_weights_that_do_not_fit_are_an_error(tmp_path, tokenizer_folder, damage
     else:
         tensors[name.replace("k_filter", "x_filter")] = tensors[name].clone()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "export.json").unlink()
     with pytest.raises(UserError, match=damage):
         load_model(out)
 

@@ -197,6 +197,8 @@ def test_setting_aside_never_replaces(tmp_path):
         own_files.set_aside(tmp_path / "step")
     assert sorted(os.listdir(tmp_path)) == ["step.aside", "step.aside-2", "step.aside-3"]
     assert (tmp_path / "step.aside-3" / "2").exists()
+    (tmp_path / ".hidden").touch()
+    assert own_files.set_aside(tmp_path / ".hidden", "shown").name == "shown.aside"
 
 
 def listing(folder):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
 from cat_lm.training.devices import DEVICES, device_by_option, known_device
 from launch import plan
 from launch.costs import ASSUMED_MFU, Cluster, Run, communication_bytes, costs
@@ -162,16 +161,12 @@ def test_marks_of_a_table(command):
     ("arguments", "named"),
     [
         (("--gpus", "64", "--device", "h1000"), "device 'h1000': is not known; known are b200,"),
-        (("--gpus", "", "--device", "h100"), "--gpus '': must be whole numbers"),
-        (("--gpus", "8,,16", "--device", "h100"), "--gpus '8,,16': must be whole numbers"),
-        (("--gpus", "0", "--device", "h100"), "--gpus '0': must be whole numbers"),
-        (("--gpus", "8,8", "--device", "h100"), "names a number twice"),
         (("--gpus", "48", "--device", "h100"), "cannot be shared by 48 GPUs; 32 or 64 GPUs can"),
         (("--gpus", "512", "--device", "h100"), "cannot be shared by 512 GPUs; 256 GPUs can"),
         (("--gpus", "4", "--device", "h100", "--gpus-per-node", "3"), "is not a multiple of"),
         (("--gpus", "8", "--device", "h100", "train.precision=fp32"), "give train.peak_tflops=X"),
         (("--gpus", "8", "--device", "h100", "model.vocab_size=null"), "give model.vocab_size=N"),
-        (("--gpus", "8", "--device", "h100", "--measured", "no.json"), "no.json: cannot be read"),
+        (("--gpus", "8", "--device", "h100", "--measured", "no.json"), "no.json: no such file"),
         (("--gpus", "8", "--device", "h100", "model.conv_windw=3"), "model.conv_window"),
     ],
 )
@@ -195,7 +190,39 @@ def test_all_wrong_numbers_at_once(command):
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x", "inf"])
 def test_wrong_flags(command, flag, value):
     code, _, err = command(SMALL, "--gpus", "8", "--device", "h100", f"{flag}={value}")
-    assert code == 2 and "must be a number greater than 0" in err
+    assert code == 2 and f"argument {flag}: '{value}' must be" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "'' must be a whole number; give a list such as 8,16,32"),
+        ("8,,16", "'' must be a whole number"),
+        ("8;16", "'8;16' must be a whole number"),
+        ("0", "'0' must be from 1 to 1,048,576"),
+        ("1000000000", "must be from 1 to 1,048,576"),
+        ("8,8", "names a number twice"),
+    ],
+)
+def test_wrong_numbers_of_gpus(command, value, said):
+    code, _, err = command(SMALL, "--device", "h100", "--gpus", value)
+    assert code == 2 and said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/proc/x", "may not be written to"),
+        ("/dev/full", "is no regular file"),
+        (".", "is a folder"),
+        ("", "is no path"),
+        ("x" * 256, "longer than 255 bytes"),
+        (f"{__file__}/x", "is a file; give a file in a folder"),
+    ],
+)
+def test_where_the_numbers_go_is_checked_first(command, path, said):
+    code, out, err = command("no.yaml", "--gpus", "8", "--device", "h100", "--json", path)
+    assert (code, out) == (2, "") and said in err.splitlines()[-1]
 
 
 def test_devices():
@@ -231,6 +258,11 @@ def record(**changes) -> dict:
     } | changes
 
 
+def case_in(dtype: str) -> dict:
+    case = record()["case"]
+    return case | {"size": case["size"] | {"dtype": dtype}}
+
+
 def test_a_measured_record_decides_the_speed(command, tmp_path):
     path = tmp_path / "h100.json"
     path.write_text(json.dumps(record()), encoding="utf-8")
@@ -251,14 +283,19 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
 @pytest.mark.parametrize(
     ("written", "named"),
     [
-        ("[]", "is no record of this version's"),
-        ('{"benchmark": "conv"}', "is no record of this version's"),
-        ("{", "cannot be read"),
+        ("[]", "give a record of this version's"),
+        ('{"benchmark": "conv"}', "give a record of this version's"),
+        ("{", "is not JSON"),
+        (record(case=record()["case"] | {"batch_size": 0}), "case.batch_size is 0"),
+        (record(results={"cat": {"model": "CAT"}}), "has no results.cat.tokens_per_second"),
         (record(device={"name": "NVIDIA A100-SXM4-80GB"}), "was measured on NVIDIA A100"),
         (record(device={"type": "cpu", "name": "cpu"}), "was measured on cpu, not on --device H1"),
-        (record(results={"pythia": {}}), "has no model with model.conv_type=head; it has pythia"),
         (
-            record(case={"size": {"dtype": "float32"}}),
+            record(results={"pythia": record()["results"]["pythia"]}),
+            "has no model with model.conv_type=head; it has pythia",
+        ),
+        (
+            record(case=case_in("float32")),
             "was measured in float32, not in train.precision=bf16",
         ),
     ],
@@ -297,6 +334,5 @@ def test_help_needs_no_torch():
 
 
 def test_gpus_are_parsed():
-    assert plan.parse_gpus("8, 16") == [8, 16]
-    with pytest.raises(UserError):
-        plan.parse_gpus("8;16")
+    arguments = plan.parser().parse_args(["a.yaml", "--device", "h100", "--gpus", "8, 16"])
+    assert arguments.gpus == (8, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             on_gpu=True,
             driver="550.1",
             free_memory=80 * GIB,
+            host_memory=500 * GIB,
             matmul_seconds=1e-3,
             data=DataFacts("f" * 64, "p", 257) if leads else None,
             folder=FolderFacts(None, 100 * GIB) if leads else None,
@@ -137,6 +139,34 @@ def test_ranks_of_a_host_share_its_memory():
     assert problems(sound(4, 4, on_gpu=True, free_memory=2 * 10**9)) == []
 
 
+def test_every_rank_builds_the_model_on_its_host():
+    """Also where a GPU or ZeRO-3 holds only a part of it."""
+    need = 4 * config().model.num_parameters(257)
+    assert problems(sound(4, 4, host_memory=4 * need), zero_stage=3) == []
+    (line,) = problems(sound(4, 4, host_memory=4 * need - 1), zero_stage=3)
+    assert line.startswith("all ranks: the model of ") and "are free there for each" in line
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"conv_type": "none"},
+        {"conv_type": "none", "tie_word_embeddings": True, "position_embedding": "none"},
+        {"conv_type": "head", "conv_streams": "v", "intermediate_size": 48},
+        {"conv_type": "multihead", "conv_streams": "qk", "num_attention_heads": 4},
+        {"conv_type": "multihead", "conv_mixing": "maps", "num_attention_heads": 4},
+        {"conv_type": "depthwise", "conv_activation": "silu"},
+        {"vocab_size": 300, "use_parallel_residual": False},
+    ],
+)
+def test_parameters_are_counted_without_the_model(model):
+    values = run_values("data", "run")
+    values["model"] |= model
+    asked = RunConfig.model_validate(values)
+    assert asked.model.num_parameters(257) == count_parameters(meta_model(asked, 257))
+
+
 def test_what_only_slows_is_a_warning():
     found = sound()
     found[9] = replace(found[9], matmul_seconds=5e-3)
@@ -190,6 +220,23 @@ def test_one_rank_alone(tiny_corpus, tmp_path):
         check(RunConfig.model_validate(values), alone)
 
 
+def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_path):
+    data = shutil.copytree(tiny_corpus, tmp_path / "data")
+    config, read = RunConfig.model_validate(run_values(data, tmp_path / "run")), []
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    assert check(config, alone, read.append)[-1].startswith("data: verified 4 files (0.00 GB) in")
+    assert len(read) == 4 and str(data / "train-00000.bin") in read[0]
+    assert "verified" not in check(config, alone, read.append)[-1] and len(read) == 4
+    (tmp_path / "run").rmdir()
+    shard = data / "train-00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(
+        UserError, match=r"train-00000\.bin: its SHA-256 is \w+…, the manifest"
+    ) as e:
+        check(config, alone)
+    assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
+
+
 def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     probe = Probe(tmp_path, "t", "n000")
     probe.write()
@@ -205,17 +252,6 @@ def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     assert "cannot be written to" in probe.look(is_first=False).problem
     probe.remove()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("limit", "usage", "inactive", "left"),
-    [("1000", "900", 300, 400), ("max", "900", 0, None), ("500", "900", 0, 0)],
-)
-def test_the_limit_of_a_control_group(tmp_path, monkeypatch, limit, usage, inactive, left):
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{usage}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
-    assert facts._room(tmp_path, "memory.max", "memory.current") == ([] if left is None else [left])
 
 
 def test_the_code_of_a_node_is_its_sources():

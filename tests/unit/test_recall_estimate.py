@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from cat_lm.data.corpus import read_manifest
+from cat_lm.data.manifest import read_manifest
 from eval.recall import estimate
 from eval.recall.language import LanguageCell
 from tests.unit.test_recall_stack import BASE, three

@@ -259,7 +259,7 @@ class TestWhatExists:
             scaled_fields(rope, "temperature", 2, 32)
         with pytest.raises(ValueError, match="nothing is rotated"):
             scaled_fields(nope, "temperature", 2, 32, "rotary")
-        with pytest.raises(ValueError, match="must be at least 1"):
+        with pytest.raises(ValueError, match="must be from 1 to 4,096"):
             scaled_fields(rope, "pi", 0.5, 32)
 
     @pytest.mark.parametrize(
@@ -284,13 +284,18 @@ class TestWhatExists:
                 },
                 "attn_factor: unknown",
             ),
-            ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "at least 1"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+                "factor=0.5: must be",
+            ),
+            ({"rope_parameters": {"rope_type": [1]}}, "is not supported"),
+            ({"rope_parameters": {"rope_type": "linear", "factor": True}}, "must be a number"),
             ({"rope_scaling": {"rope_type": "linear"}}, "factor: missing"),
             (
                 {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1e4}},
                 "rope_scaling",
             ),
-            ({"attention_temperature": 0.0}, "above 0"),
+            ({"attention_temperature": 0.0}, "attention_temperature=0.0: must be from"),
             ({"temperature_scope": "all"}, "choose one of logits, rotary"),
             (
                 {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm import __main__ as program
 from launch.slurm import attempts
 from launch.slurm.folder import RunFolder
 from launch.slurm.local import Local
@@ -29,9 +30,12 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
 place = run / f"rank-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}.pid"
 place.with_suffix(".tmp").write_text(str(os.getpid()))
 place.with_suffix(".tmp").rename(place)
-until = time.monotonic() + 60
-while not caught and time.monotonic() < until:
+until, torchrun = time.monotonic() + 60, os.getppid()
+while not caught and os.getppid() == torchrun and time.monotonic() < until:
     time.sleep(0.01)
+if os.getppid() != torchrun:
+    time.sleep(3)  # as long as a checkpoint takes
+    os._exit(75)
 (run / "caught").open("a").write(f"{os.environ['RANK']} {signal.Signals(caught[0]).name}\\n")
 time.sleep(0.3)
 sys.stdout.flush()
@@ -95,6 +99,51 @@ def test_attempts_are_noted(looped, folder, capsys):
     assert looped(0) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("shown", "said"), [("0", "shows 0 GPUs"), ("1", "shows 1 GPU;"), ("2", None)]
+)
+def test_gpus_that_are_not_there_are_one_line(shown, said, tmp_path, monkeypatch, capsys):
+    """Before anything is written; the number is that of the ranks' own environment."""
+    torch = tmp_path / "modules/torch.py"
+    torch.parent.mkdir()
+    torch.write_text(
+        "import os, types\n"
+        "cuda = types.SimpleNamespace(device_count=lambda: int(os.environ['SHOWN']))\n"
+    )
+    (tmp_path / "data").mkdir()
+    run = tmp_path / "run"
+    config = write_config(tmp_path, run_values(tmp_path / "data", run))
+    monkeypatch.setenv("PYTHONPATH", str(torch.parent))
+    monkeypatch.setattr("launch.slurm.snapshot.save_code", lambda *_: None)
+    monkeypatch.setattr(Local, "run", lambda self: 7)
+    options = ["--gpus-per-node", "2", "--env", f"SHOWN={shown}"]
+    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    printed = capsys.readouterr()
+    assert printed.out == "" and run.exists() == (said is None)
+    if said is None:
+        assert ended.value.code == 7 and printed.err == ""
+        return
+    assert ended.value.code == 2
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: --gpus-per-node 2: this machine ") and said in line
+
+
+@pytest.mark.parametrize(
+    "options", [["--nodes", "2"], ["--gpus-per-node", "1", "--tasks", "2"], ["--tasks", "3"], []]
+)
+def test_ranks_that_one_machine_cannot_have(options, tmp_path, monkeypatch, capsys):
+    """More nodes, ranks both on GPUs and CPUs, a number that does not divide the batch, none."""
+    (tmp_path / "data").mkdir()
+    config = write_config(tmp_path, run_values(tmp_path / "data", tmp_path / "run"))
+    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2 and not (tmp_path / "run").exists()
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def wait_for(path: Path, process: subprocess.Popen) -> str:
     deadline = time.monotonic() + 90
     while not path.exists():
@@ -107,7 +156,9 @@ def wait_for(path: Path, process: subprocess.Popen) -> str:
 
 
 def test_signals_and_killed_ranks_under_torchrun(tmp_path):
-    """A killed rank and USR1 start the ranks again, TERM reaches both ranks and ends it.
+    """A killed rank, USR1 and a killed torchrun start the ranks again, TERM ends it.
+
+    After a killed torchrun its ranks have ended before others begin.
 
     As from a terminal, signals go to the whole process group, in which torchrun must not be.
     """
@@ -123,8 +174,9 @@ def test_signals_and_killed_ranks_under_torchrun(tmp_path):
     )
     (checkout / "train.py").write_text(RANK)
     run = tmp_path / "run"
+    options = ("--tasks", "2", "--env", f"RUN={run}", "--max-restarts", "9")
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "local", config, "--tasks", "2", "--env", f"RUN={run}"],
+        [sys.executable, "-c", program, "local", config, *options],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
@@ -138,7 +190,10 @@ def test_signals_and_killed_ranks_under_torchrun(tmp_path):
     os.kill(ranks()[1], signal.SIGKILL)
     ranks()
     os.killpg(process.pid, signal.SIGUSR1)
+    orphans = ranks()
+    os.kill(int(Path(f"/proc/{orphans[0]}/stat").read_text().split()[3]), signal.SIGKILL)
     ranks()
+    assert not any(Path(f"/proc/{orphan}").exists() for orphan in orphans)
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
@@ -149,6 +204,8 @@ def test_signals_and_killed_ranks_under_torchrun(tmp_path):
         "restart 1, 2 ranks, checkpoint none",
         "exit code 75: started again",
         "restart 2, 2 ranks, checkpoint none",
+        "exit code 137: started again",
+        "restart 3, 2 ranks, checkpoint none",
         "exit code 75: stopped; train.resume=auto goes on",
     ], err
     caught = (run / "caught").read_text().split("\n")

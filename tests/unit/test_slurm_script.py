@@ -203,7 +203,7 @@ def test_how_ranks_are_started(job, restarts, port):
     assert job.run(SLURM_CPUS_PER_TASK=6, SLURM_RESTART_COUNT=restarts) == 0
     started = next(line for line in job.calls.splitlines() if line.startswith("srun"))
     assert started == (
-        "srun --mpi=none --export=ALL --kill-on-bad-exit=1 "
+        "srun --mpi=none --export=ALL --kill-on-bad-exit=1 --wait=60 "
         f"python -u train.py {job.folder.config} train.resume=auto"
     )
     environment = (job.stubs / "environment").read_text(encoding="utf-8").splitlines()
@@ -260,6 +260,9 @@ def test_a_crash_loop_ends(job):
     """Three attempts from the same checkpoint, no fourth; progress and people reset the count."""
     job.checkpoint(100)
     job.checkpoint(150, complete=False)
+    job.checkpoint(175)
+    aside = job.folder.checkpoints / "step-00000175"
+    aside.rename(aside.with_name("step-00000175.aside"))
     for restart in range(3):
         assert job.run(SRUN_CODE=1, SLURM_RESTART_COUNT=restart) == 1
     assert attempts.without_progress(job.folder) == 3

@@ -128,15 +128,27 @@ class TestPlan:
         ("arguments", "message"),
         [
             (["--models", "pythia,cats"], "--models cats: unknown; known: pythia"),
-            (["--seeds", "0,x"], "--seeds 0,x: must be numbers"),
-            (["--seeds", "1,1"], "--seeds 1,1: must be up to 10 different"),
-            (["--parallel", "0"], "--parallel 0: must be at least 1"),
-            (["--tokens", "many"], "--tokens many: must be a whole number"),
+            (["--seeds", ",".join(map(str, range(11)))], "--seeds: 11 of them; must be up to 10"),
         ],
     )
     def test_bad_arguments_are_one_line(self, arguments, message):
         with pytest.raises(UserError, match=re.escape(message)):
             study_of(parse_arguments(arguments))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--seeds", "0,x"], "'x' must be a whole number; give a list such as 0,1,2"),
+            (["--seeds", "1,1"], "'1,1' names a number twice"),
+            (["--parallel", "0"], "'0' must be from 1 to 4,096"),
+            (["--tokens", "many"], "'many' must be a whole number such as"),
+            (["--tokens", "1e30"], "'1e30' must be from 1 to"),
+        ],
+    )
+    def test_bad_numbers_are_refused(self, arguments, message, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            parse_arguments(arguments)
+        assert f"argument {arguments[0]}: {message}" in capsys.readouterr().err
 
     def test_help_imports_nothing_heavy(self):
         code = (
@@ -382,13 +394,46 @@ class TestStudy:
     ):
         failing = Imitation(fails="max_steps.*canon_b|canon_b.*max_steps")
         code, _, err = run_study(monkeypatch, capsys, failing, *arguments)
-        log = tmp_path / "out/trial-canon_b.log"
+        log = tmp_path / "out/trial/canon_b.log"
         assert code == 2 and f"see {log}: ValueError: no such thing" in err.splitlines()[-1]
         assert log.is_file()
         assert run_study(monkeypatch, capsys, failing, *arguments)[0] == 2
-        assert log.is_file(), "the next call keeps it"
+        assert log.is_file(), "that of the next call, which failed too"
         assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
-        assert not log.exists()
+        assert not log.parent.exists()
+
+    def test_a_folder_of_trials_that_is_not_ours_is_kept(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        thesis = tmp_path / "out/trial/thesis.tex"
+        thesis.parent.mkdir(parents=True)
+        thesis.write_text("years of work")
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert code == 2 and f"{thesis.parent}: stands where temporary files go" in err
+        assert thesis.read_text() == "years of work"
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("settings.json", "[]", "settings.json: holds [], must be an object; remove"),
+            ("settings.json", '{"configs": []}', "holds a study with another configs"),
+            ("settings.json", '{"configs": {"pythia": 3}}', "holds a study with another configs"),
+            ("runs/pythia-seed0/study.json", "{", "study.json: is not JSON"),
+            ("runs/pythia-seed0/study.json", "{}", "study.json: has no diverged; remove it to"),
+            ("runs/pythia-seed0/study.json", '{"diverged": 1}', "diverged is 1: should be"),
+            ("runs/pythia-seed0/metrics.jsonl", b"\xff\n", "metrics.jsonl: is not UTF-8"),
+            ("runs/pythia-seed0/eval/length_sweep.json", '{"rows": [3]}', "row 1: holds 3: should"),
+        ],
+    )
+    def test_damaged_records_are_one_line(
+        self, arguments, tmp_path, monkeypatch, capsys, name, content, message
+    ):
+        arguments = [*arguments, "--seeds", "0"]
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        content = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / "out" / name).write_bytes(content)
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert (code, err.count("\n")) == (2, 1) and message in err
 
     def test_a_sweep_of_other_weights_is_no_result(self, arguments, tmp_path, monkeypatch, capsys):
         arguments = [*arguments, "--seeds", "0"]

@@ -156,7 +156,7 @@ def test_texts_are_limited_cut_into_chunks_and_repeated(text, tmp_path):
         (("--parts", "tokenise"), "'tokenise' is not one of tokenize"),
         (("--loader-tokens", 32), "--loader-tokens 32: must be more than a batch"),
         (("--parts", "tokenize", "--tokenizer", "nope"), "--tokenizer nope"),
-        (("--workers", "1,0"), "'0' must be a whole number"),
+        (("--workers", "1,0"), "'0' must be from 1 to 4,096"),
     ],
 )
 def test_bad_options(speed, arguments, named):

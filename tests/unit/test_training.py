@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
@@ -119,6 +121,25 @@ def test_records_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
     keep_records(tmp_path / "absent.jsonl", up_to_step=5)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{broken}", "line 2: is not JSON"),
+        (b"[1]", "line 2: holds [1], must be an object"),
+        (b'{"loss": 1.0}', "line 2: step is null, must be the number of a step"),
+        (b'{"step": "2"}', 'line 2: step is "2", must be'),
+        (b"\xff", "is not UTF-8 text"),
+    ],
+)
+def test_records_that_are_none_are_named(tmp_path, line, said):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="metrics") as raised:
+        keep_records(path, up_to_step=2)
+    assert said in str(raised.value) and path.read_bytes() == before
+
+
 def test_metrics_hold_no_number_that_json_has_not(tmp_path):
     c = config()
     metrics = Metrics(tmp_path, c, resumed_step=0)
@@ -168,7 +189,14 @@ def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
     ("error", "code", "line"),
     [
         (UserError("key=1: must be 2"), 2, "error: key=1: must be 2"),
-        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "error: a/b: No space left"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/b"),
+            2,
+            "error: a/b: the disk is full",
+        ),
+        (OSError(errno.ENOSPC, "No space left"), 2, "error: standard output: the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "error: a: no permission"),
+        (RuntimeError("Symlink loop from 'a'"), 2, "error: a: a loop of symbolic links"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -182,6 +210,33 @@ def test_commands_end_in_one_line(error, code, line, capsys):
     assert ended.value.code == code
     printed = capsys.readouterr().err
     assert printed.startswith(line) and len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_stream_on_a_full_disk_changes_no_exit_code(full):
+    body = "print('x')" if full == "stdout" else "raise UserError('y')"
+    code = f"""
+from cat_lm.errors import UserError, command
+
+@command
+def main():
+    {body}
+
+main()
+"""
+    with open("/dev/full", "w") as stream:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: stream}
+        done = subprocess.run([sys.executable, "-c", code], **streams, text=True)
+    assert done.returncode == 2
+    if full == "stdout":
+        assert done.stderr == "error: standard output: the disk is full\n"
+
+
+def test_an_argument_that_is_no_text_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "a\udcff"])
+    with pytest.raises(SystemExit, match="2"):
+        command(lambda: None)()
+    assert capsys.readouterr().err == "error: argument 'a\\udcff': is not UTF-8 text\n"
 
 
 def test_compiling_needs_a_compiler_on_a_cpu(monkeypatch, tmp_path):
@@ -320,13 +375,13 @@ def test_what_all_ranks_share_is_said_once(rank, printed, monkeypatch, capfd):
 
 
 def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
-    from cat_lm.training import checkpoint
+    from cat_lm.training.checkpoint import code
 
-    module = tmp_path / "slurm/code/cat_lm/training/checkpoint.py"
-    monkeypatch.setattr(checkpoint, "__file__", str(module))
+    module = tmp_path / "slurm/code/cat_lm/training/checkpoint/code.py"
+    monkeypatch.setattr(code, "__file__", str(module))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     module.parent.mkdir(parents=True)
-    assert checkpoint._code_version()["commit"] is None
+    assert code.code_version()["commit"] is None
     record = tmp_path / "slurm/code.json"
     for content, commit in (
         ('{"commit": "abc", "dirty": true}', "abc+"),
@@ -334,4 +389,4 @@ def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
         ('{"commit": null, "dirty": null}', None),
     ):
         record.write_text(content)
-        assert checkpoint._code_version()["commit"] == commit
+        assert code.code_version()["commit"] == commit

@@ -163,11 +163,16 @@ class TestLocalRows:
         ("content", "message"),
         [
             (b"", r"piqa\.jsonl: has no rows"),
-            (b'{"goal": "x"}\n{"goal": \n', r"piqa\.jsonl: line 2: "),
-            (b'{"goal": "\xff"}\n', r"piqa\.jsonl: line 1: "),
-            (b"[1]\n", r"line 1: not a JSON object"),
-            (b'{"goal": "x"}\n', r"task piqa: .*piqa\.jsonl: rows are not in the columns"),
+            (b'{"goal": "x"}\n{"goal": \n', r"piqa\.jsonl, line 2: is not JSON"),
+            (b'{"goal": "\xff"}\n', r"piqa\.jsonl: is not UTF-8 text"),
+            (b"[1]\n", r"line 1: holds \[1\], must be an object"),
+            (b'{"goal": "x"}\n', r"task piqa: .*piqa\.jsonl, line 1: has no sol1"),
             (b'{"goal": "x"}\n{"goal": [1]}\n', r"piqa\.jsonl: rows differ in their columns"),
+            (
+                b'{"goal": "x"}\n\n{"sol1": "x"}\n',
+                r"line 3: rows differ in their columns: goal, sol1 not in all of them",
+            ),
+            (b'{"goal": ' + b"[" * 9000, r"line 1: is nested too deeply"),
         ],
     )
     def test_bad_rows(self, folder, content, message):
@@ -175,6 +180,121 @@ class TestLocalRows:
         with pytest.raises(UserError, match=message) as error:
             Catalog(["piqa"]).load("piqa", LocalFolder(folder))
         assert "\n" not in str(error.value)
+
+
+# A row of a task of the table, what is wrong with it, and what is said about it.
+_HIDDEN = "the answer is hidden"
+BAD_ROWS = [
+    ("piqa", {"label": -1}, f"label is -1: {_HIDDEN}"),
+    ("piqa", {"label": 7}, "label is 7: should be 0 or 1"),
+    ("piqa", {"label": None}, f"label is null: {_HIDDEN}"),
+    ("piqa", {"sol2": " "}, 'sol2 is " ": must not be blank'),
+    ("hellaswag", {"label": ""}, f'label is "": {_HIDDEN}'),
+    ("hellaswag", {"label": "4"}, 'label is "4": should be'),
+    ("hellaswag", {"endings": ["a", "b", "c"]}, "endings is"),
+    ("hellaswag", {"endings": ["a", "b", "c", "d", "e"]}, "endings is"),
+    ("hellaswag", {"endings": ["a", "b", "c", "[x]"]}, 'endings.3 is "[x]": must not be blank'),
+    ("winogrande", {"answer": ""}, f'answer is "": {_HIDDEN}'),
+    ("winogrande", {"answer": "3"}, "answer is \"3\": should be '1' or '2'"),
+    ("winogrande", {"sentence": "no gap"}, 'sentence is "no gap": must have a gap'),
+    ("arc_easy", {"answerKey": ""}, f'answerKey is "": {_HIDDEN}'),
+    ("arc_easy", {"answerKey": "E"}, 'answerKey "E" is not in'),
+    ("arc_challenge", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "2 choices have the"),
+    ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}}, "choices.text is"),
+    ("lambada_openai", {"text": "it ends "}, "must end with the word"),
+    ("lambada_standard", {"text": None}, "text is null: should be a valid string"),
+    ("wikitext", {"page": "\n"}, "page is"),
+]
+
+
+class TestRowsThatCannotBeScored:
+    """In any row of the split, not in its first alone, and before anything is scored."""
+
+    @staticmethod
+    def changed(name, change):
+        rows = [dict(row) for row in ROWS[name]]
+        rows[2] |= change
+        return rows
+
+    @staticmethod
+    def check(name, source):
+        from eval.tasks.rows import check_answers
+
+        task = Catalog([name]).load(name, source)
+        check_answers(task, source, sources.needed_splits(task.config), None)
+
+    @pytest.mark.parametrize(("name", "change", "message"), BAD_ROWS)
+    def test_local_rows_are_named_by_file_and_line(self, tmp_path, name, change, message):
+        folder = write_rows(tmp_path, {name: self.changed(name, change)})
+        with pytest.raises(UserError) as error:
+            self.check(name, LocalFolder(folder))
+        said = str(error.value)
+        assert f"task {name}: task data {folder / name}.jsonl, line 3: " in said and message in said
+
+    def test_rows_of_the_hub_are_named_by_split_and_number(self, monkeypatch):
+        FakeHub(monkeypatch)
+        monkeypatch.setitem(ROWS, "piqa", self.changed("piqa", {"label": -1}))
+        with pytest.raises(
+            UserError, match=r"the Hub's baber/piqa, split validation, row 2: label"
+        ):
+            self.check("piqa", Hub())
+
+    @pytest.mark.parametrize(
+        ("changes", "row", "message"),
+        [
+            ({}, {"label": -1}, "answer -1: the answer is hidden"),
+            ({}, {"label": 2}, "answer 2: must be one of its 2 choices"),
+            ({}, {"label": None}, "answer null: the answer is hidden"),
+            ({"doc_to_target": "weight"}, {}, "answer 0.0: must be one of"),
+            ({"doc_to_target": "{{'no' if label < 2 else ''}}"}, {"label": 5}, 'answer "": the'),
+            ({"doc_to_target": "{{[0, label]}}"}, {"label": 2}, r"answer \[0, 2\]: must be one"),
+            ({"doc_to_choice": "{{[label]}}"}, {}, "must have at least two"),
+            ({"doc_to_choice": "options"}, {"options": ["a", ""]}, "a text that is not empty"),
+            ({"doc_to_choice": "{{question.nothing.at_all}}"}, {}, "definition cannot read it"),
+            (
+                {"output_type": "loglikelihood", "doc_to_choice": None, "metric_list": None}
+                | {"doc_to_target": "question"},
+                {"question": ""},
+                'its answer is ""',
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("number", [0, 2])
+    def test_tasks_without_columns_of_their_own(self, tmp_path, changes, row, message, number):
+        from eval.tasks.rows import check_answers
+
+        rows = [
+            {"question": f"{n}?", "label": n % 2, "weight": n * 0.5, "options": ["a", "b"]}
+            for n in range(4)
+        ]
+        rows[number] |= row
+        source = LocalFolder(write_rows(tmp_path, {"mine": rows}))
+        config = {
+            "task": "mine",
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "label",
+            "doc_to_choice": ["no", "yes"],
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        # Where all rows are wrong, the first one is named.
+        line = number + 1 if row else 1
+        with pytest.raises(UserError, match=rf"mine\.jsonl, line {line}: .*{message}"):
+            task = sources.sourced_task(source)(config | changes)
+            check_answers(task, source, ["test"], None)
+
+    def test_examples_are_checked_too(self, folder):
+        rows = write_rows(folder / "more", {"piqa": self.changed("piqa", {"label": -1})})
+        (folder / "piqa.train.jsonl").write_bytes((rows / "piqa.jsonl").read_bytes())
+        catalog = Catalog(["piqa"])
+        catalog.specs["piqa"]["num_fewshot"] = 2
+        with pytest.raises(UserError, match=r"piqa\.train\.jsonl, line 3: label is -1"):
+            catalog.load("piqa", LocalFolder(folder))
+
+    @pytest.mark.parametrize("name", table2.TASKS)
+    def test_real_rows_can(self, name, shared_data):
+        self.check(name, LocalFolder(shared_data / "benchmarks"))
 
 
 class TestCatalog:
@@ -213,6 +333,20 @@ class FakeHub:
 
 
 class TestPrefetch:
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("[]", "holds \\[\\]: should be an object"),
+            ('{"revisions": {}}', "has no files"),
+            ('{"revisions": {}, "files": {"../x": {}}}', "must be a path inside.*"),
+            ('{"revisions": {}, "files": {"piqa.jsonl": {}}}', "piqa.jsonl: has no task"),
+        ],
+    )
+    def test_a_manifest_of_another_shape_is_one_line(self, folder, content, message):
+        (folder / "manifest.json").write_text(content)
+        with pytest.raises(UserError, match=f"manifest.json.*{message}; it is no manifest of"):
+            LocalFolder(folder)
+
     def test_folder_equals_the_hub(self, tmp_path, monkeypatch):
         hub = FakeHub(monkeypatch)
         paths = prefetch(["table2"], tmp_path / "rows")

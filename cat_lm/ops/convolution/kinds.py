@@ -114,6 +114,11 @@ def register(kind: Kind) -> None:
     _KINDS[kind.name] = kind
 
 
+def takes_activation(name: str) -> bool:
+    """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
+    return name in _KINDS and _KINDS[name].takes_activation
+
+
 def names() -> tuple[str, ...]:
     """List the kinds by name."""
     return tuple(_KINDS)

@@ -1,7 +1,8 @@
 """What every rank looks at before step 0, so that all that is wrong is known at once, per host.
 
-`check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch
-and the collectives. `dry_run_batch` comes after: one micro-batch of the largest shape.
+`check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
+the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:
+one micro-batch of the largest shape.
 
     lines = preflight.check(config, ranks)                    # raises one error for everything
     ...                                                       # build the model and the engine
@@ -16,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import bandwidth, facts, rules
+from cat_lm.training.preflight import bandwidth, facts, rules, shards
 from cat_lm.training.preflight.dry_run import dry_run_batch
 from cat_lm.training.preflight.folder import Probe
 from cat_lm.training.watchdog import host_name
@@ -29,11 +31,14 @@ from cat_lm.training.watchdog import host_name
 __all__ = ["check", "dry_run_batch"]
 
 
-def check(config: RunConfig, ranks: Ranks) -> list[str]:
+def check(
+    config: RunConfig, ranks: Ranks, progress: Callable[[str], None] = lambda what: None
+) -> list[str]:
     """Looks at everything that needs no model; a collective.
 
     Args:
         config: with its precision decided.
+        progress: told of what was done, where it may take long.
 
     Returns:
         Lines for the log; those that begin with "warning: " name what works but should not be so.
@@ -58,11 +63,14 @@ def check(config: RunConfig, ranks: Ranks) -> list[str]:
     verdict = rules.judge(config, gathered)
     if not verdict.problems:
         verdict.add_transport(bandwidth.measure(ranks), ranks.device.type)
-    if verdict.problems:
+    try:
+        if verdict.problems:
+            raise SharedError(verdict.message())
+        return [*verdict.lines(), *shards.verify(config, ranks, progress)]
+    except SharedError:
         if ranks.is_first and not existed:
             _remove_if_empty(output)
-        raise SharedError(verdict.message())
-    return verdict.lines()
+        raise
 
 
 def _remove_if_empty(output: Path) -> None:

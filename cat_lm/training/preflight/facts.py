@@ -19,6 +19,7 @@ import torch
 from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.host import available_memory
 from cat_lm.training.distributed import Ranks, describe_error
 from cat_lm.training.preflight.folder import FolderFacts, Probe
 from cat_lm.training.watchdog import host_name
@@ -44,6 +45,7 @@ class Facts:
         versions: name to version of what must be equal on all ranks.
         device, driver: names; they may differ, but should not.
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
+        host_memory: bytes that are free on its host, whatever the device.
         matmul_seconds: of a small matrix product, to tell a slow device from the others.
         data: None where another rank of the host opened them, or where `data_problem` says why.
         folder: None where another rank of the host looked.
@@ -57,6 +59,7 @@ class Facts:
     on_gpu: bool
     driver: str
     free_memory: int
+    host_memory: int
     matmul_seconds: float
     data: DataFacts | None = None
     data_problem: str | None = None
@@ -79,6 +82,7 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         on_gpu=on_gpu,
         driver=driver() if on_gpu else "",
         free_memory=free_memory(ranks.device),
+        host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
         data=data,
         data_problem=data_problem,
@@ -148,60 +152,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that a process can still take: of the GPU, or of the host within this job's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = [_available()]
-    limit = _group_limit()
-    return min(free + ([limit] if limit is not None else []))
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control groups of this process, as SLURM and containers make them, leave it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    left = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        base = root / "memory"
-        if not controllers:
-            names, base = ("memory.max", "memory.current"), root
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            left += _room(folder, *names)
-    return min(left, default=None)
-
-
-def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
-    try:
-        limit = (folder / limit_name).read_text(encoding="ascii").strip()
-        usage = int((folder / usage_name).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return []
-    # The file cache counts as used but is given up; unlimited is "max" or a number near 2^63.
-    if limit == "max" or int(limit) > 2**60:
-        return []
-    return [max(0, int(limit) - usage + _cached(folder))]
-
-
-def _cached(folder: Path) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(found.get("inactive_file", 0))
+    known = available_memory()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if known is None else known
 
 
 def matmul_seconds(device: torch.device) -> float:

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from cat_lm.errors import describe_os_error
+
 # A network file system may show a new file late, but sooner than this once the folder is read.
 PATIENCE_SECONDS = 5.0
 
@@ -73,10 +75,12 @@ class Probe:
                 self.folder.mkdir(parents=True)  # says best what stands in the way
                 os.rmdir(self.folder)
                 return None
-            own.write_text(self.token, encoding="ascii")
-            own.unlink()
+            try:
+                own.write_text(self.token, encoding="ascii")
+            finally:
+                own.unlink(missing_ok=True)
         except OSError as error:
-            return f"cannot be written to: {error.filename or own}: {error.strerror}"
+            return f"cannot be written to: {error.filename or own}: {describe_os_error(error)}"
         return None
 
 

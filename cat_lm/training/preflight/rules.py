@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
+from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
     Memory,
+    building_bytes,
     checkpoint_bytes,
-    count_parameters,
     memory_per_rank,
-    meta_model,
 )
 from cat_lm.training.preflight.bandwidth import Transport
 from cat_lm.training.preflight.facts import Facts
@@ -212,15 +212,16 @@ def _needs(verdict: Verdict, config: RunConfig) -> None:
     if vocab_size is None:
         return  # the data are not there, which is said already
     try:
-        model = meta_model(config, vocab_size)
+        model_config(config, vocab_size)
     except UserError as error:
         verdict.problems[str(error)] += range(len(verdict.facts))
         return
-    parameters = count_parameters(model)
+    parameters = config.model.num_parameters(vocab_size)
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)
     _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
+    _building(verdict, parameters)
 
 
 def _disk(verdict: Verdict, config: RunConfig, parameters: int) -> None:
@@ -258,6 +259,20 @@ def _memory(verdict: Verdict, memory: Memory) -> None:
     verdict.notes.append(
         f"memory: about {memory.total / GIB:.2f} GiB a rank, at least {least / GIB:.2f} GiB free"
     )
+
+
+def _building(verdict: Verdict, parameters: int) -> None:
+    """Every rank builds the whole model on its host, whatever it keeps of it."""
+    of_host = Counter(fact.host for fact in verdict.facts)
+    one = building_bytes(parameters)
+    for fact in verdict.facts:
+        free = fact.host_memory / of_host[fact.host]
+        if one > free:
+            verdict.problems[
+                f"the model of {parameters:,} parameters is built on each rank's host, which takes "
+                f"{size(one)} a rank, but {size(free)} of memory are free there for each; take a "
+                "smaller model, a larger host or fewer ranks a host"
+            ].append(fact.rank)
 
 
 def _devices(verdict: Verdict, config: RunConfig) -> None:

@@ -26,6 +26,10 @@ class TestFiles:
         assert stored["rows"] == [{name: row[name] for name in names} for row in rows]
         assert stored["rows"][0]["tokens"] == 256
         assert stored["rows"][0]["group_kind"] == "documents"
+        for row in stored["rows"]:
+            parts = [count for name, count in row.items() if name.startswith("left_out_")]
+            assert row["text_tokens"] == row["tokens"] + sum(parts)
+            assert row["left_out_end"] == 300 - 256
         assert {"text", "protocol", "command", "date", "versions", "machine"} <= stored.keys()
         with open(out / "length_sweep.csv", encoding="utf-8") as file:
             table = list(csv.DictReader(file))

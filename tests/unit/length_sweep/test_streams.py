@@ -57,6 +57,52 @@ class TestStreams:
         assert part.tokens.tolist() == whole.tokens[:501].tolist()
         assert whole.cut(300, tokenizer).num_bytes == (whole.tokens[1:301] != 256).sum()
 
+    def test_scored_and_left_out_are_all_tokens_of_a_split(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models["cat"])
+        whole = split_stream(tiny_corpus, tokenizer)
+        total = len(whole.tokens)
+        lengths = [len(text) + 1 for text in whole.texts(tokenizer)]
+        lengths[0] += 1  # the first token is no part of what is scored
+        assert total == sum(lengths)  # every document and its end
+        longer = sum(length for length in lengths if length >= 200)
+        for stream, left_out in (
+            (whole, {"first": 1}),
+            (split_stream(tiny_corpus, tokenizer, 500), {"first": 1, "max_tokens": total - 501}),
+            (
+                split_stream(tiny_corpus, tokenizer, 500).cut(490, tokenizer, multiple_of=64),
+                {"first": 1, "max_tokens": total - 491, "end": 490 - 448},
+            ),
+            (
+                split_stream(tiny_corpus, tokenizer, document_tokens=200),
+                {"short_documents": total - longer},
+            ),
+            (
+                split_stream(tiny_corpus, tokenizer, 300, document_tokens=200),
+                {"short_documents": total - longer, "max_tokens": None},
+            ),
+        ):
+            counts = stream.counts
+            assert counts.pop("text_tokens") == total == stream.scored + sum(counts.values())
+            for reason, count in counts.items():
+                expected = left_out.get(reason.removeprefix("left_out_"), 0)
+                assert count == expected or expected is None, reason
+            assert f"{stream.scored:,} of {total:,} tokens are scored; left out: " in stream.account
+
+    def test_scored_and_left_out_are_all_tokens_of_a_text(self, models):
+        tokenizer = load_tokenizer(models["cat"])
+        stream = text_stream(DOCUMENTS, tokenizer, "text")
+        # The ends of documents are scored, but for the last one's, which a text does not have.
+        total = sum(map(len, DOCUMENTS)) + len(DOCUMENTS) - 1
+        assert stream.counts["text_tokens"] == stream.scored == total
+        assert stream.account == f"text: {total} of {total} tokens are scored"
+        for cut in (
+            stream.cut(300, tokenizer, multiple_of=64),
+            stream.whole_documents(120, None, tokenizer),
+            stream.whole_documents(120, 130, tokenizer),
+        ):
+            counts = cut.counts
+            assert counts.pop("text_tokens") == total == cut.scored + sum(counts.values())
+
     def test_long_documents_of_a_split(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
         texts = [t for t in split_stream(tiny_corpus, tokenizer).texts(tokenizer) if len(t) >= 199]

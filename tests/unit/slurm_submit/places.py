@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from cat_lm.io.own_files import LISTING, read_listing
 from launch.slurm import __main__ as program
 from launch.slurm import snapshot
 from launch.slurm.folder import RunFolder
@@ -77,5 +78,8 @@ class Place:
 
 
 def copied(folder: RunFolder) -> set[str]:
+    """The files of the run's code; the listing that lets a later copy replace them names all."""
     paths = (path for path in folder.code.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder.code)) for path in paths}
+    names = {str(path.relative_to(folder.code)) for path in paths} - {LISTING}
+    assert set(read_listing(folder.code)) == names | {LISTING}
+    return names

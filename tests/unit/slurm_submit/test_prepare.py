@@ -63,7 +63,7 @@ def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tasks", 0, "--", *FLAGS], "must be at least 1"),
+        (["--tasks", 0, "--", *FLAGS], "'0' must be from 1 to 1,000,000"),
         (["--tasks", 2], "after --"),
         (["--tasks", 2, "--", "--out", "x"], "--source"),
         (["--tasks", 2, "--", *FLAGS, "--stage=all"], "--stage=all: does not go with"),

@@ -47,7 +47,7 @@ def site_file(folder: Path, text: str) -> Path:
     [
         ("partion: gpu", "partion: unknown key; the nearest known one is partition"),
         ("gpu_request: tres", "gpu_request='tres'"),
-        ("cpus_per_task: none", "cpus_per_task='none'"),
+        ("cpus_per_task: none", "cpus_per_task='none': must be a whole number"),
         ("- a", "must hold keys such as"),
         ("a: [", "not valid YAML"),
         ("sbatch: [nodes]", "sbatch: 'nodes': must be one option"),
@@ -102,3 +102,26 @@ def test_the_example_is_a_valid_site_and_names_every_key():
     text = example.read_text(encoding="utf-8")
     missing = [key for key in Site.model_fields if f"{key}:" not in text]
     assert missing == [] and set(yaml.safe_load(text)) <= set(Site.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x: 2020-99-99", "x: unknown key"),
+        ("time: 2020-99-99", None),
+        ("partition: !!timestamp abc", "the tag"),
+        ("env: &a {b: *a}", "stands within what it repeats"),
+        ("cpus_per_task: 1e30", "must be from 1 to"),
+        ("partition: ''", "must be one line of text"),
+        ("3", "holds 3; must hold keys"),
+        ("- a", "must hold keys"),
+        ("setup: " + "[" * 100 + "]" * 100, "nested more than"),
+    ],
+)
+def test_yaml_that_is_no_site_is_one_line(tmp_path, text, says):
+    if says is None:  # a date is text, which SLURM judges
+        assert load_site(site_file(tmp_path, text))[0].time == "2020-99-99"
+        return
+    with pytest.raises(UserError) as raised:
+        load_site(site_file(tmp_path, text))
+    assert says in str(raised.value) and "\n" not in str(raised.value)

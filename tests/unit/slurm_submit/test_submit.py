@@ -10,6 +10,7 @@ from cat_lm.config import load_config
 from launch.slurm import attempts, snapshot
 from launch.slurm.folder import read_record
 from launch.slurm.options import Options
+from tests.checkpoints import seal
 from tests.unit.slurm_submit.places import copied
 
 
@@ -53,14 +54,14 @@ def test_paths_become_absolute(place, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--nodes", 0], "--nodes: 0: must be at least 1"),
-        (["--nodes", "two"], "invalid whole number value: 'two'"),
-        (["--nodes", 2, "--gpus-per-node", -1], "must be at least 0"),
+        (["--nodes", 0], "--nodes: '0' must be from 1 to 65,536"),
+        (["--nodes", "two"], "'two' must be a whole number"),
+        (["--nodes", 2, "--gpus-per-node", -1], "'-1' must be from 0 to 1,024"),
         (["--nodes", 2, "--time", "tomorrow"], "--time tomorrow: must be minutes"),
         (["--nodes", 2, "--time", "0"], "more than nothing"),
         (["--nodes", 2, "--time", "5", "--lead-seconds", 300], "less than the time limit"),
-        (["--nodes", 2, "--lead-seconds", 70000], "between 1 and 65535"),
-        (["--nodes", 2, "--max-restarts", 0], "must be at least 1"),
+        (["--nodes", 2, "--lead-seconds", 70000], "must be from 1 to 65,535"),
+        (["--nodes", 2, "--max-restarts", 0], "must be from 1 to 1,000,000"),
         (["--nodes", 2, "--gpus-per-node", 4, "--tasks-per-node", 2], "--tasks-per-node 2"),
         (["--nodes", 2, "--container-mounts", "/a:/b"], "needs --container"),
         (["--nodes", 2, "--partition", ""], "--partition ''"),
@@ -85,7 +86,7 @@ def test_bad_input_is_one_clear_line(place, arguments, says):
 
 
 def test_a_missing_config_and_a_missing_run(place):
-    assert "no such configuration" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
+    assert "x.yaml: no such file" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
     for name in ("status", "cancel", "resume"):
         assert "no such run folder" in place.fails(name, place.folder / "nothing")
         assert "was never submitted" in place.fails(name, place.data)
@@ -96,7 +97,7 @@ def test_a_file_in_the_way(place):
         path = place.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-        assert f"{path} is a file" in place.fails("submit", place.config, "--nodes", 1)
+        assert "is a file; give a folder" in place.fails("submit", place.config, "--nodes", 1)
         path.unlink()
 
 
@@ -131,7 +132,10 @@ def test_a_job_is_known_by_its_script(place):
 def test_an_older_runs_checkpoints_are_not_continued_by_accident(place):
     step = place.run_folder.checkpoints / "step-00000007"
     step.mkdir(parents=True)
-    (step / "complete.json").write_text('{"files": {}}')
+    for name in ("state.json", "run_config.yaml", "model/config.json", "model/model.safetensors"):
+        (step / name).parent.mkdir(exist_ok=True)
+        (step / name).touch()
+    seal(step)
     assert "already holds step-00000007" in place.fails("submit", place.config, "--nodes", 1)
     place.submit("train.resume=auto")
 
@@ -211,3 +215,51 @@ def test_status(place, monkeypatch):
 def test_only_prepare_takes_flags_of_another_program(place):
     err = place.fails("submit", place.config, "--nodes", 1, "--", "train.seed=1")
     assert "unrecognized arguments: -- train.seed=1" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not JSON"),
+        ("[]", "holds []"),
+        ("{}", "has no config"),
+        ('{"config": 3, "overrides": [], "options": {}, "site": null, "jobs": []}', "config is 3"),
+        (
+            '{"config": "a", "overrides": [], "options": {"nodes": "x"}, "site": null, "jobs": []}',
+            'options.nodes is "x"',
+        ),
+        (
+            '{"config": "a", "overrides": [], "options": {}, "site": null, "jobs": [{"id": 3}]}',
+            "jobs.0.id is 3",
+        ),
+    ],
+)
+def test_a_damaged_job_record_is_one_line(place, text, says):
+    folder = place.run_folder
+    folder.slurm.mkdir(parents=True)
+    folder.record.write_text(text)
+    for name in ("status", "cancel", "resume"):
+        err = place.fails(name, folder.run)
+        assert says in err and err.endswith("submit the run again\n") and err.count("\n") == 1
+
+
+def test_status_reads_what_is_whole_of_damaged_files(place):
+    place.submit()
+    folder = place.run_folder
+    good = json.dumps({"step": 4, "loss": 2.5})
+    bad = ['{"step": 5, "loss": "x"}', '{"step": [], "loss": 1}', "[1]", '{"loss": 2']
+    folder.metrics.write_bytes(b"\xff\n" + "\n".join([good, *bad]).encode())
+    folder.attempts.write_bytes(b"\xff\n")
+    code, out, err = place("status", folder.run)
+    assert (code, err) == (0, "") and "4, loss 2.5000" in out
+
+
+def test_names_that_are_no_run_folders(place):
+    (place.folder / "loop").symlink_to("loop")
+    names = {
+        place.folder / "loop": "loop of symbolic links",
+        place.folder / ("x" * 300): "longer than 255",
+        "~nobody-at-all/x": "home directory",
+    }
+    for name, says in names.items():
+        assert says in place.fails("status", name)

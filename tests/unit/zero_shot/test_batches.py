@@ -67,6 +67,48 @@ class TestBatches:
         whole = run(model, ["piqa"], tmp_path / "whole", settings(rows))
         assert whole["tasks"]["piqa"]["truncated"] == 0
 
+    def test_every_row_and_request_is_counted(self, model, rows, tmp_path, capsys):
+        """Scored and left out are all there are, with and without a limit."""
+        for limit in (None, 2):
+            changes = {"limit": limit, "max_length": 24}
+            result = run(
+                model, ["piqa", "lambada_openai"], tmp_path / str(limit), settings(rows, **changes)
+            )
+            for name, values in result["tasks"].items():
+                assert values["n"] == min(limit or 5, 5)
+                assert values["n"] + sum(values["left_out"].values()) == len(ROWS[name])
+                assert values["requests"] == values["n"] * (2 if name == "piqa" else 1)
+                assert 0 < values["truncated"] <= values["requests"]
+            said = capsys.readouterr().err
+            cut = result["tasks"]["piqa"]["truncated"]
+            left_out = ", 3 left out by --limit" if limit else ""
+            requests = f"{cut} of {values['n'] * 2} requests without the start of their context"
+            assert f"({values['n']} of 5 rows scored{left_out}, {requests}; " in said
+
+    def test_generated_answers_to_cut_questions_are_counted(self, model, tmp_path):
+        long = [row | {"question": row["question"] * 40} for row in ROWS["arc_challenge"][:2]]
+        folder = write_rows(tmp_path / "rows", {"arc_challenge_chat": [*long, *ROWS["arc_easy"]]})
+        changes = {"batch_size": 3, "max_length": 900}
+        values = run(model, ["arc_challenge_chat"], tmp_path, settings(folder, **changes))["tasks"]
+        counts = values["arc_challenge_chat"]
+        assert (counts["truncated"], counts["requests"], counts["n"]) == (2, 7, 7)
+
+    def test_a_row_without_an_answer_is_an_error(self, model, rows, tmp_path, monkeypatch):
+        from eval import zero_shot_run
+
+        original = zero_shot_run.evaluate
+
+        def forgets_one(scorer, tasks, **options):
+            found = original(scorer, tasks, **options)
+            tasks["tasks"]["piqa"].instances[0].resps.clear()
+            tasks["tasks"]["piqa"].instances[1].resps.clear()
+            return found
+
+        monkeypatch.setattr(zero_shot_run, "evaluate", forgets_one)
+        with pytest.raises(RuntimeError, match="task piqa: 4 of 5 rows were scored"):
+            run(model, ["piqa"], tmp_path, settings(rows))
+        assert not (tmp_path / "zero_shot.json").exists()
+
     def test_limit(self, model, rows, tmp_path):
         result = run(model, ["piqa"], tmp_path, settings(rows, limit=2))
         values = result["tasks"]["piqa"]

@@ -67,14 +67,24 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--limit", "0"], "--limit 0: must be at least 1"),
-            (["--batch-size", "0"], "--batch-size 0: must be auto or a number"),
-            (["--batch-size", "many"], "--batch-size many: must be auto or a number"),
-            (["--max-length", "1"], "--max-length 1: must be at least 2"),
+            (["--limit", "0"], "--limit: '0' must be from 1 to"),
+            (["--limit", "1.5"], "--limit: '1.5' must be a whole number"),
+            (["--batch-size", "0"], "--batch-size: '0' must be from 1 to"),
+            (["--batch-size", "many"], "--batch-size: 'many' must be auto or a whole number"),
+            (["--max-length", "1"], "--max-length: '1' must be from 2 to"),
+            (["--max-length", "1" + 30 * "0"], "must be from 2 to"),
+            (["--bootstrap-iterations", "-1"], "--bootstrap-iterations: '-1' must be from 0 to"),
+            (["--bootstrap-iterations", "10000000"], "must be from 0 to 100,000"),
+            (["--data-dir", " "], "--data-dir: ' ' is no path"),
+            (["--out", ""], "--out: '' is no path"),
+            (["--out", "/proc/x"], "--out /proc/x: /proc may not be written to"),
+            (["--prefetch", "/proc/x"], "--prefetch /proc/x: /proc may not be written to"),
+            (["--device", "meta"], "--device meta: cannot be used"),
+            (["--nonsense"], "unrecognized arguments: --nonsense; see python -m eval.zero_shot"),
             (["--tasks", ","], "--tasks: names no task"),
             (["--tasks", "helaswag"], "--tasks helaswag: unknown; did you mean"),
             (["--data-dir", "nowhere"], "--data-dir nowhere: no such folder"),
-            (["--tasks", "wikitext", "--max-length", "1", "--limit", "0"], "--limit 0"),
+            (["--tasks", "wikitext", "--max-length", "1", "--limit", "0"], "--max-length: "),
             (["--device", "cuda:77"], "--device cuda:77: cannot be used"),
             (["--max-length", "8"], "task hellaswag: a continuation of"),
         ],
@@ -116,6 +126,7 @@ class TestCommand:
         weights = load_file(copy / "model.safetensors")
         weights.pop(next(name for name in weights if name.endswith("filter")))
         save_file(weights, copy / "model.safetensors", {"format": "pt"})
+        (copy / "export.json").unlink()
         assert "weights and config.json do not fit: missing keys" in error(copy)
 
     def test_out_may_be_left_out_only_for_runs(self, model, rows, monkeypatch, capsys):

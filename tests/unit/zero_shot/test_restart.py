@@ -130,6 +130,15 @@ class TestRestart:
                 run(model, ["piqa"], tmp_path, settings(rows, **changes))
         assert (tmp_path / "zero_shot.json").read_bytes() == written
 
+    def test_a_dtype_that_is_none_of_ours_is_one_line(self, model, rows, tmp_path):
+        folder = shutil.copytree(model, tmp_path / "model")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for dtype in ("float8_e4m3", "nonsense", 3, [1]):
+            text = json.dumps(config | {"dtype": dtype})
+            (folder / "config.json").write_text(text, encoding="utf-8")
+            with pytest.raises(UserError, match=r"config\.json: dtype is .*should be one of"):
+                run(folder, ["piqa"], tmp_path / "out", settings(rows))
+
     def test_other_weights_are_refused(self, models, rows, tmp_path):
         run(models["rope"], ["piqa"], tmp_path, settings(rows))
         with pytest.raises(UserError, match=r"has results with the model [0-9a-f]{12}…, this call"):
@@ -149,6 +158,9 @@ class TestRestart:
             assert f"piqa: {path}: damaged, is computed again" in capsys.readouterr().err
             assert evaluations == ["piqa"]
             assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
+        # What is not a result, perhaps somebody's own file of that name, is not lost.
+        kept = {p.read_bytes() for p in tmp_path.glob("zero_shot.json.aside*")}
+        assert kept == {whole[:50], b"{}", b"[]", b"\xff", json.dumps(keyless).encode()}
         stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
         stored["tasks"]["arc_easy"] = {"metrics": 3}
         (tmp_path / "zero_shot.json").write_text(json.dumps(stored), encoding="utf-8")

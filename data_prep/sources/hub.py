@@ -1,77 +1,61 @@
-"""Data sets on the Hugging Face Hub, read file by file at one commit."""
+"""SlimPajama's repositories on the Hugging Face Hub, read file by file at one commit."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from cat_lm.errors import UserError
-from data_prep.documents import (
-    Document,
-    Malformed,
-    Reading,
-    read_records,
-    record_of,
-    suffix_of,
-)
+from data_prep.documents import Malformed, Reading, Record, read_records, record_of, suffix_of
 from data_prep.remote import RemoteFile, retrying
-from data_prep.sources import HUB_PREFIX, Part, Source, in_natural_order, set_name
+from data_prep.sources.base import Part, in_natural_order
+from data_prep.sources.slimpajama import SlimPajama, is_description
 
+HUB_PREFIX = "hub:"
 OPENING_RETRIES = 3  # a command that cannot begin should say so soon
-# The folder or file name that says what a file is for, as the Hub's own library reads them.
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-
+SAMPLE = f"{HUB_PREFIX}DKYoon/SlimPajama-6B"
+WHOLE = f"{HUB_PREFIX}gmongaras/SlimPajama-627B_Reupload"
+WITHDRAWN = "cerebras/SlimPajama-627B"
 
 T = TypeVar("T")
 
 
-class Hub(Source):
-    """A data set with SlimPajama's columns: `hub:OWNER/NAME[/FOLDER][@REVISION]`.
+class Hub(SlimPajama):
+    """A repository with SlimPajama's columns: `hub:OWNER/NAME[/FOLDER][@REVISION]`.
 
     The parts are the repository's files of known kinds, so that each is read, and read again after
     a failure, on its own; the order and the names are those of a local copy. A repository without
     such files is streamed by split through `datasets`.
     """
 
-    kind = "slimpajama"
-
     def __init__(self, path: str, reading: Reading) -> None:
-        self.path = path
-        self.reading = reading
+        self.path = path  # for what `_ask` says
         self.name, self.folder, asked = parse_hub_path(path)
         self.revision = self._ask(lambda: resolve_revision(self.name, asked))
         files = self._ask(lambda: list_files(self.name, self.revision, self.folder))
-        self.parts = _with_splits(files) if files else self._splits()
-        if not any(part.split != "validation" for part in self.parts):
-            raise UserError(f"--path {path}: its files are all held out, none is for training")
+        super().__init__(path, reading, files or self._splits())
 
-    def read(self, part: Part) -> Iterator[Document | Malformed]:
-        where = f"{part.path}: cannot be read"
+    def records(self, part: Part) -> Iterator[Record | Malformed]:
         if part.size is None:
-            records = self._stream(part)
-        else:
-            file = RemoteFile(self._fetching(part), where, part.size, part.sha256)
-            records = read_records(file, str(part.path), part.name, self.reading)
-        for item in records:
-            if isinstance(item, Malformed):
-                yield item
-            else:
-                yield Document(item[0], set_name(item[1], self.reading), part.split)
+            return self._stream(part)
+        where = f"{part.path}: cannot be read"
+        file = RemoteFile(self._fetching(part), where, part.size, part.sha256)
+        return read_records(file, str(part.path), part.name, self.reading)
 
     def describe(self) -> dict:
-        return {**super().describe(), "path": self.path, "revision": self.revision}
+        return {**super().describe(), "revision": self.revision}
 
     def _fetching(self, part: Part) -> Callable[[int, int], bytes]:
         file = f"{self.folder}/{part.name}" if self.folder else part.name
         return lambda start, stop: fetch_range(self.name, self.revision, file, start, stop)
 
     def _ask(self, action: Callable[[], T]) -> T:
-        return retrying(action, f"--path {self.path}: cannot be read from the Hub", OPENING_RETRIES)
+        what = f"--path {self.path}: cannot be read from the Hub"
+        if self.name.lower() == WITHDRAWN.lower():
+            what += (
+                f", which has not had this repository at all times since 2026; {WHOLE} is a copy"
+            )
+        return retrying(action, what, OPENING_RETRIES)
 
     def _splits(self) -> list[Part]:
         import datasets
@@ -83,11 +67,9 @@ class Hub(Source):
         )
         if "train" not in splits:
             raise UserError(f"--path {self.path}: no train split; it has {', '.join(splits)}")
-        if "validation" not in splits:
-            return [Part("train", "train")]
-        return [Part(name, name, name) for name in ("train", "validation")]
+        return [Part(name, name) for name in ("train", "validation") if name in splits]
 
-    def _stream(self, part: Part) -> Iterator[tuple[str, dict] | Malformed]:
+    def _stream(self, part: Part) -> Iterator[Record | Malformed]:
         """A split through `datasets`, which retries by itself."""
         import datasets
 
@@ -129,9 +111,9 @@ def list_files(name: str, revision: str, folder: str) -> list[Part]:
     parts = []
     for entry in tree:
         file_name = entry.path.removeprefix(f"{folder}/") if folder else entry.path
-        readme = file_name.lower().endswith(".md")  # what a repository says of itself
-        hidden = file_name.rpartition("/")[2].startswith(".")
-        if isinstance(entry, RepoFile) and suffix_of(entry.path) and not readme and not hidden:
+        hidden = any(piece.startswith(".") for piece in file_name.split("/"))
+        left_out = hidden or is_description(file_name) or not suffix_of(entry.path)
+        if isinstance(entry, RepoFile) and not left_out:
             url = f"hf://datasets/{name}@{revision}/{entry.path}"
             digest = entry.lfs.sha256 if entry.lfs else None
             parts.append(Part(url, file_name, None, entry.size, digest))
@@ -149,33 +131,3 @@ def fetch_range(name: str, revision: str, file: str, start: int, stop: int) -> b
     response = get_session().get(url, headers=headers, timeout=timeout)
     hf_raise_for_status(response)
     return response.content
-
-
-def split_of_name(name: str) -> str | None:
-    """The split that a file's folders (outermost first) or its own name speak of."""
-    for component in name.lower().split("/"):
-        words = set(re.findall("[a-z]+", component))
-        for split, known in SPLIT_WORDS.items():
-            if words.intersection(known):
-                return split
-    return None
-
-
-def _with_splits(files: list[Part]) -> list[Part]:
-    """Training files, then validation files; test files, and others beside those, are left out.
-
-    Without any training file in name, all that is not held out is training text.
-    """
-    splits = [split_of_name(file.name) for file in files]
-    training = "train" if "train" in splits else None
-    by_split = {
-        wanted: [file for file, split in zip(files, splits, strict=True) if split == wanted]
-        for wanted in (training, "validation")
-    }
-    if not by_split["validation"]:
-        return by_split[training]
-    return [
-        Part(file.path, file.name, split or "train", file.size, file.sha256)
-        for split, members in by_split.items()
-        for file in members
-    ]

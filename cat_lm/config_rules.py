@@ -1,0 +1,133 @@
+"""What is wrong with a run's configuration that no single key shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cat_lm import limits
+from cat_lm.io.readers import short
+from cat_lm.ops.convolution import kinds
+
+if TYPE_CHECKING:
+    from cat_lm.config import RunConfig
+
+
+def inconsistencies(config: RunConfig) -> list[str]:
+    """Say what does not go together, a line each."""
+    errors = [*_shape(config), *_convolution(config), *_training(config), *_schedule(config)]
+    if not errors:
+        errors = [*_size(config), *_length(config)]
+    return errors
+
+
+def _shape(config: RunConfig) -> list[str]:
+    model, errors = config.model, []
+    if model.hidden_size % model.num_attention_heads:
+        errors.append(
+            f"model.hidden_size={model.hidden_size}: must be a multiple of "
+            f"model.num_attention_heads={model.num_attention_heads}"
+        )
+    rotated = int(model.hidden_size // model.num_attention_heads * model.rotary_pct)
+    if model.position_embedding == "rope" and (rotated < 2 or rotated % 2):
+        errors.append(
+            f"model.rotary_pct={model.rotary_pct}: rotates {rotated} channels of a head; "
+            "must rotate an even number of at least 2"
+        )
+    return errors
+
+
+def _convolution(config: RunConfig) -> list[str]:
+    model, errors = config.model, []
+    streams = model.conv_streams
+    if not streams or set(streams) - set("qkv") or len(set(streams)) != len(streams):
+        errors.append(f"model.conv_streams={short(streams)}: must be some of q, k and v, as in qkv")
+    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
+        errors.append(
+            f"model.conv_mixing=maps: needs conv_type=multihead and the stream v, not "
+            f"conv_type={model.conv_type} and conv_streams={short(streams)}"
+        )
+    if model.conv_activation != "none" and not kinds.takes_activation(model.conv_type):
+        errors.append(
+            f"model.conv_activation={model.conv_activation}: goes with conv_type=depthwise only, "
+            f"not with conv_type={model.conv_type}"
+        )
+    if model.conv_type != "none" and model.conv_window > config.data.context_length:
+        errors.append(
+            f"model.conv_window={model.conv_window}: is beyond "
+            f"data.context_length={config.data.context_length}; its last taps would read nothing"
+        )
+    return errors
+
+
+def _training(config: RunConfig) -> list[str]:
+    train, errors = config.train, []
+    if train.global_batch_size % train.micro_batch_size:
+        errors.append(
+            f"train.micro_batch_size={train.micro_batch_size}: must divide "
+            f"train.global_batch_size={train.global_batch_size}"
+        )
+    if config.data.path is None and config.data.mixture is None:
+        errors.append("data: one of path and mixture is needed")
+    if config.data.path is not None and config.data.mixture is not None:
+        errors.append("data: path and mixture exclude each other; set one of them to null")
+    if train.compile and train.zero_stage == 3:
+        errors.append(
+            "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
+        )
+    return errors
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    optimizer = config.optimizer
+    errors = _exactly_one(config, "train", "max", required=True)
+    errors += _exactly_one(config, "optimizer", "warmup", required=False)
+    errors += _exactly_one(config, "optimizer", "decay", required=optimizer.schedule == "wsd")
+    if optimizer.schedule != "wsd" and (optimizer.decay_steps or optimizer.decay_tokens):
+        errors.append(f"optimizer.schedule={optimizer.schedule}: only 'wsd' has a decay length")
+    for name in ("initial_lr", "min_lr"):
+        if getattr(optimizer, name) > optimizer.lr:
+            errors.append(f"optimizer.{name}={getattr(optimizer, name)}: is above optimizer.lr")
+    return errors
+
+
+def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
+    content = getattr(config, section)
+    given = [k for k in ("tokens", "steps") if getattr(content, f"{name}_{k}") is not None]
+    if len(given) > 1:
+        return [
+            f"{section}: {name}_tokens and {name}_steps exclude each other; "
+            f"set the one that does not count to null"
+        ]
+    if required and not given:
+        return [f"{section}: one of {name}_tokens and {name}_steps is needed"]
+    return []
+
+
+def _size(config: RunConfig) -> list[str]:
+    """A model that no machine holds; the vocabulary may not be known yet."""
+    model = config.model
+    parameters = model.num_parameters(vocab_size=1)
+    if limits.PARAMETERS.problem(parameters) is None:
+        return []
+    return [
+        f"model: hidden_size={model.hidden_size}, num_hidden_layers={model.num_hidden_layers} and "
+        f"the other sizes make {parameters:,} parameters; at most {limits.PARAMETERS.high:,} are "
+        "meant"
+    ]
+
+
+def _length(config: RunConfig) -> list[str]:
+    """More tokens than a run may have, and schedules that are longer than the run."""
+    errors = []
+    tokens, highest = config.total_steps * config.tokens_per_step, limits.TOKENS.high
+    if tokens > highest:
+        errors.append(
+            f"train: max_steps x global_batch_size x context_length = {tokens:,} tokens; "
+            f"at most {highest:,} are meant"
+        )
+    if config.steps_of("warmup") + config.steps_of("decay") > config.total_steps:
+        errors.append(
+            f"optimizer: warm-up and decay take {config.steps_of('warmup')} + "
+            f"{config.steps_of('decay')} steps, but the run has only {config.total_steps}"
+        )
+    return errors

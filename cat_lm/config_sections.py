@@ -1,0 +1,306 @@
+"""The sections of a run's YAML: every key with its kind, its range and what it means.
+
+The ranges are those of `cat_lm.limits`. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from cat_lm import limits
+from cat_lm.limits import Range
+from cat_lm.model.rope_scaling import check_rope_parameters
+from cat_lm.ops.convolution import kinds
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBT]?)")
+# More characters than any number has that is in a range of ours.
+_MOST_CHARACTERS = 40
+# What Linux takes as a name and as a whole path, in bytes.
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+
+
+def parse_count(value: Any) -> Any:
+    """Reads counts as people write them: 15B, 0.5M, 1.5e9, 20_000. Leaves other values alone.
+
+    Raises:
+        ValueError: text that is no whole number.
+    """
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number, not true or false")
+    if not isinstance(value, str):
+        return value
+    match = _COUNT.fullmatch(value.strip()) if len(value) <= _MOST_CHARACTERS else None
+    try:
+        count = Decimal(match[1].replace("_", "")) if match else None
+    except InvalidOperation:
+        count = None
+    if count is None:
+        raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
+    if count.adjusted() > _MOST_CHARACTERS:
+        return math.inf  # which no range has, and which takes no time to look at
+    count *= _SUFFIXES[match[2]]
+    if count != count.to_integral_value():
+        raise ValueError("must be a whole number")
+    return int(count)
+
+
+def whole(allowed: Range) -> BeforeValidator:
+    """Make a whole number's kind: counts as `parse_count` reads them, within a range."""
+
+    def check(value: Any) -> Any:
+        count = parse_count(value)
+        if isinstance(count, int | float) and (problem := allowed.problem(count)):
+            raise ValueError(problem)
+        return count
+
+    return BeforeValidator(check)
+
+
+def number(
+    allowed: Range, *, above: float | None = None, below: float | None = None
+) -> BeforeValidator:
+    """Make a number's kind: within a range, without the bounds `above` and `below`."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("must be a number, not true or false")
+        if isinstance(value, str):
+            try:  # 3e-4 is text in YAML 1.1, which wants a point in it
+                value = float(value) if len(value) <= _MOST_CHARACTERS else None
+            except ValueError:
+                value = None
+            if value is None:
+                raise ValueError("must be a number")
+        if not isinstance(value, int | float):
+            return value
+        if above is not None and value <= above:
+            raise ValueError(f"must be greater than {above:g}")
+        if below is not None and value >= below:
+            raise ValueError(f"must be less than {below:g}")
+        if problem := allowed.problem(value):
+            raise ValueError(problem)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_path(path: str | None) -> str | None:
+    if path is None:
+        return None
+    if not path or path != path.strip():
+        raise ValueError("is no path")
+    if any(ord(character) < 32 for character in path):
+        raise ValueError("has control characters in it")
+    encoded = os.fsencode(path)
+    if max(map(len, encoded.split(b"/"))) > _MOST_NAME_BYTES or len(encoded) > _MOST_PATH_BYTES:
+        raise ValueError(
+            f"has a name longer than {_MOST_NAME_BYTES} bytes, or is longer than "
+            f"{_MOST_PATH_BYTES:,}"
+        )
+    return path
+
+
+def _check_name(name: str | None) -> str | None:
+    if name is not None and not (name.strip() and name.isprintable() and len(name) <= 128):
+        raise ValueError("must be a name of up to 128 printable characters")
+    return name
+
+
+def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    check_rope_parameters(rope)
+    return rope
+
+
+Steps = Annotated[int, whole(limits.STEPS)]
+PositiveSteps = Annotated[int, whole(limits.STEPS.at_least(1))]
+Tokens = Annotated[int, whole(limits.TOKENS)]
+PositiveTokens = Annotated[int, whole(limits.TOKENS.at_least(1))]
+Batch = Annotated[int, whole(limits.BATCH)]
+Share = Annotated[float, number(limits.SHARE)]
+
+
+def _known_kind(name: str) -> str:
+    if name not in ("none", *kinds.names()):
+        raise ValueError(f"must be one of none, {', '.join(kinds.names())}")
+    return name
+
+
+ConvType = Annotated[str, AfterValidator(_known_kind)]
+Dropout = Annotated[float, number(limits.FRACTION, below=1)]
+LearningRate = Annotated[float, number(limits.LEARNING_RATE)]
+PathText = Annotated[str, AfterValidator(_check_path)]
+OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
+
+    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)]
+    num_hidden_layers: Annotated[int, whole(limits.LAYERS)]
+    num_attention_heads: Annotated[int, whole(limits.HEADS)]
+    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+        None, description="default: 4 x hidden_size"
+    )
+    vocab_size: Annotated[int, whole(limits.VOCABULARY)] | None = Field(
+        None, description="default: the tokenizer's"
+    )
+    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = 0.25
+    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = 10000.0
+    position_embedding: Literal["rope", "none"] = "rope"
+    conv_type: ConvType = "none"
+    conv_window: Annotated[int, whole(limits.WINDOW)] = 21
+    conv_streams: str = "qkv"
+    conv_init: Literal["identity", "uniform"] = "identity"
+    conv_mixing: Literal["embeddings", "maps"] = Field(
+        "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
+    )
+    conv_activation: Literal["none", "silu"] = Field(
+        "none", description="after a depthwise convolution"
+    )
+    rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
+        None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
+    )
+    attention_temperature: Annotated[float, number(limits.TEMPERATURE)] = Field(
+        1.0, description="logits are divided by it"
+    )
+    temperature_scope: Literal["logits", "rotary"] = "logits"
+    use_parallel_residual: bool = True
+    tie_word_embeddings: bool = False
+    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
+    hidden_dropout: Dropout = 0.0
+    attention_dropout: Dropout = 0.0
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Count the parameters of the model that `build_model` makes, without making it.
+
+        Args:
+            vocab_size: the tokenizer's; `model.vocab_size` comes before it.
+        """
+        width, heads = self.hidden_size, self.num_attention_heads
+        inner = self.intermediate_size or 4 * width
+        vocabulary = (self.vocab_size or vocab_size) * width
+        filters = 0
+        if self.conv_type != "none":
+            kind = kinds.get(self.conv_type)
+            filters = kind.filter_parameters(heads, width // heads, self.conv_window)
+        norm, attention = 2 * width, 4 * width * (width + 1)
+        mlp = 2 * width * inner + inner + width
+        layer = 2 * norm + attention + mlp + filters * len(self.conv_streams)
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_hidden_layers * layer + norm + tables * vocabulary
+
+
+class DataSection(Section):
+    path: OptionalPath = Field(
+        None, description="folder written by data_prep.prepare, or its address (s3://, hf://, …)"
+    )
+    mixture: dict[PathText, Share] | None = Field(
+        None, min_length=1, description="instead of path: {folder: share of the sequences, …}"
+    )
+    context_length: Annotated[int, whole(limits.CONTEXT)]
+    packing: Literal["stream", "best_fit"] = Field(
+        "stream", description="best_fit: whole documents a window, few of them cut"
+    )
+    cache_dir: OptionalPath = Field(
+        None, description="local copies of remote data; default: ~/.cache/cat_lm/data"
+    )
+    mask_documents: bool = Field(
+        False, description="attention and convolution stop at document starts, positions restart"
+    )
+
+    @property
+    def folders(self) -> list[str]:
+        """The prepared folders (or their addresses) that the run reads."""
+        return list(self.mixture or {}) if self.path is None else [self.path]
+
+
+class OptimizerSection(Section):
+    """AdamW; weight decay acts on matrices and embeddings, not on biases, norms and filters."""
+
+    lr: Annotated[float, number(limits.LEARNING_RATE, above=0)] = Field(
+        description="peak learning rate"
+    )
+    initial_lr: LearningRate = Field(0.0, description="where the warm-up starts")
+    min_lr: LearningRate = Field(0.0, description="where the decay ends")
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    warmup_tokens: Tokens | None = None
+    warmup_steps: Steps | None = None
+    decay_tokens: PositiveTokens | None = Field(None, description="wsd: length of the final decay")
+    decay_steps: PositiveSteps | None = Field(None, description="wsd: length of the final decay")
+    betas: tuple[
+        Annotated[float, number(limits.FRACTION, below=1)],
+        Annotated[float, number(limits.FRACTION, below=1)],
+    ] = (0.9, 0.95)
+    eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = 1e-8
+    weight_decay: Annotated[float, number(limits.WEIGHT_DECAY)] = 0.01
+    grad_clip: Annotated[float, number(limits.GRADIENT_NORM)] = Field(
+        1.0, description="global gradient norm; 0 means no clipping"
+    )
+
+
+class TrainSection(Section):
+    output_dir: PathText
+    global_batch_size: Batch = Field(description="sequences a step, over all ranks")
+    micro_batch_size: Batch = Field(description="sequences a rank computes at once")
+    max_tokens: PositiveTokens | None = None
+    max_steps: PositiveSteps | None = None
+    seed: Annotated[int, whole(limits.SEED)] = 0
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="auto: bf16 where the device computes it natively, otherwise fp32"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    activation_checkpointing: bool = False
+    compile: bool = False
+    conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto", description="what computes convolutions; a name that cannot serve ends the run"
+    )
+    init_from: OptionalPath = Field(
+        None, description="model folder whose weights a new run starts from; default: random"
+    )
+    resume: PathText = Field(
+        "never", description="never, auto (newest complete checkpoint), or a path"
+    )
+    log_every_steps: PositiveSteps = Field(
+        10, description="lines in the log; metrics.jsonl has all"
+    )
+    max_skipped_steps: PositiveSteps = Field(
+        20, description="non-finite steps in a row before a stop"
+    )
+    hang_minutes: Annotated[float, number(limits.MINUTES)] = Field(
+        30.0, description="a rank without progress for so long ends the run, code 76"
+    )
+    peak_tflops: Annotated[float, number(limits.TFLOPS)] | None = Field(
+        None, description="of one device in this precision, for MFU; default: by its name"
+    )
+
+
+class ValidationSection(Section):
+    every_steps: PositiveSteps = 500
+    max_tokens: PositiveTokens | None = Field(
+        None, description="default: the whole validation split"
+    )
+
+
+class CheckpointSection(Section):
+    every_steps: PositiveSteps = 1000
+    keep_last: PositiveSteps = 2
+    keep_every_steps: PositiveSteps | None = Field(None, description="these are never deleted")
+
+
+class LoggingSection(Section):
+    tensorboard: bool = True
+    wandb_project: Annotated[str | None, AfterValidator(_check_name)] = Field(
+        None, description="needs the wandb extra"
+    )

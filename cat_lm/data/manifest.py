@@ -1,0 +1,142 @@
+"""The manifest of prepared data: what its shards are, by name, count and checksum.
+
+It is read as one schema, so that whoever opens data finds every key there and of its kind; what
+comes back is the file's own dictionary, with all that other versions put into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+
+from cat_lm.errors import UserError
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
+from cat_lm.limits import VOCABULARY
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+def _check_plain(name: str) -> str:
+    if not _PLAIN.fullmatch(name):
+        raise ValueError("must be a plain file name, such as train-00000")
+    return name
+
+
+def _check_digest(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError("must be a SHA-256 in 64 hexadecimal digits")
+    return text
+
+
+PlainName = Annotated[str, AfterValidator(_check_plain)]
+Digest = Annotated[str, AfterValidator(_check_digest)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Counts(Record):
+    documents: Count
+    tokens: Count
+    bytes: Count
+
+
+class _Shard(_Counts):
+    name: PlainName
+    bin_sha256: Digest
+    idx_sha256: Digest
+
+
+class _Split(_Counts):
+    shards: list[_Shard]
+
+
+class _Splits(Record):
+    train: _Split
+    validation: _Split
+
+
+class _Tokenizer(Record):
+    spec: str
+    vocab_size: Annotated[int, Field(ge=VOCABULARY.low, le=VOCABULARY.high)]
+    eod_id: Count
+    sha256: Digest
+    eod_token: str | None = None
+
+    @model_validator(mode="after")
+    def _eod_is_an_id(self) -> _Tokenizer:
+        if self.eod_id >= self.vocab_size:
+            raise ValueError(f"eod_id {self.eod_id} must be below vocab_size {self.vocab_size}")
+        return self
+
+
+class _Manifest(Record):
+    """What readers of prepared data rely on; everything else in the file is for people."""
+
+    format_version: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
+    fingerprint: Digest
+    source: dict[str, Any]
+    tokenizer: _Tokenizer
+    dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16"]
+    unigram_loss: FiniteFloat
+    sources: dict[str, dict[Literal[SPLITS], _Counts]]
+    splits: _Splits
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    input: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> _Manifest:
+        seen: set[str] = set()
+        for shard in (*self.splits.train.shards, *self.splits.validation.shards):
+            if shard.name in seen:
+                raise ValueError(f"the shard {shard.name} must stand once only")
+            seen.add(shard.name)
+        return self
+
+
+def read_manifest(folder: Path | str) -> dict[str, Any]:
+    """Read the manifest of a prepared folder.
+
+    Raises:
+        UserError: there is none (the folder is absent or its preparation did not finish), it is not
+            readable, of another format version, or not of a manifest's shape.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.exists():
+        what = "holds no finished data" if Path(folder).is_dir() else "no such folder"
+        raise UserError(f"{folder}: {what} (no {MANIFEST}); run python -m data_prep.prepare")
+    return parse_manifest(read_bytes(path), str(path))
+
+
+def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
+    """Read a manifest from its text; `name` is what errors call it. Raises UserError as above."""
+    values = parse_value(text, name)
+    if not isinstance(values, dict):
+        raise UserError(f"{name}: not a manifest of prepared data (holds {short(values)})")
+    version = values.get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{name}: format_version {short(version)}, this version reads {FORMAT_VERSION}"
+        )
+    check_shape(values, _Manifest, f"{name}: not a manifest of prepared data")
+    return values
+
+
+def listed_shards(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give all shards that a manifest lists, in its order."""
+    for split in SPLITS:
+        yield from manifest["splits"][split]["shards"]
+
+
+def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
+    """Hash the shards' checksums, in order, and the tokenizer's (SHA-256): the data's identity."""
+    digest = hashlib.sha256(tokenizer_sha256.encode())
+    for shard in shards:
+        digest.update(f"{shard['name']} {shard['bin_sha256']} {shard['idx_sha256']}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,221 @@
+"""`export.json`: where an exported model came from, and which files were written with what in them.
+
+The listing proves which files of a folder are an export's own, to be replaced by the next one, and
+that they still are what was written: whatever loads a model compares the files that it reads. The
+model card is for people and may be edited. A folder without such a record is no export of ours and
+loads as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.checksums import Algorithm, checksums
+from cat_lm.io.own_files import MARK
+from cat_lm.io.readers import InsideName, Record, check_shape, read_object
+from cat_lm.limits import CONTEXT
+
+RECORD = "export.json"
+PROGRAM = "cat_lm.export"
+CARD = "README.md"
+WEIGHTS = "model.safetensors"
+
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_AGAIN = "export the model again"
+
+
+class ListedFile(Record):
+    """A file as it was written: SHA-256 for others to compare, XXH3, much faster, for us."""
+
+    bytes: int = Field(ge=0)
+    sha256: _Sha256
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class ExportRecord(Record):
+    """What `cat_lm.export` writes; `sha256` is that of model.safetensors."""
+
+    program: Literal["cat_lm.export"]
+    files: dict[InsideName, ListedFile]
+    dtype: str
+    parameters: int = Field(ge=0)
+    sha256: _Sha256
+    step: int | None = None
+    tokens: int | None = None
+    data_fingerprint: str | None = None
+    code: dict[str, Any] | None = None
+    context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
+    context_method: str | None = None
+    context_factor: float | None = None
+
+
+class _Unlisted(Record):
+    """What of an earlier version's record is used: it listed no files."""
+
+    sha256: _Sha256 | None = None
+    context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
+
+
+def read_record(folder: Path) -> ExportRecord | None:
+    """Read what an export says of itself; None where `folder` is none, or of an earlier version.
+
+    Raises:
+        UserError: export.json is there and damaged.
+    """
+    values = _values(folder)
+    if values is None or values.get("program") != PROGRAM:
+        return None
+    record = check_shape(values, ExportRecord, str(folder / RECORD), _AGAIN)
+    for name in ("config.json", WEIGHTS):
+        if name not in record.files:
+            raise UserError(f"{folder / RECORD}: files has no {name}; {_AGAIN}")
+    return record
+
+
+def recorded_context_length(folder: Path) -> int | None:
+    """Read the context length of the training from the record, of an earlier version's too."""
+    values = _values(folder)
+    if values is None:
+        return None
+    return (read_record(folder) or _unlisted(folder, values)).context_length
+
+
+def _values(folder: Path) -> dict[str, Any] | None:
+    path = folder / RECORD
+    return read_object(path, _AGAIN) if path.is_file() else None
+
+
+def _unlisted(folder: Path, values: dict[str, Any]) -> _Unlisted:
+    return check_shape(values, _Unlisted, str(folder / RECORD), _AGAIN)
+
+
+def listing(folder: Path) -> list[str]:
+    """Name the files that an export wrote, its record last; none where it is no export."""
+    record = read_record(folder)
+    return [] if record is None else [*record.files, RECORD]
+
+
+def describe_files(folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """List files of a folder (all, or `names`) for its record: name to size and checksums."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
+    paths = [folder / name for name in names] or paths
+    sha256, xxh3 = checksums(paths, "sha256"), checksums(paths, "xxh3_128")
+    return {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256[path],
+            "xxh3_128": xxh3[path],
+        }
+        for path in paths
+    }
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Name the listed files of an export that are there and are no longer what was written."""
+    record = read_record(folder)
+    files = {} if record is None else record.files
+    there = {name: folder / name for name in files if (folder / name).is_file()}
+    found = digests(there.values(), "xxh3_128")
+    return [name for name, path in there.items() if found[path] != files[name].xxh3_128]
+
+
+# Comparing
+
+_skipped: contextvars.ContextVar[bool] = contextvars.ContextVar("skipped", default=False)
+# Checksums by what tells that a file is still the one that was hashed.
+_known: dict[tuple, str] = {}
+
+
+@contextmanager
+def comparing_files(skip: bool = False) -> Iterator[None]:
+    """Within, models are loaded without a comparison of their files, where `skip` says so."""
+    token = _skipped.set(skip)
+    try:
+        yield
+    finally:
+        _skipped.reset(token)
+
+
+def digests(paths: Iterable[Path], algorithm: Algorithm) -> dict[Path, str]:
+    """Hash files in threads; in one process each is read once, however often it is asked for."""
+    identities = {path: (algorithm, *_identity(path)) for path in paths}
+    unknown = [path for path, identity in identities.items() if identity not in _known]
+    for path, digest in checksums(unknown, algorithm).items():
+        _known[identities[path]] = digest
+    return {path: _known[identity] for path, identity in identities.items()}
+
+
+def _identity(path: Path) -> tuple:
+    found = path.stat()
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Compare the listed files of an export with its record, as far as their names are `wanted`.
+
+    Raises:
+        UserError: one is missing or is not what was written.
+    """
+    if _skipped.get():
+        return
+    record = read_record(folder)
+    if record is None:
+        _verify_unlisted(folder, wanted)
+        return
+    listed = {folder / name: file for name, file in record.files.items() if wanted(name)}
+    for path, file in listed.items():
+        if _size(path) != file.bytes:
+            raise _changed(path, f"has {_size(path):,} bytes", f"{file.bytes:,}")
+    for path, digest in digests(listed, "xxh3_128").items():
+        _compare(path, "XXH3", digest, listed[path].xxh3_128)
+
+
+def _verify_unlisted(folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Compare the weights with an earlier version's record, which has their SHA-256 alone."""
+    values, path = _values(folder), folder / WEIGHTS
+    expected = None if values is None else _unlisted(folder, values).sha256
+    if expected is not None and wanted(WEIGHTS):
+        _size(path)
+        _compare(path, "SHA-256", digests([path], "sha256")[path], expected)
+
+
+@contextmanager
+def verifying(folder: Path, wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Run `verify` in a thread meanwhile; what it finds comes before an error of the block."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(contextvars.copy_context().run, verify, folder, wanted)
+        try:
+            yield
+        except UserError:
+            done.result()
+            raise
+        done.result()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise UserError(f"{path}: is missing, {RECORD} lists it; {_AGAIN}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {describe_os_error(error)}") from None
+
+
+def _compare(path: Path, kind: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise _changed(path, f"has the {kind} checksum {found[:16]}…", f"{expected[:16]}…")
+
+
+def _changed(path: Path, found: str, expected: str) -> UserError:
+    return UserError(
+        f"{path}: {found}, {RECORD} lists {expected}: it was damaged or changed; {_AGAIN}, or, if "
+        f"the change is meant, give --skip-checksums or remove {RECORD}"
+    )

@@ -1,0 +1,171 @@
+"""Which checkpoint to take: the newest one whose files are all as they were written."""
+
+from __future__ import annotations
+
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.checksums import checksums
+from cat_lm.training.checkpoint.records import ALGORITHM, MARKER, Contents, read_marker
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+Say = Callable[[str], object]
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+def say_to_stderr(line: str) -> None:
+    """Say a line where commands say what is no result."""
+    print(line, file=sys.stderr)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a step folder's name says."""
+    return int(STEP_FOLDER.fullmatch(folder.name)[1])
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """List the folders named as checkpoints are, whole or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = (path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=step_of)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """List the step folders in a `checkpoints` folder that `is_complete` takes, oldest first."""
+    return [path for path in step_folders(folder) if is_complete(path)]
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether the marker is there and every file has the size it lists; reads no file."""
+    try:
+        contents = read_marker(folder)
+    except UserError:
+        return False
+    return _wrong_size(folder, contents, contents.sizes) is None
+
+
+def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
+    """Find the newest whole checkpoint at `path`: a run, a `checkpoints` or a step folder.
+
+    Every file of the folder that is returned is there and has the size and the checksum of its
+    marker, so it holds what training wrote, and that was finite. (Markers of earlier versions have
+    no checksums; their sizes are compared, and a line says so.) Newer ones that were passed over
+    have a line each.
+
+    Args:
+        say: takes these lines.
+
+    Raises:
+        UserError: there is none; weights are never made up.
+    """
+    return newest_whole(candidates(path), damage, say)
+
+
+def candidates(path: Path | str) -> list[Path]:
+    """List the step folders at `path`, whole or not, newest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not str(path):
+        raise UserError("'': is no path; give a run folder or a step folder")
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such checkpoint or run folder")
+    if STEP_FOLDER.fullmatch(path.name):
+        return [path]
+    for folder in (path / "checkpoints", path):
+        if found := step_folders(folder):
+            return found[::-1]
+    raise UserError(f"{path}: holds no complete checkpoint (a step-… folder with {MARKER})")
+
+
+def newest_whole(found: list[Path], damage_of: Callable[[Path, Say], str | None], say: Say) -> Path:
+    """Take the first of `found` that `damage_of` finds nothing wrong with.
+
+    Raises:
+        UserError: there is none; the line says what is wrong with the first.
+    """
+    problems = []
+    for folder in found:
+        problem = damage_of(folder, say)
+        if problem is None:
+            return folder
+        problems.append(problem)
+        if len(found) > 1:
+            say(f"{folder}: passed over: {problem}")
+    if len(found) == 1:
+        raise UserError(f"{found[0]}: is not a complete checkpoint: {problems[0]}")
+    raise UserError(
+        f"{found[0].parent}: holds no complete checkpoint, none of {len(found)} is whole; the "
+        f"newest, {found[0].name}: {problems[0]}"
+    )
+
+
+def damage(folder: Path, say: Say) -> str | None:
+    """Say what is wrong with a step folder, or None; reads all files, in threads."""
+    try:
+        contents = read_marker(folder)
+    except UserError as error:
+        return without_folder(error, folder)
+    say_without_checksums(folder, contents, say)
+    return wrong_file(folder, contents, contents.share())
+
+
+def without_folder(error: UserError, folder: Path) -> str:
+    """Shorten an error on a file in `folder` to be said of the folder."""
+    return str(error).removeprefix(f"{folder}/")
+
+
+def say_without_checksums(folder: Path, contents: Contents, say: Say) -> None:
+    """Say where only sizes can be compared."""
+    if not contents.checksums:
+        say(f"{folder}: an earlier version wrote it, without checksums: only sizes are compared")
+
+
+def wrong_file(
+    folder: Path,
+    contents: Contents,
+    names: Iterable[str],
+    done: Callable[[Path], object] = lambda path: None,
+) -> str | None:
+    """Say which of the files `names` is not as the marker lists it, or None.
+
+    Args:
+        done: called with each file that was read.
+    """
+    names = list(names)
+    problem = _wrong_size(folder, contents, names)
+    if problem is not None or not contents.checksums:
+        return problem
+    try:
+        found = checksums([folder / name for name in names], ALGORITHM, done)
+    except OSError as error:
+        name = Path(error.filename).relative_to(folder) if error.filename else folder
+        return f"{name}: {describe_os_error(error)}"
+    for name in names:
+        if found[folder / name] != contents.checksums[name]:
+            return f"{name}: its checksum differs from the one in {MARKER}"
+    return None
+
+
+def _wrong_size(folder: Path, contents: Contents, names: Iterable[str]) -> str | None:
+    for name in names:
+        try:
+            found = (folder / name).stat()
+        except OSError as error:
+            return f"{name}: {describe_os_error(error)}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name}: is no file"
+        if found.st_size != contents.sizes[name]:
+            return f"{name}: has {found.st_size:,} bytes instead of {contents.sizes[name]:,}"
+    return None

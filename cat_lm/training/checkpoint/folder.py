@@ -1,0 +1,116 @@
+"""What stands in a run's checkpoints folder: our own leftovers go, everything else is set aside."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cat_lm.config import CheckpointSection
+from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.files import write_text
+from cat_lm.io.own_files import MARK, is_marked, remove_listed, remove_marked, set_aside
+from cat_lm.training.checkpoint.finding import (
+    Say,
+    complete_checkpoints,
+    step_folders,
+    step_of,
+    without_folder,
+)
+from cat_lm.training.checkpoint.records import MARKER, read_marker
+
+# Holds the name of the newest complete checkpoint, for people and other tools.
+LATEST = "latest"
+PURPOSE = "a checkpoint that is being saved"
+_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(saving|deleting)")
+
+
+def describe_left(folder: Path) -> str:
+    """Say which complete checkpoint a run can go on from."""
+    names = [path.name for path in complete_checkpoints(folder)]
+    if not names:
+        return f"newest complete one: none is in {folder}"
+    return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
+
+
+def clear_leftovers(folder: Path, say: Say) -> None:
+    """End what a killed process left half-done: remove its unfinished save, go on with its prune.
+
+    What only has such a name, and does not prove to be ours, is set aside.
+    """
+    for path in sorted(folder.iterdir()):
+        leftover = _LEFTOVER.fullmatch(path.name)
+        if leftover is None:
+            continue
+        if leftover[2] == "deleting":
+            _delete(path, leftover[1], say)
+            continue
+        try:
+            remove_marked(path, PURPOSE)
+        except UserError:
+            put_aside(path, "no unfinished save of this program's", say, path.name[1:])
+    for path in step_folders(folder):
+        unmark_saved(path)
+
+
+def unmark_saved(folder: Path) -> None:
+    """Remove the mark of temporary folders from one that has its final name."""
+    if is_marked(folder, PURPOSE):
+        (folder / MARK).unlink()
+
+
+def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
+    """Rename what would stand in the way of a run that goes on from `chosen` (None: from nothing).
+
+    These are step folders without a marker of ours, and those after `chosen` that are not whole.
+    """
+    is_own = chosen is not None and chosen.parent == folder
+    for path in step_folders(folder):
+        try:
+            read_marker(path)
+        except UserError as error:
+            put_aside(path, f"no checkpoint ({without_folder(error, path)})", say)
+            continue
+        if is_own and step_of(path) > step_of(chosen):
+            put_aside(path, f"not whole, and later than {chosen.name}", say)
+            write_text(folder / LATEST, chosen.name + "\n")
+
+
+def put_aside(path: Path, why: str, say: Say, name: str = "") -> None:
+    """Rename a folder that is not to be deleted, and say so."""
+    place = set_aside(path, name)
+    say(f"{path}: {why}; set aside as {place.name}")
+
+
+def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:
+    """Delete the complete checkpoints that the rule does not keep; never `current`."""
+    for path in complete_checkpoints(folder)[: -rule.keep_last]:
+        kept = rule.keep_every_steps and step_of(path) % rule.keep_every_steps == 0
+        if kept or path == current or path.is_symlink():
+            continue
+        # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
+        doomed = folder / f".{path.name}.deleting"
+        os.rename(path, doomed)
+        _delete(doomed, path.name, say)
+
+
+def _delete(doomed: Path, name: str, say: Say) -> None:
+    """Delete the files that a checkpoint's own marker lists, the marker last; keep all others."""
+    try:
+        listed = [*read_marker(doomed).sizes, MARKER]
+    except UserError:
+        listed = []  # nothing was in it but folders, or it is not ours
+    try:
+        if doomed.is_symlink() or not doomed.is_dir():
+            left = [doomed.name]
+        elif not listed and (files := [path.name for path in doomed.rglob("*") if path.is_file()]):
+            left = files
+        else:
+            left = remove_listed(doomed, listed)
+    except OSError as error:
+        where = error.filename or doomed
+        say(f"{where}: could not be deleted ({describe_os_error(error)}); the next start goes on")
+        return
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        put_aside(doomed, f"holds what its marker does not list ({left[0]}{more})", say, name)

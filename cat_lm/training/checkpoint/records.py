@@ -1,0 +1,128 @@
+"""The files of a checkpoint that are read as text: their schemas, and one reader for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.io.checksums import Algorithm
+from cat_lm.io.files import write_json
+from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_object, read_yaml
+
+MARKER = "complete.json"
+STATE = "state.json"
+RUN_CONFIG = "run_config.yaml"
+WEIGHTS = "model/model.safetensors"
+ALGORITHM: Algorithm = "xxh3_128"
+# What a checkpoint of any version has.
+_REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
+
+Size = Annotated[int, Field(ge=0)]
+
+
+class StoredFile(Record):
+    """What the marker says of one file."""
+
+    bytes: Size
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, of the marker's algorithm
+
+
+class Marker(Record):
+    """complete.json."""
+
+    program: Literal["cat_lm"]
+    algorithm: Literal["xxh3_128"]
+    files: dict[InsideName, StoredFile]
+
+
+class EarlierMarker(Record):
+    """complete.json as versions without checksums wrote it."""
+
+    files: dict[InsideName, Size]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a marker lists, of whatever version: the sizes in bytes, and the checksums or none."""
+
+    sizes: dict[str, int]
+    checksums: dict[str, str]
+
+    def share(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Return every `parts`-th file from the `part`-th on, the largest first."""
+        names = sorted(self.sizes, key=lambda name: (-self.sizes[name], name))
+        return names[part::parts]
+
+
+def read_marker(folder: Path) -> Contents:
+    """Read what a step folder must hold.
+
+    Raises:
+        UserError: there is no marker, or it is none that this program writes.
+    """
+    path = folder / MARKER
+    if "program" in read_object(path):
+        files = read_json(path, Marker).files
+        sizes = {name: file.bytes for name, file in files.items()}
+        checksums = {name: file.checksum for name, file in files.items()}
+    else:
+        sizes, checksums = read_json(path, EarlierMarker).files, {}
+    missing = [name for name in _REQUIRED if name not in sizes]
+    if missing:
+        raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
+    return Contents(sizes, checksums)
+
+
+def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Write complete.json atomically."""
+    marker = Marker(program="cat_lm", algorithm=ALGORITHM, files=dict(sorted(files.items())))
+    write_json(folder / MARKER, marker.model_dump())
+
+
+class DataState(Record):
+    """What a run was trained on."""
+
+    fingerprint: str
+    path: str | None = None  # none of a mixture
+
+
+class CodeVersion(Record):
+    """What wrote a checkpoint: cat_lm's version, and its git commit (`+`: with changes)."""
+
+    cat_lm: str | None = None
+    commit: str | None = None
+
+
+class RunState(Record):
+    """state.json: where in its run a checkpoint stands."""
+
+    step: Size
+    tokens: Size
+    data: DataState
+    world_size: Annotated[int, Field(ge=1)]
+    skipped: Size = 0
+    skipped_in_a_row: Size = 0
+    code: CodeVersion = CodeVersion()
+
+
+def read_run_state(folder: Path) -> RunState:
+    """Read a step folder's state.json. Raises UserError with the file and the key."""
+    return read_json(folder / STATE, RunState)
+
+
+def read_run_config(folder: Path) -> RunConfig:
+    """Read the configuration that a step folder was trained with.
+
+    Keys that the version which wrote it did not know yet have their defaults.
+
+    Raises:
+        UserError: it cannot be read, or is no configuration; with the file and the first key.
+    """
+    path = folder / RUN_CONFIG
+    return check_shape(read_yaml(path), RunConfig, str(path))

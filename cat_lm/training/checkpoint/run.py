@@ -1,0 +1,252 @@
+"""The checkpoints of one run: which to go on from, saving, pruning and restoring them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import SharedError, UserError
+from cat_lm.io.own_files import remove_marked
+from cat_lm.training.checkpoint import folder as leftovers
+from cat_lm.training.checkpoint import loading, saving
+from cat_lm.training.checkpoint.finding import (
+    Say,
+    candidates,
+    newest_whole,
+    silent,
+    step_folders,
+    step_of,
+)
+from cat_lm.training.checkpoint.records import read_marker
+from cat_lm.training.checkpoint.verifying import Verifier
+
+if TYPE_CHECKING:
+    from cat_lm.training.distributed import Ranks
+    from cat_lm.training.engine import Engine
+
+
+class Checkpoints:
+    """Saves, prunes and restores the checkpoints of one run.
+
+    Args:
+        say: takes the lines for the run's log.
+        progress: told what was done, each time that some of a long action is.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: RunConfig,
+        ranks: Ranks,
+        say: Say = silent,
+        progress: Callable[[str], object] = silent,
+    ) -> None:
+        self.folder = run_folder / "checkpoints"
+        self.config, self.ranks = config, ranks
+        self._say, self._progress = say, progress
+        self._current: Path | None = None  # saved or loaded last by this process
+        self._older: list[Path] = []  # candidates before the one that was chosen, newest first
+        self._verifier = Verifier(ranks, say, progress)
+        self._lock = ranks.on_first(self._open)
+
+    def _open(self) -> IO:
+        """Make the folder, for this process alone.
+
+        The lock ends with the process, however it ends.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = open(self.folder / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"train.output_dir={self.config.train.output_dir}: another process trains in it"
+            ) from None
+        except OSError:
+            pass  # some cluster file systems have no locks; a run there must start all the same
+        return lock
+
+    def close(self) -> None:
+        """Let another process train in the folder."""
+        if self._lock:
+            self._lock.close()
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the checkpoint that this process saved or loaded last."""
+        return None if self._current is None else step_of(self._current)
+
+    def describe_left(self) -> str:
+        """Say which complete checkpoint a run can go on from."""
+        return leftovers.describe_left(self.folder)
+
+    def to_resume(self) -> Path | None:
+        """Choose the checkpoint that `train.resume` asks for (a collective).
+
+        The newest whole one: each newer one has a line that says what is wrong with it. Large files
+        are read in threads meanwhile; `load` waits for what they find and may choose an older one.
+
+        Raises:
+            UserError: a checkpoint was named and is not whole; or the run's folder has checkpoints
+                that a start from there would mix with its own, or, with `auto`, none that is whole.
+        """
+        ranks = self.ranks
+        ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        found = ranks.agree_on(ranks.on_first(self._candidates))
+        if not found:
+            ranks.on_first(lambda: self._check_mixture(None))
+            ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
+            return None
+        start = self._newest(found, lambda folder, say: self._verifier.look(folder))
+        ranks.on_first(lambda: self._check_mixture(start))
+        self._verifier.begin(start)
+        return start
+
+    def _newest(self, found: list[Path], damage: Callable[[Path, Say], str | None]) -> Path:
+        """Take the newest whole one, and remember those before it."""
+        try:
+            start = newest_whole(found, damage, self._say)
+        except UserError as error:
+            raise SharedError(f"{error}{self._advice()}") from None
+        self._older = found[found.index(start) + 1 :]
+        return start
+
+    def _advice(self) -> str:
+        if self.config.train.resume != "auto":
+            return ""
+        return "; put it back from a copy, or start anew in another train.output_dir"
+
+    def _candidates(self) -> list[Path]:
+        wish = self.config.train.resume
+        if wish == "never":
+            return []
+        return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
+
+    def _check_mixture(self, start: Path | None) -> None:
+        """Refuse a start that would mix its checkpoints with those of the run's folder."""
+        if self.config.train.resume == "auto":
+            return
+        own = [path for path in step_folders(self.folder) if _is_ours(path)]
+        if own and (start is None or step_of(own[-1]) > step_of(start)):
+            raise UserError(
+                f"train.output_dir={self.config.train.output_dir}: already holds {own[-1].name}; "
+                "train.resume=auto continues it, another train.output_dir starts anew"
+            )
+
+    def load(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+        """Restore model, optimizer and generators (a collective) from what `to_resume` chose.
+
+        Or from an older one, where a large file turns out not to be as it was saved: `folder` of
+        the result says which. Then what cannot be gone on from is set aside.
+
+        Settings that do not make it another run (rates, decay, lengths, ZeRO stage) are the
+        configuration's; `changed` lists them, and another number of ranks, as lines for the log.
+
+        Raises:
+            UserError: the checkpoint belongs to other data, another model or batch, is of an older
+                layout, is damaged, or holds numbers that are not finite; on every rank.
+        """
+        restored = self._restore_whole(folder, engine, fingerprint)
+        folder = restored.folder
+        # Versions that made no checksums did not look, and this one would not save it.
+        checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))
+        if not self.ranks.agree_on(checked) and (found := self._not_finite(engine)):
+            raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
+        self.ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
+        self._current = folder
+        return restored
+
+    def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+        """Restore `folder`, or what was saved before it where its files are not as they were."""
+        restored = failed = None
+        try:
+            restored = loading.restore(engine, folder, fingerprint)
+        except UserError as error:
+            failed = error
+        problem = self._verifier.read(folder)
+        if problem is None:
+            if failed is not None:
+                raise failed
+            return restored
+        if not self._older:
+            raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
+        self._say(f"{folder}: passed over: {problem}")
+        older = self._newest(self._older, lambda path, say: self._verifier.read(path))
+        return loading.restore(engine, older, fingerprint)
+
+    def _not_finite(self, engine: Engine) -> str:
+        """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
+        from cat_lm.training.state import not_finite
+
+        names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
+        if not names:
+            return ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{', '.join(names[:3])}{more}: not finite"
+
+    def save(
+        self, engine: Engine, state: dict[str, Any], tokenizer: Path, *, prune: bool = True
+    ) -> Path:
+        """Save the state after `state["step"]` steps (a collective).
+
+        Args:
+            prune: delete the old ones that the configuration does not keep.
+
+        Raises:
+            SharedError: it could not be written, or weights or moments are not finite; older
+                checkpoints are untouched.
+            RuntimeError: a collective failed, most likely because another rank has ended.
+        """
+        final = self.folder / f"step-{state['step']:08d}"
+        if final == self._current:
+            return final
+        if found := self._not_finite(engine):
+            raise SharedError(
+                f"step {state['step']}: {found}; no checkpoint is made of it; "
+                f"{self.describe_left()}; a lower optimizer.lr may help"
+            )
+        try:
+            self._write(final, engine, state, tokenizer)
+        except UserError as error:
+            raise SharedError(
+                f"{final}: the checkpoint could not be written "
+                f"({' '.join(str(error).split()) or type(error).__name__}); "
+                f"{self.describe_left()}"
+            ) from error
+        self._current = final
+        if prune:
+            rule = self.config.checkpoint
+            self.ranks.on_first(lambda: leftovers.prune(self.folder, rule, final, self._say))
+        return final
+
+    def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
+        ranks, progress = self.ranks, self._progress
+        temporary = self.folder / f".{final.name}.saving"
+        try:
+            ranks.on_first(lambda: saving.prepare(temporary))
+            weights = engine.full_precision_weights()
+            progress("gathering the weights")
+            files = ranks.everywhere(
+                lambda: saving.write_own_files(
+                    temporary, engine, weights, state, tokenizer, progress
+                )
+            )
+            written = {name: file for part in ranks.gather(files) for name, file in part.items()}
+            ranks.on_first(lambda: saving.publish(temporary, final, written, engine, self._say))
+        except UserError:
+            if ranks.is_first:
+                with contextlib.suppress(UserError, OSError):
+                    remove_marked(temporary, leftovers.PURPOSE)
+            raise
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        read_marker(folder)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""Whether a checkpoint is whole, found out by all ranks together while the model is being built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cat_lm.errors import UserError
+from cat_lm.training.checkpoint.finding import (
+    Say,
+    say_without_checksums,
+    without_folder,
+    wrong_file,
+)
+from cat_lm.training.checkpoint.records import Contents, read_marker
+
+if TYPE_CHECKING:
+    from cat_lm.training.distributed import Ranks
+
+# Bytes; smaller files are read before anything is built by what they say.
+LARGE = 2**24
+
+
+class Verifier:
+    """Compares a checkpoint's files with its marker: each rank its share, all with one answer.
+
+    Its methods are collectives. `look` compares all sizes and the content of small files, at once;
+    `begin` starts to read the large ones, and `read` waits for what that finds.
+
+    Args:
+        progress: told which file was read.
+    """
+
+    def __init__(self, ranks: Ranks, say: Say, progress: Callable[[str], object]) -> None:
+        self._ranks, self._say, self._progress = ranks, say, progress
+        self._contents: dict[Path, Contents] = {}
+        self._begun: tuple[Path, Future[str | None]] | None = None
+
+    def look(self, folder: Path) -> str | None:
+        """Say what is wrong with marker, sizes and small files, or None."""
+        ranks = self._ranks
+
+        def marker() -> Contents | str:
+            try:
+                return read_marker(folder)
+            except UserError as error:
+                return without_folder(error, folder)
+
+        contents = ranks.agree_on(ranks.on_first(marker))
+        if isinstance(contents, str):
+            return contents
+        self._contents[folder] = contents
+        say_without_checksums(folder, contents, self._say)
+        sizes_only = Contents(contents.sizes, {})
+        return self._first(
+            lambda: (
+                wrong_file(folder, sizes_only, self._share(contents))
+                or self._compare(folder, self._share(contents, large=False))
+            )
+        )
+
+    def begin(self, folder: Path) -> None:
+        """Start to read the large files of a folder that was looked at, in threads."""
+        names = self._share(self._contents[folder], large=True)
+        pool = ThreadPoolExecutor(1)
+        self._begun = (folder, pool.submit(self._compare, folder, names))
+        pool.shutdown(wait=False)
+
+    def read(self, folder: Path) -> str | None:
+        """Say what is wrong with a folder, or None; waits where `begin` has begun, reads else."""
+        if self._begun is None or self._begun[0] != folder:
+            if problem := self.look(folder):
+                return problem
+            self.begin(folder)
+        found = self._begun[1]
+        return self._first(found.result)
+
+    def _share(self, contents: Contents, large: bool | None = None) -> list[str]:
+        names = contents.share(self._ranks.rank, self._ranks.world_size)
+        return [n for n in names if large in (None, contents.sizes[n] >= LARGE)]
+
+    def _compare(self, folder: Path, names: Iterable[str]) -> str | None:
+        def done(path: Path) -> None:
+            self._progress(f"verifying {path}")
+
+        return wrong_file(folder, self._contents[folder], names, done)
+
+    def _first(self, find: Callable[[], str | None]) -> str | None:
+        """The first rank's finding that is one."""
+        problems = self._ranks.gather(self._ranks.everywhere(find))
+        return next((problem for problem in problems if problem is not None), None)

@@ -1,0 +1,42 @@
+"""The source that a command line asks for."""
+
+from __future__ import annotations
+
+from cat_lm.errors import UserError
+from data_prep.documents import Reading
+from data_prep.sources.base import Source
+from data_prep.sources.hub import HUB_PREFIX, SAMPLE, WHOLE, Hub
+from data_prep.sources.local import Files, PythonStdlib
+from data_prep.sources.slimpajama import Snapshot
+
+LACKING_PATH = {
+    "files": "a file, a folder or a glob",
+    "slimpajama": f"{SAMPLE} (6 billion tokens in 14 GB), {WHOLE} (all 627 billion in 1.5 TB), or "
+    "a folder with a copy",
+}
+
+
+def open_source(
+    kind: str,
+    path: str | None,
+    reading: Reading,
+    validation_path: str | None = None,
+    validation_fraction: float | None = None,
+) -> Source:
+    """Opens the source; with `validation_fraction`, one of a single document is divided for it.
+
+    Raises `UserError` where there is no such thing.
+    """
+    if kind == "python-stdlib":
+        if path or validation_path:
+            raise UserError("--source python-stdlib takes no --path: it reads the interpreter's")
+        return PythonStdlib()
+    if not path:
+        raise UserError(f"--source {kind} needs --path: {LACKING_PATH[kind]}")
+    if kind == "files":
+        return Files(path, reading, validation_path, validation_fraction)
+    if validation_path:
+        raise UserError("--validation-path goes with --source files")
+    if path.startswith(HUB_PREFIX):
+        return Hub(path, reading)
+    return Snapshot(path, reading)

@@ -1,0 +1,111 @@
+"""unfinished.json: what a preparation says of itself until its data are complete.
+
+It lists every file that the preparation may have put into the output folder, before that file is
+there; only these, and what the manifest of finished data lists, are ever deleted. Paths in it are
+shown to people and used for nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from cat_lm.data.corpus import PACKING
+from cat_lm.data.manifest import listed_shards
+from cat_lm.data.packing import plan_files
+from cat_lm.data.verified import NOTE
+from cat_lm.errors import UserError
+from cat_lm.io.files import write_json
+from cat_lm.io.readers import Record, check_shape, read_object
+
+MARKER = "unfinished.json"
+PROGRAM = "cat_lm data_prep.prepare"
+MALFORMED = "malformed.log"
+TOKENIZER = "tokenizer"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "sentencepiece.model")
+TOKENIZER_PURPOSE = "a tokenizer on its way"  # of the folder in which it is made
+_DATA = re.compile(
+    rf"[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:bin|idx)|{re.escape(MALFORMED)}|{re.escape(NOTE)}"
+    rf"|{TOKENIZER}/(?:{'|'.join(map(re.escape, TOKENIZER_FILES))})"
+    rf"|{PACKING}/[A-Za-z0-9.-]+(?:/(?:plan\.json|windows\.bin|pieces\.bin))?"
+)
+
+
+def _check_data_name(name: str) -> str:
+    if not _DATA.fullmatch(name) or ".." in name.split("/"):
+        raise ValueError("must be a file that a preparation writes, such as train-00000.bin")
+    return name
+
+
+class Unfinished(Record):
+    """A preparation under way: its arguments, what --scratch was, and the files it may have made"""
+
+    program: Literal["cat_lm data_prep.prepare"]
+    identity: dict[str, Any]
+    scratch: str | None
+    files: list[Annotated[str, AfterValidator(_check_data_name)]]
+
+    def save(self, folder: Path) -> None:
+        """Write it into the output folder."""
+        write_json(folder / MARKER, self.model_dump())
+
+
+class Earlier(Record):
+    """What versions wrote that kept no list: the arguments, and where the parts were."""
+
+    identity: dict[str, Any]
+    work: str
+
+
+def read_marker(folder: Path) -> Unfinished | Earlier | None:
+    """Read the marker in an output folder; None where there is none.
+
+    Raises:
+        UserError: the file is not what this command writes.
+    """
+    path = folder / MARKER
+    if not os.path.lexists(path):
+        return None
+    advice = "this command did not write it; move it away"
+    values = read_object(path, advice)
+    return check_shape(values, Unfinished if "program" in values else Earlier, str(path), advice)
+
+
+def claim(folder: Path, names: Iterable[str]) -> None:
+    """List files in the marker before they are made.
+
+    Raises:
+        UserError: one is there already and not of this preparation; it would be replaced.
+    """
+    marker = read_marker(folder)
+    new = [name for name in dict.fromkeys(names) if name not in set(marker.files)]
+    for name in new:
+        if os.path.lexists(folder / name):
+            raise UserError(
+                f"--out {folder}: {name} is not of this preparation and would be replaced; move "
+                "it away"
+            )
+    if new:
+        marker.model_copy(update={"files": [*marker.files, *new]}).save(folder)
+
+
+def shard_names(shards: Iterable[str]) -> list[str]:
+    """Give the files of shards, by their names."""
+    return [f"{name}{suffix}" for name in shards for suffix in (".bin", ".idx")]
+
+
+def tokenizer_names() -> list[str]:
+    """Give the files that a tokenizer may consist of."""
+    return [f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES]
+
+
+def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Give what a manifest lists, and what belongs to it; but for itself."""
+    names = shard_names(shard["name"] for shard in listed_shards(manifest))
+    names += [*tokenizer_names(), NOTE, *plan_files(folder)]
+    return [*names, MALFORMED] if manifest.get("malformed_documents") else names

@@ -1,0 +1,76 @@
+"""A disk that fills while two ranks train: both end with the file's name, checkpoints are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cat_lm.errors import SharedError
+from cat_lm.io.files import AppendedFile
+from cat_lm.training.checkpoint import complete_checkpoints
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_resume import train
+from tests.distributed.trainers import opened
+from tests.runs import losses, records, run_values
+
+FULL_AFTER = 7
+NAMES = ("metrics.jsonl", "train.log", "events.out.tfevents.")
+
+
+def files(trainer) -> dict[str, AppendedFile]:
+    """What the first rank appends to."""
+    return {
+        "metrics.jsonl": trainer.metrics._file,
+        "train.log": trainer.log._file,
+        "events.out.tfevents.": trainer.metrics._tensorboard._file,
+    }
+
+
+def values_of(data: str, folder: Path, **train_values: object) -> dict:
+    values = run_values(data, folder, **train_values)
+    values["logging"] = {"tensorboard": True}
+    return values
+
+
+def filled(ranks, data: str, folder: str) -> list[str]:
+    """The messages of runs in which one file of the first rank does not grow any more."""
+    from train import Trainer
+
+    class Filled(Trainer):
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            if self.step == FULL_AFTER and ranks.is_first:
+                file = files(self)[name]
+                file._stream.close()
+                file._stream = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+
+    messages = []
+    for name in NAMES:
+        try:
+            with opened(
+                Filled, ranks, values_of(data, Path(folder) / name, log_every_steps=1)
+            ) as trainer:
+                trainer.run()
+            messages.append("")
+        except SharedError as error:
+            messages.append(str(error))
+    return messages
+
+
+def continued_and_straight(ranks, data: str, folder: str) -> None:
+    train(ranks, values_of(data, Path(folder) / NAMES[0], resume="auto"))
+    train(ranks, values_of(data, Path(folder) / "straight"))
+
+
+def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_later(tiny_corpus, tmp_path):
+    found = run_on_ranks(filled, 2, str(tiny_corpus), str(tmp_path))
+    assert found[0] == found[1], "both ranks must end alike"
+    for name, message in zip(NAMES, found[0], strict=True):
+        assert f"/{name}" in message.split(": ")[0], message
+        assert ": the disk is full; the run ends, its checkpoints are as they were" in message
+        saved = complete_checkpoints(tmp_path / name / "checkpoints")
+        assert [path.name for path in saved] == ["step-00000005"]
+        assert records(tmp_path / name)[-1]["step"] == FULL_AFTER + (name != "metrics.jsonl"), (
+            "it ends after the step whose record is lost"
+        )
+    run_on_ranks(continued_and_straight, 2, str(tiny_corpus), str(tmp_path))
+    assert losses(tmp_path / NAMES[0]) == losses(tmp_path / "straight")

@@ -1,0 +1,337 @@
+"""What is taken for a checkpoint, what is passed over, and what is never deleted: no training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cat_lm.config import CheckpointSection, RunConfig
+from cat_lm.errors import UserError
+from cat_lm.io.own_files import make_marked
+from cat_lm.training import generators
+from cat_lm.training.checkpoint import (
+    Checkpoints,
+    complete_checkpoints,
+    find_checkpoint,
+    read_run_config,
+    read_run_state,
+    verifying,
+)
+from cat_lm.training.checkpoint.folder import PURPOSE, clear_leftovers, prune
+from cat_lm.training.distributed import Ranks
+from tests.checkpoints import flip, seal, seal_as_before
+from tests.runs import run_values, write_config
+
+STATE = {"step": 2, "tokens": 64, "data": {"fingerprint": "f"}, "world_size": 1}
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """A checkpoint by its files' names; what is in the large ones does not matter here."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    for name in ("model/model.safetensors", "state/rank-00000.safetensors", "random-00000.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode() * 100)
+    (folder / "model/config.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps(STATE | {"step": step}))
+    write_config(folder, run_values("data", run)).rename(folder / "run_config.yaml")
+    seal(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run folder with the checkpoints of steps 2, 4 and 6."""
+    for step in (2, 4, 6):
+        step_folder(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.name != ".lock")
+
+
+def to_resume(run: Path, resume: str = "auto") -> tuple[Path | None, list[str]]:
+    """(what a run would go on from, the lines for its log)."""
+    lines: list[str] = []
+    config = RunConfig.model_validate(run_values("data", run, resume=resume))
+    ranks = Ranks(0, 0, 1, torch.device("cpu"))
+    checkpoints = Checkpoints(run, config, ranks, lines.append)
+    try:
+        return checkpoints.to_resume(), lines
+    finally:
+        checkpoints.close()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+# What is done to which file, and what is said of it.
+DAMAGES = {
+    "weights": ("model/model.safetensors", flip, "its checksum differs"),
+    "moments": ("state/rank-00000.safetensors", flip, "its checksum differs"),
+    "generators": ("random-00000.pt", flip, "its checksum differs"),
+    "state": ("state.json", flip, "its checksum differs"),
+    "cut": ("state/rank-00000.safetensors", cut, "bytes instead of"),
+    "missing": ("random-00000.pt", Path.unlink, "no such file"),
+    "a folder": ("random-00000.pt", as_folder, "is no file"),
+    "a pipe": ("random-00000.pt", as_pipe, "is no file"),
+    "marker": ("complete.json", Path.unlink, "no such file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_newest_whole_one_is_taken_with_a_line_for_each_passed_over(run, kind, capsys):
+    name, change, said = DAMAGES[kind]
+    newest = run / "checkpoints/step-00000006"
+    change(newest / name)
+    assert find_checkpoint(run).name == "step-00000004"
+    assert find_checkpoint(run / "checkpoints").name == "step-00000004"
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith(f"{newest}: passed over: {name}: ") and said in line
+    for path in (newest, newest / "../step-00000006"):
+        with pytest.raises(UserError, match="is not a complete checkpoint: ") as raised:
+            find_checkpoint(path)
+        assert said in str(raised.value)
+    start, lines = to_resume(run)
+    assert start.name == "step-00000004"
+    assert lines[0].startswith(f"{newest}: passed over: {name}: ") and said in lines[0]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_run_whose_only_checkpoint_is_damaged_stops(tmp_path, kind, monkeypatch):
+    name, change, said = DAMAGES[kind]
+    folder = step_folder(tmp_path / "run", 2)
+    change(folder / name)
+    before = sorted(folder.rglob("*"))
+    for _ in range(2):  # the second attempt of a launcher must not start anew either
+        with pytest.raises(UserError) as raised:
+            to_resume(tmp_path / "run")
+        line = str(raised.value)
+        assert said in line and name in line and "another train.output_dir" in line
+        assert len(line.splitlines()) == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_several_damaged_ones_stop_a_run_too(run):
+    for step in (2, 4, 6):
+        flip(run / f"checkpoints/step-{step:08d}/model/model.safetensors")
+    with pytest.raises(UserError, match="none of 3 is whole; the newest, step-00000006: model"):
+        to_resume(run)
+    assert names(run) == [f"step-{step:08d}" for step in (2, 4, 6)]
+
+
+def test_auto_starts_anew_where_there_is_nothing(tmp_path):
+    assert to_resume(tmp_path / "run") == (None, [])
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"files": {}}', '{"files": 3}'])
+def test_folders_without_a_marker_of_ours_are_set_aside_by_a_new_start(tmp_path, content):
+    run = tmp_path / "run"
+    folder = step_folder(run, 2)
+    (folder / "complete.json").unlink()
+    if content is not None:
+        (folder / "complete.json").write_text(content)
+    assert complete_checkpoints(run / "checkpoints") == []
+    files = sorted(path.name for path in folder.rglob("*"))
+    start, lines = to_resume(run, "never")
+    assert start is None and names(run) == ["step-00000002.aside"]
+    assert "set aside as step-00000002.aside" in lines[0]
+    assert sorted(p.name for p in (run / "checkpoints/step-00000002.aside").rglob("*")) == files
+
+
+def test_a_foreign_step_folder_and_its_notes_stay(run):
+    notes = run / "checkpoints/step-00000777/notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(UserError, match="already holds step-00000006"):
+        to_resume(run, "never")
+    assert notes.exists()
+    start, lines = to_resume(run)
+    assert start.name == "step-00000006" and "passed over: complete.json: no such file" in lines[0]
+
+
+def test_a_checkpoint_of_a_damaged_file_is_no_reason_to_start_anew(run):
+    """Its marker is ours: train.resume=never must not train over it."""
+    flip(run / "checkpoints/step-00000006/model/model.safetensors")
+    with pytest.raises(UserError, match="already holds step-00000006"):
+        to_resume(run, "never")
+
+
+def test_markers_of_earlier_versions_are_read(run, capsys):
+    newest = run / "checkpoints/step-00000006"
+    seal_as_before(newest)
+    assert find_checkpoint(run) == newest
+    assert "without checksums: only sizes are compared" in capsys.readouterr().err
+    cut(newest / "model/model.safetensors")
+    assert find_checkpoint(run).name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m["files"].pop("state.json"), "lists no state.json"),
+        (lambda m: m.update(files={}), "lists no state.json"),
+        (lambda m: m["files"].update({"../x": m["files"]["state.json"]}), "must be a path inside"),
+        (lambda m: m["files"].update({"/etc/passwd": m["files"]["state.json"]}), "path inside"),
+        (lambda m: m["files"]["state.json"].update(checksum="0"), "checksum"),
+        (lambda m: m["files"]["state.json"].pop("checksum"), "has no files.state.json.checksum"),
+        (lambda m: m["files"]["state.json"].update(bytes="8"), "valid integer"),
+        (lambda m: m.update(algorithm="md5"), "algorithm"),
+        (lambda m: m.update(program="other"), "program"),
+    ],
+)
+def test_markers_that_mean_nothing(run, change, said):
+    newest = run / "checkpoints/step-00000006"
+    marker = json.loads((newest / "complete.json").read_text())
+    change(marker)
+    (newest / "complete.json").write_text(json.dumps(marker))
+    with pytest.raises(UserError, match=r"complete\.json") as raised:
+        find_checkpoint(newest)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ["", "absent", "run/checkpoints/step-00000099"])
+def test_paths_without_a_checkpoint(run, path, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(UserError, match=r"no such checkpoint|is no path"):
+        find_checkpoint(path)
+
+
+def test_pruning_deletes_what_the_marker_lists_and_nothing_else(run):
+    lines: list[str] = []
+    notes = run / "checkpoints/step-00000002/notes/mine.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    folder = run / "checkpoints"
+    prune(folder, CheckpointSection(keep_last=1), folder / "step-00000006", lines.append)
+    assert names(run) == ["step-00000002.aside", "step-00000006"]
+    left = [path for path in (folder / "step-00000002.aside").rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["mine.txt"] and len(lines) == 1
+    assert "notes/mine.txt" in lines[0] and "set aside as step-00000002.aside" in lines[0]
+
+
+def test_pruning_follows_no_links(run, tmp_path):
+    folder, elsewhere = run / "checkpoints", tmp_path / "elsewhere"
+    shutil.move(folder / "step-00000002", elsewhere)
+    (folder / "step-00000002").symlink_to(elsewhere)
+    prune(folder, CheckpointSection(keep_last=1), folder / "step-00000006", print)
+    assert (elsewhere / "complete.json").exists()
+    assert names(run) == ["step-00000002", "step-00000006"]
+
+
+@pytest.mark.parametrize("gone", [0, 3, 6, 7])
+def test_a_killed_prune_is_continued(run, gone):
+    """Killed after `gone` of its files; of the marker, which goes last, too."""
+    folder, lines = run / "checkpoints", []
+    doomed = folder / ".step-00000002.deleting"
+    os.rename(folder / "step-00000002", doomed)
+    files = [path for path in sorted(doomed.rglob("*")) if path.is_file()]
+    files.sort(key=lambda path: path.name == "complete.json")
+    assert len(files) == 7
+    for path in files[:gone]:
+        path.unlink()
+    clear_leftovers(folder, lines.append)
+    assert names(run) == ["step-00000004", "step-00000006"] and not lines
+
+
+def test_an_unfinished_save_goes_and_what_only_looks_like_one_is_set_aside(run):
+    folder, lines = run / "checkpoints", []
+    make_marked(folder / ".step-00000007.saving", PURPOSE)
+    for name in (".step-00000008.saving", ".step-00000009.deleting", ".step-notes"):
+        (folder / name).mkdir()
+        (folder / name / "notes.txt").write_text("mine")
+    clear_leftovers(folder, lines.append)
+    kept = ["step-00000008.saving.aside", "step-00000009.aside", ".step-notes"]
+    assert set(names(run)) == {f"step-{step:08d}" for step in (2, 4, 6)} | set(kept)
+    assert all((folder / name / "notes.txt").read_text() == "mine" for name in kept)
+    assert len(lines) == 2
+
+
+def test_large_files_are_read_while_the_model_is_built(run, monkeypatch):
+    """Only what they hold is found later: what they are is looked at before."""
+    monkeypatch.setattr(verifying, "LARGE", 1000)
+    newest = run / "checkpoints/step-00000006"
+    flip(newest / "model/model.safetensors")
+    assert to_resume(run)[0] == newest
+    cut(newest / "model/model.safetensors")
+    assert to_resume(run)[0].name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "has no step"),
+        ("[]", "should be an object"),
+        ("{", "is not JSON"),
+        (json.dumps(STATE | {"step": "2"}), 'step is "2": should be a valid integer'),
+        (json.dumps(STATE | {"data": None}), "data is null"),
+        (json.dumps(STATE | {"world_size": 0}), "world_size is 0"),
+    ],
+)
+def test_a_state_of_another_shape_is_one_line(tmp_path, text, said):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(UserError, match=r"state\.json: ") as raised:
+        read_run_state(tmp_path)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("garbage: [", "not valid YAML"),
+        ("a: 1", "has no model|a is 1"),
+        ("[]", "should be a valid dictionary"),
+        ("model: 2020-99-99", "model"),
+        (b"\xff", "is not UTF-8"),
+    ],
+)
+def test_a_configuration_of_another_shape_is_one_line(tmp_path, text, said):
+    path = tmp_path / "run_config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=said) as raised:
+        read_run_config(tmp_path)
+    assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)
+
+
+def saved(value):
+    return lambda path: torch.save(value, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.write_bytes(b"abc"), "cannot be read"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (saved([1]), "no state of the CPU"),
+        (saved({"cpu": 3}), "cpu: must be a tensor of bytes"),
+        (saved({"cpu": torch.zeros(3)}), "cpu: must be a tensor of bytes"),
+        (saved({"cpu": torch.zeros(3, dtype=torch.uint8)}), "cpu: has 3 bytes, must have"),
+        (saved({"cpu": torch.zeros(5056, dtype=torch.uint8)}), "random-00000.pt: "),
+        (saved({"cpu": Path}), "cannot be read"),
+    ],
+)
+def test_generator_states_that_are_none(tmp_path, write, said):
+    path = tmp_path / "random-00000.pt"
+    before = torch.get_rng_state()
+    write(path)
+    with pytest.raises(UserError, match=r"random-00000\.pt: ") as raised:
+        generators.restore_random_states(path)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert torch.get_rng_state().equal(before)

@@ -1,0 +1,193 @@
+"""Every key of a configuration with odd values: accepted, or refused in short lines, at once."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from cat_lm import config, limits
+from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import UserError
+from cat_lm.io import readers
+from tests.runs import run_values, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+ODD = ["", " ", "-", "0", "-1", "1", "1e30", str(10**30), str(-(10**19)), "0.5", ".nan", ".inf"]
+ODD += [
+    "-.inf",
+    "1.0e-320",
+    "1.0e+300",
+    "true",
+    "null",
+    "[]",
+    "{}",
+    "a" * 300,
+    "../../x",
+    "/proc/x",
+]
+ODD += ["\U0001f600\x01\x85", "2020-99-99", "!!timestamp abc", "[" * 400 + "]" * 400, "9" * 400]
+LONGEST_LINE = 400
+
+
+def keys() -> list[tuple[str, str]]:
+    return [
+        (section, key)
+        for section, field in RunConfig.model_fields.items()
+        for key in field.annotation.model_fields
+    ]
+
+
+def tried(path: Path, *overrides: str) -> RunConfig | None:
+    """The configuration, or None where it was refused as it should be."""
+    try:
+        return load_config(path, overrides)
+    except UserError as error:
+        lines = [line for line in str(error).split("\n") if line]
+        assert len(lines) <= 22
+        for line in lines:
+            assert len(line) < LONGEST_LINE and (line.isprintable()), line
+        return None
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, BaseModel):
+        value = [getattr(value, name) for name in type(value).model_fields]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [number for part in value for number in numbers(part)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [value] if is_number else []
+
+
+def check_plain(found: RunConfig | None) -> None:
+    """What was accepted has no number that ends in infinities, and can be saved and read again."""
+    if found is not None:
+        assert all(n == 0 or limits.SMALLEST <= abs(n) <= 1e18 for n in numbers(found))
+        assert RunConfig.model_validate(found.model_dump(mode="json")) == found
+
+
+@pytest.mark.parametrize(("section", "key"), keys())
+def test_odd_values_are_taken_or_refused_in_short_lines(section, key, tmp_path, monkeypatch):
+    values = run_values(tmp_path / "data", tmp_path / "run")
+    file = write_config(tmp_path, {})
+    # Reading the other keys each time would take most of the time.
+    read = readers.read_yaml
+    monkeypatch.setattr(config, "read_yaml", lambda path, what: copy.deepcopy(values))
+    for odd in ODD:
+        check_plain(tried(file, f"{section}.{key}={odd}"))
+    for odd in ODD:
+        file.write_text(f"HERE: {odd}", encoding="utf-8")
+        try:
+            values[section][key] = read(file)["HERE"]
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            check_plain(tried(file))
+
+
+@pytest.mark.parametrize("section", RunConfig.model_fields)
+def test_sections_that_are_none_are_refused(section, tmp_path):
+    values = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    for odd in (None, [], 3, "a" * 300, [[1]]):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, section: odd}))
+        assert tried(tmp_path / "run.yaml") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer.lr=.inf"], "optimizer.lr=inf: must be from 0 to 1,000"),
+        (["optimizer.lr=1.0e-320"], "must be 0 or from 1e-30"),
+        (["optimizer.lr=0"], "must be greater than 0"),
+        (["optimizer.lr=true"], "must be a number, not true or false"),
+        (["optimizer.eps=.inf"], "optimizer.eps=inf"),
+        (["optimizer.betas=[0.9, .nan]"], "optimizer.betas=nan"),
+        (["model.rope_theta=1.0e-320"], "must be from 1 to"),
+        (["model.attention_temperature=1.0e-320"], "must be from 0.001 to 1,000"),
+        (["model.layer_norm_eps=.inf"], "model.layer_norm_eps=inf"),
+        (["model.num_hidden_layers=1e30"], "must be from 1 to 1,024"),
+        (["model.num_hidden_layers=100000"], "must be from 1 to 1,024"),
+        (["train.seed=1e30"], "train.seed='1e30': must be from 0"),
+        (["train.max_steps=1e999999999"], "must be from 1 to"),
+        (["train.hang_minutes=1e30"], "must be from 0.001 to"),
+        (["model.conv_window=22", "data.context_length=21"], "is beyond data.context_length=21"),
+        (
+            ["model.hidden_size=131072", "model.num_hidden_layers=1024"],
+            "parameters; at most 10,000,000,000,000 are meant",
+        ),
+        (["train.global_batch_size=1048576", "data.context_length=16777216"], "tokens; at most"),
+        (["model.rope_parameters={rope_type: [1]}"], "model.rope_parameters.rope_type=[1]"),
+        (
+            ["model.rope_parameters={rope_type: linear, factor: .inf}"],
+            "model.rope_parameters.factor=inf: must be from 1 to 4,096",
+        ),
+        (["model.rope_parameters={rope_theta: 1.0e-320}"], "must be from 1 to"),
+        (["train.output_dir="], "is no path"),
+        (["data.path= "], "is no path"),
+        (["train.init_from=a\nb"], "has control characters"),
+        ([f"train.output_dir=runs/{'x' * 256}"], "longer than 255 bytes"),
+        (["model.hidden_size=!!bool x"], "'x' is neither true nor false"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(overrides, said):
+    with pytest.raises(UserError) as raised:
+        load_config(QUICKSTART, overrides)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_window_of_a_model_without_convolutions_is_free():
+    given = ["model.conv_type=none", "model.conv_window=21", "data.context_length=16"]
+    assert load_config(QUICKSTART, given).model.conv_window == 21
+
+
+def test_counts_are_exact():
+    assert load_config(QUICKSTART, ["train.seed=0.57M"]).train.seed == 570_000
+    written = f'train.seed="{2**60 + 1}"'
+    assert load_config(QUICKSTART, [written]).train.seed == 2**60 + 1
+
+
+def test_files_that_are_none_are_one_line(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "bytes.yaml").write_bytes(b"model: \xff")
+    (tmp_path / "folder.yaml").mkdir()
+    names = {
+        "loop": "loop of symbolic links",
+        "bytes.yaml": "not UTF-8",
+        "folder.yaml": "is a folder",
+        "x" * 300: "longer than 255 bytes",
+        "bytes.yaml/x": "a part of the path is a file",
+        "nul\0": "null byte",
+    }
+    for name, said in names.items():
+        for path in (tmp_path / name, tmp_path / "run.yaml"):
+            (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base": name}))
+            with pytest.raises(UserError, match=said) as raised:
+                load_config(path)
+            assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path):
+    (tmp_path / "run.yaml").write_text("")
+    (tmp_path / "run.yaml").chmod(0)
+    with pytest.raises(UserError, match="no permission"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_chain_of_bases_ends(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.yaml").write_text(f"base: {i + 1}.yaml\n")
+    with pytest.raises(UserError, match="more than 32 of them"):
+        load_config(tmp_path / "0.yaml")
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(UserError, match="leads back"):
+        load_config(tmp_path / "a.yaml")

@@ -1,0 +1,179 @@
+"""A source of a single document: its last part is held out at a line's end, and the log says so."""
+
+import gzip
+import json
+import re
+import shutil
+
+import pytest
+
+from cat_lm.data import TokenCorpus
+from cat_lm.errors import UserError
+from data_prep.documents import Document, Malformed, Reading
+from data_prep.sources import open_source, single
+from tests.conftest import generated_text
+from tests.unit.test_data_prepare import digests, flags, texts_of
+
+TEXT = "\n\n".join(generated_text(300)) + "\n"
+
+
+def opened(path, fraction=0.05, reading=None, **more):
+    return open_source(
+        "files", str(path), reading or Reading(), validation_fraction=fraction, **more
+    )
+
+
+def documents(source):
+    return [item for part in source.parts for item in source.read(part)]
+
+
+def as_jsonl(text, **more):
+    return json.dumps({"text": text, **more}) + "\n"
+
+
+def test_the_last_part_of_one_text_is_held_out_and_everyone_is_told(tmp_path, prepare, capsys):
+    (tmp_path / "one.txt").write_text(TEXT)
+    given = flags(tmp_path / "one.txt", "--workers", 1)
+    prepare(tmp_path / "out", *given, "--estimate")
+    estimated = capsys.readouterr().out
+    out = prepare(tmp_path / "out", *given)
+    ((train,), (held_out,)) = (list(texts_of(out, split)) for split in ("train", "validation"))
+    assert train + held_out == TEXT
+    assert train.endswith("\n")
+    assert abs(len(held_out) - 0.05 * len(TEXT)) < max(map(len, TEXT.split("\n")))
+    (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("held out: ")]
+    assert line == (
+        f"held out: the last {len(held_out):,} of the {len(TEXT):,} bytes of "
+        f"{tmp_path}/one.txt, a single document, from the end of a line on"
+    )
+    assert line in estimated.splitlines()
+    tokens = re.search(r"about ([\d,]+) training tokens and ([\d,]+) held-out ones", estimated)
+    for found, part in zip(tokens.groups(), (train, held_out), strict=True):
+        assert int(found.replace(",", "")) == pytest.approx(len(part), abs=9)
+    manifest = json.loads((out / "manifest.json").read_text())
+    divided = {"at_end_of": "line", "train_bytes": len(train), "validation_bytes": len(held_out)}
+    assert manifest["source"]["divided"] == divided
+    assert manifest["source"]["files"] == 1
+    assert manifest["source"]["file_bytes"] == len(TEXT)
+
+
+def test_it_is_the_same_for_workers_tasks_and_a_restart(tmp_path, prepare, monkeypatch):
+    (tmp_path / "one.md").write_text(TEXT)
+    given = flags(tmp_path / "one.md")
+    expected = digests(prepare(tmp_path / "1", *given, "--workers", 1))
+    assert digests(prepare(tmp_path / "2", *given, "--workers", 2)) == expected
+    shutil.copytree(tmp_path / "1", tmp_path / "again")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
+    prepare(tmp_path / "again", *given)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")} == before
+    for task in (1, 0):
+        encode = ("--stage", "encode", "--task", f"{task}/2")
+        prepare(tmp_path / "tasks", *given, "--workers", 1, *encode)
+    prepare(tmp_path / "tasks", *given, "--workers", 1, "--stage", "assemble")
+    assert digests(tmp_path / "tasks") == expected
+
+
+def test_another_fraction_or_text_is_another_preparation(tmp_path, prepare):
+    (tmp_path / "one.txt").write_text(TEXT)
+    given = flags(tmp_path / "one.txt", "--workers", 1)
+    out = prepare(tmp_path / "out", *given)
+    with pytest.raises(UserError, match=r"source was .*divided.*validation_fraction was 0\.05"):
+        prepare(out, *given, "--validation-fraction", 0.2)
+    (tmp_path / "one.txt").write_text(TEXT.upper())  # as large, and cut at the same place
+    with pytest.raises(UserError, match=r"source was .*contents_sha256"):
+        prepare(out, *given)
+    prepare(out, *given, "--overwrite", "--validation-fraction", 0.2)
+    assert 0.15 < TokenCorpus.open(out, "validation").num_bytes / len(TEXT) < 0.25
+
+
+@pytest.mark.parametrize("name", ["one.txt", "sub/one.md", "x.jsonl", "x.jsonl.gz"])
+def test_one_document_of_any_file_and_in_a_folder(tmp_path, name):
+    file = tmp_path / "in" / name
+    file.parent.mkdir(parents=True)
+    # What is no document, or has no text, is counted once.
+    lines = as_jsonl("") + "{\n" + as_jsonl(TEXT, meta={"redpajama_set_name": "S"})
+    content = (lines if "jsonl" in name else TEXT).encode()
+    file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / "in" / "empty.txt").touch()
+    source = opened(tmp_path / "in")
+    assert [part.name for part in source.parts] == [f"train/{name}", f"validation/{name}"]
+    found = documents(source)
+    texts = [item for item in found if isinstance(item, Document) and item.text]
+    assert [item.split for item in texts] == ["train", "validation"]
+    assert "".join(item.text for item in texts) == TEXT
+    assert {item.set for item in texts} == {
+        "S" if "jsonl" in name else name[-2:].replace("xt", "txt")
+    }
+    assert len(found) == (4 if "jsonl" in name else 2)
+    assert sum(isinstance(item, Malformed) for item in found) == ("jsonl" in name)
+    assert source.text_bytes() == len(TEXT)
+
+
+def test_texts_that_can_be_told_apart_are_left_to_the_hash(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(TEXT)
+    separated = opened(tmp_path, reading=Reading(separator="\n\n"))
+    assert [part.split for part in separated.parts] == [None]
+    assert separated.notes(0.05) == [] and "divided" not in separated.describe()
+    (tmp_path / "b.jsonl").write_text(as_jsonl("one") + as_jsonl("two"))
+    assert [part.split for part in opened(tmp_path / "b.jsonl").parts] == [None]
+    assert [part.split for part in opened(tmp_path).parts] == [None, None]
+    assert len(opened(tmp_path / "a.txt", fraction=None).parts) == 1
+    (tmp_path / "c.jsonl").write_text(as_jsonl("") * 8 + as_jsonl(TEXT))
+    assert len(opened(tmp_path / "c.jsonl").parts) == 2
+    monkeypatch.setattr(single, "LOOKED_AT", 8)  # what is not known is not divided
+    assert len(opened(tmp_path / "c.jsonl").parts) == 1
+
+
+def test_held_out_text_of_ones_own_leaves_a_single_text_whole(tmp_path):
+    (tmp_path / "one.txt").write_text(TEXT)
+    (tmp_path / "held.txt").write_text("held\nout\n")
+    source = opened(tmp_path / "one.txt", validation_path=str(tmp_path / "held.txt"))
+    assert [item.text for item in documents(source)] == [TEXT, "held\nout\n"]
+    assert source.notes(0.05) == []
+
+
+def test_a_separator_that_divides_nothing_is_an_error(tmp_path, prepare):
+    (tmp_path / "one.txt").write_text(TEXT.rstrip())
+    for separator in ("no such", TEXT.rstrip()[-60:]):  # not there; nothing behind it
+        with pytest.raises(UserError, match=r"^--document-separator '.*one\.txt is a single doc"):
+            given = flags(tmp_path / "one.txt", "--document-separator", separator)
+            prepare(tmp_path / "out", *given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["hello", " \n \n", "oneline" * 1000, "x" * 990 + "\n" + "y" * 9])
+def test_a_text_that_cannot_be_cut_is_an_error_before_the_work(tmp_path, prepare, text):
+    (tmp_path / "one.txt").write_text(text)
+    with pytest.raises(UserError, match=r"one\.txt: a single document of .*--validation-path"):
+        prepare(tmp_path / "out", *flags(tmp_path / "one.txt"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_too_large_to_encode_is_told_to_be_divided_by_a_separator(
+    tmp_path, prepare, monkeypatch
+):
+    (tmp_path / "one.txt").write_text(TEXT)
+    for module in ("encode", "measure", "sources.single"):
+        monkeypatch.setattr(f"data_prep.{module}.MAX_DOCUMENT", len(TEXT) - 1)
+    with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
+        prepare(tmp_path / "out", *flags(tmp_path / "one.txt", "--workers", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "expected"),
+    [
+        ("aaaa\nbbbb\ncccc\ndddd\n", 0.25, ("line", 15)),
+        ("aaaa\nbbbb\ncccc\ndddd\n", 0.4, ("line", 10)),  # 12: nearer to 10 than to 15
+        ("aaaa\r\nbbbb\r\ncccc\r\ndddd", 0.25, ("line", 18)),  # behind both characters
+        ("aaaa\nbbbb cccc dddd", 0.25, ("word", 15)),  # the line's end would hold out 74%
+        ("aaaa bbbb cccc d\n\n\n\n", 0.25, ("word", 15)),  # a held-out line would be empty
+        ("\n\n\n\nbbbb cccc\n", 0.6, ("word", 9)),  # the training lines would be
+        ("äöü ä\nöüäö\n", 0.4, ("line", 10)),  # of bytes, and whole characters
+        ("aaaabbbbccccdddd", 0.25, None),
+        ("aaaa\nbbbbccccdddd", 0.25, None),
+    ],
+)
+def test_the_nearest_end_of_a_line_or_else_of_a_word(text, fraction, expected):
+    assert single.find_cut(text.encode(), fraction) == expected
+    if expected:
+        assert text.encode()[: expected[1]].decode().isspace() is False

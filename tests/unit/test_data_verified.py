@@ -1,0 +1,319 @@
+"""Shards against the manifest's checksums: once for every copy, by all ranks that see it, noted."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cat_lm.config import RunConfig
+from cat_lm.data import TokenCorpus, TrainLoader, validation_windows, verified
+from cat_lm.data.verified import NOTE, Check, Notes, open_verified
+from cat_lm.errors import UserError
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.preflight import shards
+from tests.prepared_data import random_documents, write_prepared
+from tests.runs import run_values
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = write_prepared(tmp_path / "data", random_documents(60, 40), shard_tokens=100)
+    assert len(list(made.glob("*.bin"))) > 4
+    return made
+
+
+@pytest.fixture(autouse=True)
+def hashed(monkeypatch):
+    """The files that are read to the end, in their order."""
+    found = []
+    real = verified.checksums
+
+    def counted(paths, *more):
+        found.extend(path.name for path in paths)
+        return real(paths, *more)
+
+    monkeypatch.setattr(verified, "checksums", counted)
+    return found
+
+
+def names(folder, pattern="*-0*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def test_each_file_is_read_once(folder, hashed):
+    for split in ("train", "validation"):
+        open_verified(folder, split)
+    assert sorted(hashed) == names(folder)
+    hashed.clear()
+    open_verified(folder, "train")
+    assert hashed == []
+
+
+def zeroed(path):
+    status = path.stat()
+    with open(path, "r+b") as stream:
+        stream.write(bytes(status.st_size // 2))
+    return status
+
+
+def test_a_zeroed_shard_is_named_and_not_noted(folder, hashed):
+    zeroed(folder / "train-00001.bin")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"train-00001\.bin: its SHA-256 is \w{16}…, the mani"):
+            open_verified(folder, "train")
+    assert hashed.count("train-00001.bin") == 2
+
+
+@pytest.mark.parametrize("name", ["train-00002.bin", "train-00002.idx"])
+def test_what_was_touched_or_written_is_read_anew(folder, hashed, name):
+    open_verified(folder, "train")
+    hashed.clear()
+    os.utime(folder / name, ns=(0, 123_456_789))
+    open_verified(folder, "train")
+    assert hashed == [name]
+    with open(folder / name, "r+b") as stream:
+        stream.seek(-3, os.SEEK_END)
+        stream.write(b"\xff")
+    with pytest.raises(UserError, match="its SHA-256 is"):
+        open_verified(folder, "train")
+
+
+def test_a_copy_with_its_note_is_read_anew(folder, tmp_path, hashed):
+    open_verified(folder, "train")
+    hashed.clear()
+    shutil.copytree(folder, tmp_path / "copy")  # times are kept, as by rsync -a
+    open_verified(tmp_path / "copy", "train")
+    assert sorted(hashed) == names(folder, "train-*")
+    hashed.clear()
+    os.rename(tmp_path / "copy", tmp_path / "moved")
+    open_verified(tmp_path / "moved", "train")
+    assert hashed == []
+
+
+def test_another_manifest_asks_for_other_checksums(folder):
+    open_verified(folder, "train")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["train"]["shards"][0]["bin_sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"train-00000\.bin: .* the manifest says 0000000000000000"):
+        open_verified(folder, "train")
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]\n", b"\xff\xfe\n", b'{"name": 1}\n', bytes(300)])
+def test_a_damaged_note_counts_for_nothing(folder, hashed, damage):
+    open_verified(folder, "train")
+    whole = (folder / NOTE).read_bytes()
+    (folder / NOTE).write_bytes(whole[:-20] + damage)  # the last line is torn
+    hashed.clear()
+    open_verified(folder, "train")
+    assert len(hashed) == 1
+    (folder / NOTE).write_bytes(damage)
+    hashed.clear()
+    open_verified(folder, "train")
+    assert sorted(hashed) == names(folder, "train-*")
+
+
+def test_where_nothing_can_be_written_the_cache_has_the_note(folder, tmp_path, hashed, monkeypatch):
+    real = os.open
+
+    def refused(path, flags, *more, **options):
+        if Path(path) == folder / NOTE:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, flags, *more, **options)
+
+    monkeypatch.setattr(verified.os, "open", refused)
+    for _ in range(2):
+        open_verified(folder, "train", tmp_path / "cache")
+    assert sorted(hashed) == names(folder, "train-*")
+    assert not (folder / NOTE).exists()
+    assert len(list((tmp_path / "cache" / "verified").iterdir())) == 1
+
+
+def test_a_note_is_not_written_through_a_link(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "precious").write_text("mine")
+    (folder / NOTE).unlink(missing_ok=True)
+    (folder / NOTE).symlink_to(tmp_path / "precious")
+    open_verified(folder, "train")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_file_that_changes_while_it_is_read_is_told(folder, monkeypatch):
+    real = verified.checksums
+
+    def touching(paths, *more):
+        found = real(paths, *more)
+        os.utime(paths[0], ns=(0, 5))
+        return found
+
+    monkeypatch.setattr(verified, "checksums", touching)
+    with pytest.raises(UserError, match="was written to while it was read"):
+        open_verified(folder, "train")
+
+
+def test_opening_reads_nothing_to_the_end(folder, hashed):
+    TrainLoader(TokenCorpus.open(folder, "train"), 16, 4, 0).batch(0)
+    assert hashed == []
+
+
+def test_a_packing_plan_is_not_made_of_a_damaged_index(folder):
+    with open(folder / "train-00001.idx", "r+b") as stream:
+        stream.seek(-8, os.SEEK_END)
+        stream.write(bytes(8))
+    with pytest.raises(UserError, match=r"train-00001\.idx: its SHA-256"):
+        TrainLoader(TokenCorpus.open(folder, "train"), 16, 4, 0, packing="best_fit")
+    assert not list((folder / "packing").glob("[a-z]*"))
+
+
+def test_what_was_prepared_or_adopted_here_is_noted_by_its_maker(tmp_path, tiny_corpus, hashed):
+    from data_prep.adopt import parse_arguments
+    from data_prep.adoption import adopt
+
+    open_verified(tiny_corpus, "train")
+    prefix = str(tiny_corpus / "train-00000")
+    for link in ("hard", "copy"):
+        out = tmp_path / link
+        given = ["--tokenizer", "bytes", "--out", str(out), "--link", link]
+        held_out = ["--validation", str(tiny_corpus / "validation-00000")]
+        adopt(parse_arguments([prefix, *held_out, *given]))
+        for split in ("train", "validation"):
+            open_verified(out, split)
+    assert hashed == []
+
+
+class Together:
+    """Ranks that are threads; `meet` gives every one of them what each has brought."""
+
+    everywhere = Ranks.everywhere
+
+    def __init__(self, size):
+        self.world_size, self._barrier, self._brought = size, threading.Barrier(size), [None] * size
+        self._own = threading.local()
+
+    @property
+    def rank(self):
+        return self._own.rank
+
+    def gather(self, value):
+        self._brought[self.rank] = value
+        self._barrier.wait(30)
+        found = list(self._brought)
+        self._barrier.wait(30)
+        return found
+
+    def maximum(self, value):
+        return max(self.gather(value))
+
+    def run(self, action):
+        """`action(rank)` in a thread for each rank: its result, or what it raised."""
+        results = [None] * self.world_size
+
+        def one(rank):
+            self._own.rank = rank
+            try:
+                results[rank] = action(rank)
+            except UserError as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(r,)) for r in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+
+def config(folder):
+    return RunConfig.model_validate(run_values(folder, "unused"))
+
+
+@pytest.mark.parametrize("round_bytes", [2**34, 1])
+def test_ranks_share_a_copy(folder, hashed, monkeypatch, round_bytes):
+    monkeypatch.setattr(shards, "ROUND_BYTES", round_bytes)
+    ranks, read = Together(3), [[], [], []]
+    lines = ranks.run(lambda rank: shards.verify(config(folder), ranks, read[rank].append))
+    assert sorted(hashed) == names(folder)
+    assert all(len(found) >= len(hashed) // 3 for found in read)
+    assert sum(map(len, read)) == len(hashed)
+    assert lines[0] == lines[1] == lines[2] or all("verified" in line for (line,) in lines)
+    assert f"verified {len(hashed)} files (0.00 GB) in " in lines[0][0]
+    assert ranks.run(lambda rank: shards.verify(config(folder), ranks, print)) == [[], [], []]
+
+
+def test_ranks_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed):
+    shutil.copytree(folder, tmp_path / "other")
+    places = [folder, tmp_path / "other", folder]
+    ranks = Together(3)
+    lines = ranks.run(lambda rank: shards.verify(config(places[rank]), ranks, lambda what: None))
+    assert sorted(hashed) == sorted([*names(folder), *names(folder)])
+    assert f"verified {len(hashed)} files" in lines[1][0]
+
+
+def test_what_one_rank_finds_all_ranks_say(folder):
+    zeroed(folder / "train-00001.bin")
+    ranks = Together(2)
+    found = ranks.run(lambda rank: shards.verify(config(folder), ranks, lambda what: None))
+    assert str(found[0]) == str(found[1])
+    assert "train-00001.bin: its SHA-256 is" in str(found[0])
+
+
+def test_disks_of_other_hosts_are_other_copies(folder, monkeypatch):
+    corpus = TokenCorpus.open(folder, "train")
+    here = Check([corpus]).copy
+    monkeypatch.setattr(verified.socket, "gethostname", lambda: "another")
+    kind = verified._disk(folder)
+    assert (Check([corpus]).copy == here) == (kind == "")
+    monkeypatch.setattr(verified, "_disk", lambda folder: "")
+    shared = Check([corpus]).copy
+    monkeypatch.setattr(verified.socket, "gethostname", lambda: "a third")
+    assert Check([corpus]).copy == shared
+
+
+def test_notes_of_many_writers_are_all_there(folder):
+    corpus = TokenCorpus.open(folder, "train")
+    files = [f for e in corpus.entries_here() for f in verified.shard_files(folder, e)]
+    threads = [threading.Thread(target=lambda f=f: Notes(folder).add([f.stamp()])) for f in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(Notes(folder).holds(file) for file in files)
+
+
+def spoil(folder, name, dtype, position, value):
+    tokens = np.fromfile(folder / name, dtype)
+    tokens[position] = value
+    tokens.tofile(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("uint16", 65_535), ("int32", 100_000), ("int32", -1), ("int32", -100)]
+)
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_ids_outside_of_the_vocabulary_are_named(tmp_path, dtype, value, packing):
+    folder = write_prepared(tmp_path, random_documents(60, 40), [[1, 2, 3, 0]] * 9, dtype, 100)
+    spoil(folder, "train-00001.bin", dtype, 7, value)
+    corpus = TokenCorpus.open(folder, "train")
+    message = rf"train-00001\.bin: token 7 is the id {value}, outside of the vocabulary of 60000"
+    with pytest.raises(UserError, match=message):
+        loader = TrainLoader(corpus, 16, 4, 0, packing=packing)
+        for step in range(loader.samples_per_epoch // 4 + 1):
+            loader.batch(step)
+    with pytest.raises(UserError, match=message):
+        corpus.tokens(0, corpus.num_tokens)
+
+
+def test_the_last_label_is_looked_at_too(tmp_path):
+    """It is no input of its window, and may be the only one that is wrong."""
+    folder = write_prepared(tmp_path, [[1, 2, 3, 4, 0]], [[1, 2, 3, 4, 0]], "int32")
+    for split in ("train", "validation"):
+        for value in (-7, 60_000):
+            spoil(folder, f"{split}-00000.bin", "int32", 4, value)
+            corpus = TokenCorpus.open(folder, split)
+            read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
+            with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
+                read(0) if read else validation_windows(corpus, 4)[0]

@@ -1,0 +1,208 @@
+"""Where an export goes and what it reads: nothing that is not its own is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from cat_lm import export
+from cat_lm.errors import UserError
+from cat_lm.export import export_checkpoint, export_model, training_facts
+from cat_lm.io.checksums import checksum
+from cat_lm.pretrained import load_tokenizer
+from tests.finished_runs import checkpoint, tiny_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tiny_corpus) -> Path:
+    return tiny_corpus / "tokenizer"
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer_folder) -> Path:
+    checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def out(tmp_path, tokenizer_folder) -> Path:
+    """An earlier export."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    return export_model(tiny_model(257, seed=3), tokenizer, tmp_path / "out")
+
+
+def contents(folder: Path) -> dict[str, bytes | str | None]:
+    """All that is below a folder: files with their bytes, links with their targets."""
+    found: dict[str, bytes | str | None] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        is_file = path.is_file() and not path.is_symlink()
+        found[name] = os.readlink(path) if path.is_symlink() else None
+        found[name] = path.read_bytes() if is_file else found[name]
+    return found
+
+
+def facts(path: Path) -> dict[str, object]:
+    sums = {name: checksum(path, name) for name in ("sha256", "xxh3_128")}
+    return {"bytes": path.stat().st_size, **sums}
+
+
+def refused(monkeypatch, capsys, *arguments: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_the_record_lists_every_file(out):
+    record = json.loads((out / "export.json").read_text())
+    assert record["program"] == "cat_lm.export"
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert set(record["files"]) == names - {"export.json"}
+    for name, file in record["files"].items():
+        assert file == facts(out / name)
+    assert record["sha256"] == record["files"]["model.safetensors"]["sha256"]
+
+
+def test_what_a_user_added_stays(run, out):
+    before = (out / "model.safetensors").read_bytes()
+    (out / "eval").mkdir()
+    (out / "eval" / "results.json").write_text("mine")
+    (out / "link").symlink_to("/nowhere")
+    (out / "chat_template.txt").write_text("mine too")
+    export_checkpoint(run, out)
+    assert (out / "model.safetensors").read_bytes() != before
+    assert (out / "eval" / "results.json").read_text() == "mine"
+    assert os.readlink(out / "link") == "/nowhere"
+    assert (out / "chat_template.txt").read_text() == "mine too"
+    assert "eval/results.json" not in json.loads((out / "export.json").read_text())["files"]
+    assert {path.name for path in out.parent.iterdir()} == {"run", "out"}
+
+
+def test_a_listed_file_that_is_no_longer_written_goes(run, out):
+    old = out / "old_tokenizer.model"
+    old.write_text("of an earlier version")
+    record = json.loads((out / "export.json").read_text())
+    record["files"][old.name] = facts(old)
+    (out / "export.json").write_text(json.dumps(record))
+    export_checkpoint(run, out)
+    assert not old.exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["{}", "[]", "{", '{"program": "another"}', '{"program": "cat_lm.export", "files": {}}', ""],
+)
+def test_another_export_json_proves_nothing(run, tmp_path, monkeypatch, capsys, record):
+    theirs = tmp_path / "theirs"
+    (theirs / "sub").mkdir(parents=True)
+    (theirs / "thesis.tex").write_text("mine")
+    (theirs / "export.json").write_text(record)
+    before = contents(tmp_path)
+    assert str(theirs) in refused(monkeypatch, capsys, run, theirs)
+    assert contents(tmp_path) == before
+
+
+def test_an_export_of_an_earlier_version_is_kept(run, out, monkeypatch, capsys):
+    record = json.loads((out / "export.json").read_text())
+    del record["files"], record["program"]
+    (out / "export.json").write_text(json.dumps(record))
+    before = contents(out)
+    assert "does not list what" in refused(monkeypatch, capsys, run, out)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors", "config.json"])
+def test_what_was_changed_since_is_not_lost(run, out, monkeypatch, capsys, name):
+    (out / name).write_text("edited, or trained further")
+    before = contents(out)
+    assert f"{name} was changed since it was exported" in refused(monkeypatch, capsys, run, out)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "run/checkpoints",
+        "run/checkpoints/model",
+        "run/checkpoints/step-00000999",
+        "run/checkpoints/step-00000012",
+        "run/checkpoints/step-00000012/model/new",
+        "other/checkpoints/step-00000001",
+        "link/model",
+        "link/step-00000999",
+        "run",
+        ".",
+    ],
+)
+def test_checkpoints_are_no_place_for_it(run, monkeypatch, capsys, place):
+    folder = run.parent
+    (folder / "other" / "checkpoints").mkdir(parents=True)
+    (folder / "other" / "checkpoints" / ".lock").touch()
+    (folder / "link").symlink_to(run / "checkpoints")
+    before = contents(folder)
+    assert f"OUT {folder / place}: " in refused(monkeypatch, capsys, run, folder / place)
+    assert contents(folder) == before
+    tokenizer = load_tokenizer(run / "checkpoints/step-00000012/tokenizer")
+    with pytest.raises(UserError, match="OUT "):
+        export_model(tiny_model(257), tokenizer, folder / place)
+    assert contents(folder) == before
+
+
+def test_a_run_folder_takes_its_model(run):
+    assert export_checkpoint(run, run / "model") == run / "model"
+    assert export_checkpoint(run, run / "model") == run / "model"
+
+
+def test_places_where_no_folder_can_be(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    before = contents(tmp_path)
+    for place, said in (
+        (tmp_path / ("x" * 300), "longer than 255"),
+        (tmp_path / "loop", "a loop of symbolic links"),
+        (tmp_path / "loop" / "model", "a loop of symbolic links"),
+        (tmp_path / "file", "is a file"),
+        ("/proc/model", "may not be written to"),
+        ("", "is no path"),
+    ):
+        assert said in refused(monkeypatch, capsys, run, place)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("state.json", "{}", "state.json: has no step"),
+        ("state.json", "[]", "state.json: holds"),
+        ("state.json", '{"step": "12", "tokens": 1}', 'state.json: step is "12"'),
+        ("state.json", '{"step": 12, "tokens": 1, "data": null}', "state.json: data is null"),
+        ("run_config.yaml", "{", "run_config.yaml: not valid YAML"),
+        ("run_config.yaml", "data: null", "run_config.yaml: data is null"),
+        ("run_config.yaml", "3", "run_config.yaml: holds 3"),
+        ("run_config.yaml", "data: {context_length: x}", 'context_length is "x"'),
+        ("../../metrics.jsonl", "{broken}\n{}\n", "metrics.jsonl, line 1: is not JSON"),
+        ("../../metrics.jsonl", '{"val_loss": 1}\n', "metrics.jsonl, line 1: has no step"),
+        ("../../metrics.jsonl", '{"step": 1, "val_loss": "x"}\n', 'line 1: val_loss is "x"'),
+        ("../../metrics.jsonl", "\udcff\n", "is not UTF-8 text"),
+    ],
+)
+def test_what_a_checkpoint_knows_is_read_typed(run, name, content, said):
+    step = run / "checkpoints" / "step-00000012"
+    (step / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError) as error:
+        training_facts(step)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_line_cut_by_a_kill_is_left_out(run):
+    lines = '{"step": 6, "val_loss": 4.5}\n{"step": 12, "val_lo'
+    (run / "metrics.jsonl").write_text(lines)
+    assert training_facts(run / "checkpoints" / "step-00000012")["val_loss"] == 4.5

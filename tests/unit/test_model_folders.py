@@ -1,0 +1,504 @@
+"""Model folders that were damaged, changed, or made to do harm: one line, and nothing is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cat_lm import export_record, generate
+from cat_lm.errors import UserError
+from cat_lm.export import export_checkpoint, export_model
+from cat_lm.export_record import comparing_files
+from cat_lm.pretrained import choose_device, load_model, load_tokenizer
+from cat_lm.upcycle import Convolution, upcycle
+from tests.finished_runs import CONTEXT, checkpoint, tiny_model
+
+FILTER = "gpt_neox.layers.0.attention.query_key_value.q_filter"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tiny_corpus) -> Path:
+    tokenizer = load_tokenizer(tiny_corpus / "tokenizer")
+    folder = tmp_path_factory.mktemp("exported")
+    return export_model(tiny_model(257, conv_init="identity"), tokenizer, folder / "cat")
+
+
+@pytest.fixture
+def folder(exported, tmp_path) -> Path:
+    """An export, to be changed."""
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+@pytest.fixture
+def foreign(folder) -> Path:
+    """The same folder without its record: as one from elsewhere."""
+    (folder / "export.json").unlink()
+    return folder
+
+
+def change_settings(folder: Path, name: str = "config.json", **values: object) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def change_weights(folder: Path, change) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def flip(path: Path) -> None:
+    """Changes a bit near the end; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def run(monkeypatch, capsys, *arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["generate", *map(str, arguments)])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    code = 0
+    try:
+        generate.main()
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
+def assert_one_line(monkeypatch, capsys, said: str, *arguments: object, stdin: bytes = b"") -> None:
+    code, out, err = run(monkeypatch, capsys, *arguments, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+class TestChecksums:
+    @pytest.mark.parametrize(
+        "name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"]
+    )
+    def test_a_changed_file_is_named(self, folder, monkeypatch, capsys, name):
+        flip(folder / name)
+        said = f"error: {folder / name}: has the XXH3 checksum "
+        assert_one_line(monkeypatch, capsys, said, folder, "x")
+
+    def test_size_and_absence_are_named(self, folder):
+        with open(folder / "model.safetensors", "ab") as stream:
+            stream.write(b"x")
+        with pytest.raises(UserError, match=r"has [\d,]+ bytes, export.json lists"):
+            load_model(folder)
+        (folder / "generation_config.json").unlink()
+        with pytest.raises(UserError, match=r"generation_config.json: is missing"):
+            load_model(folder)
+
+    def test_every_way_to_the_weights_compares_them(self, folder, tmp_path):
+        from cat_lm.training.initial import load_initial_weights
+        from eval.filters import read_filters
+
+        flip(folder / "model.safetensors")
+        model = tiny_model(257)
+        for load in (
+            lambda: load_model(folder),
+            lambda: upcycle(folder, tmp_path / "out", Convolution()),
+            lambda: load_initial_weights(model, str(folder)),
+            lambda: read_filters(folder),
+        ):
+            with pytest.raises(UserError, match=r"model.safetensors: has the XXH3"):
+                load()
+        assert not (tmp_path / "out").exists()
+
+    def test_the_flag_takes_a_changed_file_and_ends_with_the_command(
+        self, folder, monkeypatch, capsys
+    ):
+        change_settings(folder, attention_dropout=0.5)
+        arguments = (folder, "x", "--max-new-tokens", 1, "--greedy")
+        assert run(monkeypatch, capsys, *arguments, "--skip-checksums")[0] == 0
+        assert_one_line(monkeypatch, capsys, "config.json: has ", *arguments)
+
+    def test_the_card_may_be_edited_and_files_added(self, folder):
+        (folder / "README.md").write_text("mine")
+        (folder / "notes.txt").write_text("mine")
+        load_model(folder)
+        load_tokenizer(folder)
+
+    def test_a_damaged_record_is_named(self, folder):
+        record = folder / "export.json"
+        values = json.loads(record.read_text())
+        for content, said in (
+            ("{", "is not JSON"),
+            ("[]", "must be an object"),
+            (json.dumps(values | {"files": []}), "files is"),
+            (json.dumps(values | {"files": {"../x": {}}}), "inside the file's own folder"),
+            (json.dumps(values | {"files": {}}), "has no config.json"),
+        ):
+            record.write_text(content)
+            with pytest.raises(UserError, match=said):
+                load_model(folder)
+
+    def test_an_earlier_version_s_record_vouches_for_the_weights(self, folder):
+        record = folder / "export.json"
+        values = json.loads(record.read_text())
+        del values["program"], values["files"]
+        record.write_text(json.dumps(values))
+        load_model(folder)
+        flip(folder / "model.safetensors")
+        with pytest.raises(UserError, match=r"model.safetensors: has the SHA-256"):
+            load_model(folder)
+
+    def test_a_folder_from_elsewhere_loads(self, foreign):
+        load_model(foreign)
+        (foreign / "export.json").write_text('{"who": "another program"}')
+        load_model(foreign)
+
+    def test_a_file_is_hashed_once(self, folder, monkeypatch):
+        hashed = []
+        checksums = export_record.checksums
+
+        def counted(paths, algorithm):
+            hashed.extend(paths)
+            return checksums(paths, algorithm)
+
+        monkeypatch.setattr(export_record, "checksums", counted)
+        load_model(folder)
+        load_model(folder)
+        assert hashed.count(folder / "model.safetensors") == 1
+        with comparing_files(skip=True):
+            shutil.copy(folder / "model.safetensors", folder / "copy")
+            os.replace(folder / "copy", folder / "model.safetensors")
+            load_model(folder)
+        assert hashed.count(folder / "model.safetensors") == 1
+
+
+class TestFinite:
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_weights_that_are_not_finite_are_named(self, foreign, tmp_path, value):
+        from cat_lm.training.initial import load_initial_weights
+
+        change_weights(foreign, lambda tensors: tensors[FILTER][1].fill_(value))
+        for load in (
+            lambda: load_model(foreign),
+            lambda: upcycle(foreign, tmp_path / "out", Convolution()),
+            lambda: load_initial_weights(tiny_model(257), str(foreign)),
+        ):
+            with pytest.raises(UserError, match=rf"{FILTER} of 34 tensors are not finite"):
+                load()
+
+    def test_a_checkpoint_that_is_not_finite_is_not_exported(self, tmp_path, tiny_corpus):
+        model = tiny_model(257)
+        with torch.no_grad():
+            model.lm_head.weight[3, 5] = math.nan
+            model.gpt_neox.final_layer_norm.bias[:] = math.inf
+        checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
+        with pytest.raises(UserError, match="and 1 more of 34 tensors are not finite"):
+            export_checkpoint(tmp_path / "run", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_dtype_that_has_no_room_is_said(self, tmp_path, tiny_corpus):
+        model = tiny_model(257)
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = 1e6
+        tokenizer = load_tokenizer(tiny_corpus / "tokenizer")
+        with pytest.raises(UserError, match=r"weights in float16: lm_head.weight of"):
+            export_model(model, tokenizer, tmp_path / "out", dtype="float16")
+        assert not (tmp_path / "out").exists()
+
+
+class TestCode:
+    """Whatever a folder asks for, `ran` is never written."""
+
+    @pytest.fixture
+    def ran(self, tmp_path) -> Path:
+        return tmp_path / "ran"
+
+    def evil(self, foreign: Path, ran: Path) -> None:
+        code = f"open({str(ran)!r}, 'w').close()\n"
+        code += "from transformers import PreTrainedConfig as C, PreTrainedModel as M\n"
+        code += "from transformers import PreTrainedTokenizerFast as T\n"
+        (foreign / "evil.py").write_text(code)
+        (foreign / "custom_generate").mkdir()
+        (foreign / "custom_generate" / "generate.py").write_text(code + "def generate(**_): 1 / 0")
+
+    def test_of_a_model_of_its_own(self, foreign, ran, monkeypatch, capsys):
+        self.evil(foreign, ran)
+        auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+        change_settings(foreign, model_type="evil", auto_map=auto)
+        monkeypatch.setattr("builtins.input", lambda *_: "y")
+        assert_one_line(monkeypatch, capsys, "its code is not run", foreign, "x", stdin=b"y\n" * 9)
+        with pytest.raises(UserError, match="its code is not run"):
+            upcycle(foreign, ran.parent / "out", Convolution())
+        assert not ran.exists()
+
+    def test_of_a_tokenizer_of_its_own(self, foreign, ran, monkeypatch, capsys):
+        from cat_lm.data.tokenizer_kinds import from_transformers
+
+        self.evil(foreign, ran)
+        (foreign / "tokenizer.json").unlink()
+        auto = {"AutoTokenizer": ["evil.T", "evil.T"]}
+        change_settings(foreign, "tokenizer_config.json", auto_map=auto, tokenizer_class="Evil")
+        monkeypatch.setattr("builtins.input", lambda *_: "y")
+        assert_one_line(monkeypatch, capsys, "its code is not run", foreign, "x", stdin=b"y\n" * 9)
+        with pytest.raises(UserError, match="its code is not run"):
+            from_transformers(foreign)
+        assert not ran.exists()
+
+    def test_beside_a_model_that_is_known(self, foreign, ran, monkeypatch, capsys):
+        self.evil(foreign, ran)
+        auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+        change_settings(foreign, auto_map=auto)
+        arguments = (foreign, "x", "--max-new-tokens", 1)
+        assert run(monkeypatch, capsys, *arguments, stdin=b"y\n" * 9)[0] == 0
+        assert not ran.exists()
+
+    def test_in_a_pickle(self, foreign, ran, tmp_path):
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(ran),)
+
+        (foreign / "model.safetensors").unlink()
+        torch.save({"lm_head.weight": Evil()}, foreign / "pytorch_model.bin")
+        for load in (load_model, lambda path: upcycle(path, tmp_path / "out", Convolution())):
+            with pytest.raises(UserError, match=r"pytorch_model.bin: is damaged, or holds more"):
+                load(foreign)
+        assert not ran.exists()
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            ([torch.zeros(1)], "holds a list, must hold tensors by name"),
+            ({"lm_head.weight": 3}, "a int, not a tensor"),
+        ],
+    )
+    def test_pickles_of_another_shape(self, foreign, value, said):
+        (foreign / "model.safetensors").unlink()
+        torch.save(value, foreign / "pytorch_model.bin")
+        with pytest.raises(UserError, match=said):
+            load_model(foreign)
+
+    def test_plain_pickles_load(self, foreign):
+        expected = load_model(foreign).state_dict()
+        torch.save(expected, foreign / "pytorch_model.bin")
+        (foreign / "model.safetensors").unlink()
+        loaded = load_model(foreign).state_dict()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+    @pytest.mark.parametrize("key", ["transformers_weights", "configuration_files"])
+    def test_settings_do_not_lead_elsewhere(self, foreign, key):
+        change_settings(foreign, **{key: "../other.safetensors"})
+        with pytest.raises(UserError, match=f"{key} is .*other files than the usual ones"):
+            load_model(foreign)
+
+    def test_adapters_and_kernels_are_refused(self, foreign):
+        change_settings(foreign, attn_implementation="someone/kernel:run")
+        with pytest.raises(UserError, match="code from elsewhere is not run"):
+            load_model(foreign)
+        (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+        with pytest.raises(UserError, match="holds an adapter"):
+            load_model(foreign)
+
+
+class TestIndex:
+    @pytest.mark.parametrize(
+        ("weight_map", "said"),
+        [
+            ({"lm_head.weight": "../secret.safetensors"}, "must be a path inside"),
+            ({"lm_head.weight": "/secret.safetensors"}, "must be a path inside"),
+            ({"lm_head.weight": "sub/part.safetensors"}, "a file in the same folder"),
+            ({"lm_head.weight": 3}, "weight_map.lm_head.weight is 3"),
+            ({"lm_head.weight": "absent.safetensors"}, "which is not in the folder"),
+            ({"lm_head.weight": "config.json"}, "another kind of file"),
+            (["part.safetensors"], "weight_map is"),
+            ({}, "weight_map is empty"),
+            (None, "weight_map is null"),
+        ],
+    )
+    def test_a_name_may_not_leave_the_folder(self, foreign, tmp_path, weight_map, said):
+        shutil.move(foreign / "model.safetensors", tmp_path / "secret.safetensors")
+        index = {"metadata": {}, "weight_map": weight_map}
+        (foreign / "model.safetensors.index.json").write_text(json.dumps(index))
+        for load in (load_model, lambda path: upcycle(path, tmp_path / "out", Convolution())):
+            with pytest.raises(UserError, match=said):
+                load(foreign)
+
+    def test_weights_in_several_files_load(self, foreign):
+        expected = load_model(foreign).state_dict()
+        load_model(foreign).save_pretrained(foreign / "parts", max_shard_size="20KB")
+        (foreign / "model.safetensors").unlink()
+        for path in (foreign / "parts").glob("model*"):
+            path.rename(foreign / path.name)
+        assert len(list(foreign.glob("*.safetensors"))) > 1
+        loaded = load_model(foreign).state_dict()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"hidden_size": "abc"}, "hidden_size"),
+            (
+                {"hidden_size": 10**30},
+                "hidden_size=1000000000000000000000000000000: must be from 1",
+            ),
+            ({"hidden_size": 33}, "hidden_size=33: must be a multiple of num_attention_heads=2"),
+            ({"num_attention_heads": 0}, "num_attention_heads=0: must be from 1"),
+            ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be from 1"),
+            ({"max_position_embeddings": -1}, "max_position_embeddings=-1: must be from 1"),
+            ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0: must be from 1e-20"),
+            ({"layer_norm_eps": math.nan}, "layer_norm_eps=nan"),
+            ({"hidden_act": "foo"}, "hidden_act='foo': is not supported; choose one of"),
+            ({"rope_parameters": [1]}, "rope_parameters"),
+            ({"use_parallel_residual": "yes"}, "use_parallel_residual"),
+            (
+                {"rotary_emb_base": math.inf, "rope_parameters": None},
+                "rotary_emb_base=inf: must be",
+            ),
+            ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
+            ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
+            ({"model_type": 3}, "model_type is 3, must be a name"),
+            ({"model_type": "unheard_of"}, "unheard_of"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["cat_neox", "gpt_neox"])
+    def test_what_both_kinds_are_built_from(self, foreign, kind, values, said):
+        change_settings(foreign, **{"model_type": kind} | values)
+        with pytest.raises(UserError) as refused:
+            load_model(foreign)
+        line = str(refused.value)
+        assert said in line and "config.json" in line and "\n" not in line
+
+    @pytest.mark.parametrize("theta", [math.nan, math.inf, 1e-320, "big", -1])
+    @pytest.mark.parametrize("kind", ["cat_neox", "gpt_neox"])
+    def test_the_base_of_the_frequencies(self, foreign, kind, theta):
+        config = json.loads((foreign / "config.json").read_text())
+        rope = config["rope_parameters"] | {"rope_theta": theta}
+        change_settings(foreign, model_type=kind, rope_parameters=rope)
+        with pytest.raises(UserError, match=r"config\.json cannot be used: .*rope_theta"):
+            load_model(foreign)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"conv_type": "foo"}, "conv_type='foo' is not supported; choose one of none, head"),
+            ({"conv_type": 3}, "conv_type=3"),
+            ({"conv_window": 21.0}, "conv_window=21.0: must be a whole number"),
+            ({"conv_window": "21"}, "conv_window='21': must be a whole number"),
+            ({"conv_window": 10**9}, "conv_window=1000000000: must be from 1"),
+            ({"conv_streams": 5}, "conv_streams=5"),
+            ({"attention_temperature": 1e-320}, "attention_temperature=1e-320: must be from 0.001"),
+            ({"attention_temperature": None}, "attention_temperature=None: must be a number"),
+            ({"rope_parameters": {"rope_type": [1]}}, "rope_parameters.rope_type=[1]"),
+        ],
+    )
+    def test_what_cat_adds(self, foreign, values, said):
+        change_settings(foreign, **values)
+        with pytest.raises(UserError) as refused:
+            load_model(foreign)
+        assert said in str(refused.value) and "config.json" in str(refused.value)
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "3", '"x"', "\x00", "[" * 10_000])
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+    def test_files_of_another_shape(self, foreign, monkeypatch, capsys, name, content):
+        (foreign / name).write_text(content)
+        assert_one_line(monkeypatch, capsys, str(foreign), foreign, "x")
+
+    @pytest.mark.parametrize("token", ["x", [1.5], 1.5, {"a": 1}])
+    def test_tokens_of_the_generation(self, foreign, token):
+        change_settings(foreign, "generation_config.json", eos_token_id=token)
+        with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id"):
+            load_model(foreign)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"hidden_size": 128}, r"is \[.*\] in the file, config.json asks for \[.*128"),
+            ({"vocab_size": 100, "pad_token_id": None}, r"\[257, 32\] in the file, .* \[100, 32\]"),
+            ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
+            ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
+            ({"conv_type": "none"}, "unexpected keys .*filter"),
+            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.input_layernorm"),
+            ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
+        ],
+    )
+    def test_weights_of_another_shape(self, foreign, values, said):
+        change_settings(foreign, **values)
+        with pytest.raises(UserError, match=f"weights and config.json do not fit: .*{said}"):
+            load_model(foreign)
+
+    def test_weights_of_another_type(self, foreign):
+        def change(tensors):
+            tensors["lm_head.weight"] = tensors["lm_head.weight"].long()
+
+        change_weights(foreign, change)
+        with pytest.raises(UserError, match=r"lm_head.weight is of I64, must be of floating"):
+            load_model(foreign)
+
+    def test_a_device_without_numbers(self):
+        with pytest.raises(UserError, match="--device meta: cannot be used"):
+            choose_device("meta")
+
+
+class TestGenerate:
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            *(("--max-new-tokens", value) for value in (0, 10**9, 10**30, "x", "1e3", "")),
+            *(("--temperature", value) for value in ("1e-320", "nan", "inf", -1, 0)),
+            *(("--top-p", value) for value in (0, 1.5, "nan")),
+            *(("--seed", value) for value in (-(10**19), 10**30, "x")),
+            *(("--num-samples", value) for value in (0, 10**9)),
+        ],
+    )
+    def test_numbers_that_cannot_be_meant(self, monkeypatch, capsys, option, value):
+        monkeypatch.setattr(generate, "model_config", None)
+        assert_one_line(monkeypatch, capsys, f"{option}: ", "nowhere", "x", f"{option}={value}")
+
+    def test_a_prompt_beyond_any_memory(self, foreign, monkeypatch, capsys):
+        monkeypatch.setattr(generate, "load_model", None)
+        text = b"What a long text. " * 2**17
+        said = f"prompt: its {len(text):,} tokens and --max-new-tokens 100 are more than 64 times"
+        assert_one_line(monkeypatch, capsys, said, foreign, "-", stdin=text)
+
+    def test_new_tokens_far_beyond_the_training(self, foreign, monkeypatch, capsys):
+        monkeypatch.setattr(generate, "load_model", None)
+        said = f"they must be at most {64 * CONTEXT:,}"
+        assert_one_line(monkeypatch, capsys, said, foreign, "x", "--max-new-tokens", 64 * CONTEXT)
+
+    def test_memory_is_asked_before(self, foreign, monkeypatch, capsys):
+        monkeypatch.setattr(generate, "free_bytes", lambda device: 2**20)
+        said = "do not fit into memory (about "
+        assert_one_line(monkeypatch, capsys, said, foreign, "x", "--max-new-tokens", 64)
+
+    def test_standard_input_without_end(self, monkeypatch, capsys):
+        monkeypatch.setattr(generate, "_PROMPT_BYTES", 2**20)
+        said = "standard input holds more than 1 MiB"
+        assert_one_line(monkeypatch, capsys, said, "nowhere", "-", stdin=b"x" * (2**20 + 1))
+
+    def test_prompts_that_are_no_text(self, monkeypatch, capsys):
+        said = "prompt -: is not UTF-8 text (byte 1)"
+        assert_one_line(monkeypatch, capsys, said, "nowhere", "-", stdin=b"a\xff\xfe")
+        assert_one_line(monkeypatch, capsys, "prompt: is not UTF-8 text", "nowhere", "a\udcff")
+
+    def test_ids_beyond_the_vocabulary(self, foreign, monkeypatch, capsys):
+        def change(tensors):
+            for name in ("lm_head.weight", "gpt_neox.embed_in.weight"):
+                tensors[name] = tensors[name][:200].clone()
+
+        change_weights(foreign, change)
+        change_settings(foreign, vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+        said = "tokenizer has 257 entries, the model 200"
+        assert_one_line(monkeypatch, capsys, said, foreign, "x")
+
+    def test_settings_that_generation_refuses(self, foreign, monkeypatch, capsys):
+        change_settings(foreign, "generation_config.json", num_beams=2, num_beam_groups="x")
+        code, out, err = run(monkeypatch, capsys, foreign, "x", "--max-new-tokens", 2)
+        assert code in (0, 2)
+        assert "Traceback" not in out + err
