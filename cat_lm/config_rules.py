@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm import limits
 from cat_lm.io.readers import short
+from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
@@ -45,7 +46,7 @@ def _convolution(config: RunConfig) -> list[str]:
             f"model.conv_mixing=maps: needs conv_type=multihead and the stream v, not "
             f"conv_type={model.conv_type} and conv_streams={short(streams)}"
         )
-    if model.conv_activation != "none" and model.conv_type != "depthwise":
+    if model.conv_activation != "none" and not kinds.takes_activation(model.conv_type):
         errors.append(
             f"model.conv_activation={model.conv_activation}: goes with conv_type=depthwise only, "
             f"not with conv_type={model.conv_type}"

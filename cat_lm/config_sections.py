@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cat_lm import limits
 from cat_lm.limits import Range
 from cat_lm.model.rope_scaling import check_rope_parameters
+from cat_lm.ops.convolution import kinds
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBT]?)")
@@ -123,6 +124,15 @@ Tokens = Annotated[int, whole(limits.TOKENS)]
 PositiveTokens = Annotated[int, whole(limits.TOKENS.at_least(1))]
 Batch = Annotated[int, whole(limits.BATCH)]
 Share = Annotated[float, number(limits.SHARE)]
+
+
+def _known_kind(name: str) -> str:
+    if name not in ("none", *kinds.names()):
+        raise ValueError(f"must be one of none, {', '.join(kinds.names())}")
+    return name
+
+
+ConvType = Annotated[str, AfterValidator(_known_kind)]
 Dropout = Annotated[float, number(limits.FRACTION, below=1)]
 LearningRate = Annotated[float, number(limits.LEARNING_RATE)]
 PathText = Annotated[str, AfterValidator(_check_path)]
@@ -148,7 +158,7 @@ class ModelSection(Section):
     rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = 0.25
     rope_theta: Annotated[float, number(limits.ROPE_BASE)] = 10000.0
     position_embedding: Literal["rope", "none"] = "rope"
-    conv_type: Literal["none", "head", "multihead", "depthwise"] = "none"
+    conv_type: ConvType = "none"
     conv_window: Annotated[int, whole(limits.WINDOW)] = 21
     conv_streams: str = "qkv"
     conv_init: Literal["identity", "uniform"] = "identity"
@@ -181,12 +191,10 @@ class ModelSection(Section):
         width, heads = self.hidden_size, self.num_attention_heads
         inner = self.intermediate_size or 4 * width
         vocabulary = (self.vocab_size or vocab_size) * width
-        filters = {
-            "none": 0,
-            "head": heads * self.conv_window,
-            "multihead": heads**2 * self.conv_window,
-            "depthwise": width * self.conv_window,
-        }[self.conv_type]
+        filters = 0
+        if self.conv_type != "none":
+            kind = kinds.get(self.conv_type)
+            filters = kind.filter_parameters(heads, width // heads, self.conv_window)
         norm, attention = 2 * width, 4 * width * (width + 1)
         mlp = 2 * width * inner + inner + width
         layer = 2 * norm + attention + mlp + filters * len(self.conv_streams)

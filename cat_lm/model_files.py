@@ -16,6 +16,7 @@ from pydantic import AfterValidator
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.readers import InsideName, Record, read_json, read_object, short
+from cat_lm.model.names import current_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,23 +143,29 @@ class Header(NamedTuple):
     is_floating_point: bool
 
 
-def read_headers(files: Iterable[Path]) -> dict[str, Header]:
-    """Read names, shapes and types of all weights, by today's names of GPT-NeoX.
+def read_headers(files: Iterable[Path], has_convolution: bool = False) -> dict[str, Header]:
+    """Read names, shapes and types of all weights, by today's names.
+
+    Args:
+        has_convolution: of the model that they are for, see `cat_lm.model.names`.
 
     Raises:
         UserError: a file cannot be opened, is damaged, or holds anything but tensors by name.
     """
     found: dict[str, Header] = {}
     for path in files:
-        found |= _by_todays_names(_read(path, _safetensors_headers, _pickle_headers))
+        stored = _read(path, _safetensors_headers, _pickle_headers)
+        found |= _by_todays_names(stored, has_convolution)
     return found
 
 
-def read_tensors(files: Iterable[Path], names: Collection[str] | None = None) -> dict[str, Tensor]:
+def read_tensors(
+    files: Iterable[Path], names: Collection[str] | None = None, has_convolution: bool = False
+) -> dict[str, Tensor]:
     """Read weights (all, or those of `names`) by today's names; errors as in `read_headers`."""
 
     def chosen(tensors: dict[str, Any]) -> dict[str, Any]:
-        tensors = _by_todays_names(tensors)
+        tensors = _by_todays_names(tensors, has_convolution)
         return tensors if names is None else {n: t for n, t in tensors.items() if n in names}
 
     def safetensors(path: Path) -> dict[str, Tensor]:
@@ -174,8 +181,8 @@ def read_tensors(files: Iterable[Path], names: Collection[str] | None = None) ->
     return found
 
 
-def _by_todays_names(tensors: dict[str, Any]) -> dict[str, Any]:
-    renamed = {re.sub(r"^embed_out\.", "lm_head.", name): t for name, t in tensors.items()}
+def _by_todays_names(tensors: dict[str, Any], has_convolution: bool) -> dict[str, Any]:
+    renamed = {current_name(name, has_convolution): t for name, t in tensors.items()}
     return {name: tensor for name, tensor in renamed.items() if not _OLD_BUFFERS.search(name)}
 
 

@@ -193,7 +193,7 @@ def load_weights(
     files = weight_files(folder)
     with verifying(folder, {file.name for file in files}.__contains__):
         _check_headers(folder, config)
-        tensors = read_tensors(files, names)
+        tensors = read_tensors(files, names, _has_convolution(config))
         refuse_non_finite(f"model {folder}", tensors)
     return tensors
 
@@ -201,7 +201,7 @@ def load_weights(
 def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     """Compare names and shapes before anything of their size is made."""
     files = weight_files(folder)
-    stored = read_headers(files)
+    stored = read_headers(files, _has_convolution(config))
     if config.model_type not in OWN_KINDS:
         return
     last = f"gpt_neox.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
@@ -209,6 +209,10 @@ def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     expected = skeleton(folder, config).state_dict() if last in stored else {last: None}
     tied = {"lm_head.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {}
     check_fit(folder, stored, expected, tied)
+
+
+def _has_convolution(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "convolved_streams", ""))
 
 
 def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

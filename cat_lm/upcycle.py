@@ -9,6 +9,7 @@ logits of both folders are compared before OUT appears, which is never half a mo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from cat_lm.export_record import comparing_files, verify
 from cat_lm.io.folders import check_output, replaced_folder
 from cat_lm.io.readers import read_object
 from cat_lm.limits import WINDOW
+from cat_lm.model.names import current_name
 from cat_lm.model_card import describe_model
+from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import (
     OWN_KINDS,
     is_of_tokenizer,
@@ -188,12 +191,23 @@ def _target_weights(
                     f"{difference:.1e}); only convolutions that are all still the identity can be "
                     "taken away or replaced"
                 )
-    for name, tensor in skeleton(folder, target).state_dict().items():
+    weights = _with_bias_in_place(weights, target)
+    dtype = weights["gpt_neox.layers.0.attention.query_key_value.weight"].dtype
+    for name in skeleton(folder, target).state_dict():
         if name.endswith("_filter"):
-            projection = weights[name.rsplit(".", 1)[0] + ".weight"]
-            weights[name] = identity_filters(target).to(projection.dtype)
-            assert weights[name].shape == tensor.shape
+            weights[name] = identity_filters(target).to(dtype)
     return weights
+
+
+def _with_bias_in_place(weights: dict[str, Tensor], target: GPTNeoXConfig) -> dict[str, Tensor]:
+    """Name the projections' biases as the target does: they follow its convolutions."""
+    convolved = bool(getattr(target, "convolved_streams", ""))
+    if convolved:
+        return {current_name(name, convolved): tensor for name, tensor in weights.items()}
+    return {
+        re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name): tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _model_with(folder: Path, config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
@@ -265,7 +279,7 @@ def main() -> None:
     parser.add_argument("out", help="folder to write; must be new or empty")
     parser.add_argument(
         "--conv",
-        choices=("head", "multihead", "depthwise", "none"),
+        choices=(*kinds.names(), "none"),
         default="head",
         help="kind of convolution; none makes plain GPT-NeoX (default: head)",
     )

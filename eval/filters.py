@@ -11,6 +11,7 @@ kind of convolution:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cat_lm.model_files import read_headers
 from cat_lm.pretrained import load_weights, model_config, weight_files
 from eval.figures import INK, MUTED, STYLE, WIDE
 
@@ -69,6 +71,10 @@ class View:
     limit: float
 
 
+# Whatever a family calls its attention.
+_FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
+
+
 def read_filters(model: Path) -> Filters | None:
     """The filters in the export at `model`; None without an export or without convolutions.
 
@@ -77,16 +83,17 @@ def read_filters(model: Path) -> Filters | None:
     if not (model / "config.json").is_file() or not weight_files(model):
         return None
     config = model_config(model)
-    wanted = [
-        [_filter_name(layer, stream) for layer in range(config.num_hidden_layers)]
-        for stream in getattr(config, "convolved_streams", "")
-    ]
-    if not wanted:
+    if not getattr(config, "convolved_streams", ""):
         return None
-    tensors = load_weights(model, config, {name for layers in wanted for name in layers})
+    headers = read_headers(weight_files(model), has_convolution=True)
+    places = {name: match for name in headers if (match := _FILTER_NAME.search(name))}
+    tensors = load_weights(model, config, places.keys())
+    layers: dict[str, dict[int, np.ndarray]] = {}
+    for name, match in places.items():
+        layers.setdefault(match[2], {})[int(match[1])] = tensors[name].float().numpy()
     streams = {
-        stream: np.stack([tensors[name].float().numpy() for name in names])
-        for stream, names in zip(config.convolved_streams, wanted, strict=True)
+        stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
+        for stream in config.convolved_streams
     }
     return Filters(config.conv_type, streams)
 
@@ -222,7 +229,3 @@ def diverging_map() -> ListedColormap:
     strength = (np.abs(values) ** 0.8)[:, None]
     colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
     return ListedColormap(1 + strength * (colours - 1))
-
-
-def _filter_name(layer: int, stream: str) -> str:
-    return f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"

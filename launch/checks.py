@@ -208,10 +208,11 @@ def convolutions() -> Iterator[Finding]:
     import torch
 
     from cat_lm import ops
+    from cat_lm.ops.convolution import kinds
 
     shape = {"window": 21, "heads": 16, "head_dim": 64}
     for where in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
-        for conv_type in ("head", "depthwise", "multihead"):
+        for conv_type in kinds.names():
             value, dtypes_of = {}, {}
             for name in ("float32", "bfloat16"):
                 dtype = getattr(torch, name)

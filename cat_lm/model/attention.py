@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
@@ -15,8 +15,9 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 
 from cat_lm.model.cache import ConvStateMixin
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import ConvolvedProjection
+from cat_lm.model.convolution import AttentionConvolution
 from cat_lm.model.map_mixing import attend_mixing_maps, sum_over_maps
+from cat_lm.model.names import current_name
 from cat_lm.model.rope_scaling import logit_temperature
 
 
@@ -30,8 +31,15 @@ class CatAttention(GPTNeoXAttention):
 
     def __init__(self, config: CatConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.convolution = None
         if config.convolved_streams:
-            self.query_key_value = ConvolvedProjection(config)
+            width = config.hidden_size
+            self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            dense = self._modules.pop("dense")
+            self.convolution = AttentionConvolution(config)
+            self.dense = dense
+            self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
         self.dense.writes_residual = True
         self.scaling /= logit_temperature(config)
 
@@ -112,9 +120,9 @@ class CatAttention(GPTNeoXAttention):
         cache: Cache | None,
         follows_cache: bool,
     ) -> tuple[Tensor, ...]:
-        """Rotated queries and keys, and values, each [B, T, H, D]; see `ConvolvedProjection`."""
-        if not isinstance(self.query_key_value, ConvolvedProjection):
-            projected = self.query_key_value(hidden_states)
+        """Rotated queries and keys, and values, each [B, T, H, D]; see `AttentionConvolution`."""
+        projected = self.query_key_value(hidden_states)
+        if self.convolution is None:
             heads = self.config.num_attention_heads
             projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
             query, key, value = projected.unbind(dim=3)
@@ -123,9 +131,15 @@ class CatAttention(GPTNeoXAttention):
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         layer = _cache_layer(cache, self.layer_idx)
         state = layer if isinstance(layer, ConvStateMixin) else None
-        return self.query_key_value(
-            hidden_states, rotary, padding_mask, document_ids, state, follows_cache
-        )
+        return self.convolution(projected, rotary, padding_mask, document_ids, state, follows_cache)
+
+
+def _rename_earlier_parameters(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
+) -> None:
+    """Take GPT-NeoX's and earlier versions' names for what the convolution holds now."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[current_name(name, has_convolution=True)] = state_dict.pop(name)
 
 
 def _cache_layer(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:

@@ -27,8 +27,8 @@ from cat_lm.model.rope_scaling import (
     check_rope_parameters,
     check_temperature,
 )
+from cat_lm.ops.convolution import kinds
 
-CONV_TYPES = ("none", "head", "multihead", "depthwise")
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform")
@@ -99,7 +99,7 @@ class CatConfig(GPTNeoXConfig):
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
         if self.conv_type != "none":
             _check_choice("conv_init", self.conv_init, CONV_INITS)
-        _check_choice("conv_type", self.conv_type, CONV_TYPES)
+        _check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
         _check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         _check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
@@ -177,13 +177,13 @@ def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
     Raises:
         ValueError: naming the field, its value and what would be right.
     """
-    for fields, kinds, what in (
+    for fields, types, what in (
         (_WHOLE_NUMBERS, int, "a whole number"),
         (_NUMBERS, int | float, "a number"),
     ):
         for name, allowed in fields.items():
             value = getattr(config, name)
-            if isinstance(value, bool) or not isinstance(value, kinds):
+            if isinstance(value, bool) or not isinstance(value, types):
                 raise ValueError(f"{name}={value!r}: must be {what}")
             if problem := allowed.problem(value):
                 raise ValueError(f"{name}={value}: {problem}")
@@ -243,7 +243,7 @@ def _check_mixing_and_activation(config: CatConfig) -> None:
             f"conv_mixing='maps' needs the stream v, whose filters mix the maps; "
             f"conv_streams={config.conv_streams!r} must name it, as in 'v' or 'qkv'"
         )
-    if config.conv_activation != "none" and config.conv_type != "depthwise":
+    if config.conv_activation != "none" and not kinds.takes_activation(config.conv_type):
         raise ValueError(
             f"conv_activation={config.conv_activation!r} needs conv_type='depthwise', "
             f"not {config.conv_type!r}; the others have conv_activation='none'"

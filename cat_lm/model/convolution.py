@@ -1,4 +1,4 @@
-"""The fused query, key and value projection with causal convolutions along time."""
+"""Causal convolutions along time between the query, key and value projection and attention."""
 
 from __future__ import annotations
 
@@ -12,27 +12,19 @@ from cat_lm.model.map_mixing import mixed_values
 from cat_lm.ops import (
     BACKENDS,
     choose_backend,
-    depthwise_conv,
+    convolve,
     head_conv_qkv,
-    multihead_conv,
     rotate,
 )
-from cat_lm.ops.qkv import STREAM_SLICES
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
 
 
 def identity_filters(config: CatConfig) -> Tensor:
-    """A stream's filters that change nothing: [H, W], [W, H, H] or, depthwise, [H, D, W]."""
-    heads, window = config.num_attention_heads, config.conv_window
-    if config.conv_type == "multihead":
-        filters = torch.zeros(window, heads, heads)
-        filters[0] = torch.eye(heads)
-        return filters
-    shape: tuple[int, ...] = (heads, window)
-    if config.conv_type == "depthwise":
-        shape = (heads, config.hidden_size // heads, window)
-    filters = torch.zeros(shape)
-    filters[..., 0] = 1.0
-    return filters
+    """Make a stream's filters that change nothing, of the shape of their kind."""
+    heads = config.num_attention_heads
+    kind = kinds.get(config.conv_type)
+    return kind.identity(heads, config.hidden_size // heads, config.conv_window)
 
 
 def describe_backend(
@@ -76,8 +68,8 @@ def describe_backend(
     return "; ".join(lines)
 
 
-class ConvolvedProjection(nn.Linear):
-    """GPT-NeoX's `query_key_value` with convolutions of the chosen streams, and rotary positions.
+class AttentionConvolution(nn.Module):
+    """Convolve the chosen streams of projected queries, keys and values, add the bias, rotate.
 
     For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
     for each head (`conv_type: head`):
@@ -96,13 +88,17 @@ class ConvolvedProjection(nn.Linear):
 
         y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
 
-    Queries and keys are then rotated. The filters `q_filter`, `k_filter`, `v_filter`, lag 0 first,
-    are parameters of this module, beside `weight` and `bias`, so that whoever gathers a module's
-    parameters before its forward (ZeRO-3, FSDP) gathers all that the forward reads.
+    Queries and keys are then rotated. `query_key_value` stays a plain linear layer, so that what
+    replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model.
+    This module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
+    projection's `bias` [3 C], and its forward reads no other parameters: whoever gathers a module's
+    parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
     """
 
+    no_decay = ("bias", *(f"{stream}_filter" for stream in STREAMS))
+
     def __init__(self, config: CatConfig):
-        super().__init__(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
+        super().__init__()
         self.num_heads = config.num_attention_heads
         self.conv_type = config.conv_type
         self.window = config.conv_window
@@ -111,6 +107,8 @@ class ConvolvedProjection(nn.Linear):
         self.activation = config.conv_activation
         self.mixes_maps = config.mixes_maps
         self.conv_backend = "auto"
+        bias = nn.Parameter(torch.zeros(3 * config.hidden_size)) if config.attention_bias else None
+        self.register_parameter("bias", bias)
         for stream in self.streams:
             self.register_parameter(f"{stream}_filter", nn.Parameter(identity_filters(config)))
 
@@ -120,17 +118,18 @@ class ConvolvedProjection(nn.Linear):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        projected: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         state: ConvStateMixin | None = None,
         follows_cache: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Projects, convolves and rotates.
+        """Convolve and rotate.
 
         Args:
-            hidden_states: [B, T, C].
+            projected: what the projection makes without a bias, [B, T, H·3·D]: for each head its
+                queries, keys and values, as GPT-NeoX packs them.
             rotary: cosines and sines, [B or 1, T, rotated channels]; None for no rotation.
             padding_mask: [B, T] bool, False at padding, which the convolution reads as zeros.
             document_ids: [B, T]; the convolution reads zeros across a change of the id.
@@ -142,14 +141,13 @@ class ConvolvedProjection(nn.Linear):
             padding, and a fourth tensor follows: `mixed_values` of them [B, T, H, H D], or, after
             a cache, the values' filters [W, H, H], with which `attend_mixing_maps` goes on.
         """
-        batch, time, _ = hidden_states.shape
-        projected = F.linear(hidden_states, self.weight).view(batch, time, self.num_heads, 3, -1)
+        projected = projected.view(*projected.shape[:2], self.num_heads, 3, -1)
         if padding_mask is not None:
             projected = projected.masked_fill(~padding_mask[:, :, None, None, None], 0.0)
         bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
         initial_state = self._exchange_state(projected, padding_mask, state)
 
-        if self.conv_type == "head":
+        if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
             return head_conv_qkv(
                 projected,
                 [getattr(self, f"{stream}_filter", None) for stream in STREAMS],
@@ -191,7 +189,7 @@ class ConvolvedProjection(nn.Linear):
         document_ids: Tensor | None,
         initial_state: Tensor | None,
     ) -> Tensor:
-        """One stream of a multi-head or depthwise convolution, before rotation, [B, T, H, D]."""
+        """One stream, convolved by itself, before rotation, [B, T, H, D]."""
         index = STREAMS.index(stream)
         inputs = projected[:, :, :, index]
         bias = None if bias is None else bias[:, index]
@@ -199,8 +197,8 @@ class ConvolvedProjection(nn.Linear):
             return inputs if bias is None else inputs + bias.to(inputs.dtype)
         if initial_state is not None:
             initial_state = initial_state[:, :, :, self.embedding_streams.index(stream)]
-        convolve = multihead_conv if self.conv_type == "multihead" else depthwise_conv
         outputs = convolve(
+            self.conv_type,
             inputs,
             getattr(self, f"{stream}_filter"),
             bias,

@@ -26,7 +26,8 @@ from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import ConvolvedProjection, identity_filters
+from cat_lm.model.convolution import AttentionConvolution, identity_filters
+from cat_lm.ops.convolution import kinds
 
 
 def small_init_std(config: CatConfig) -> float:
@@ -50,17 +51,19 @@ def initialize(module: nn.Module, config: CatConfig) -> bool:
         init.normal_(module.weight, mean=0.0, std=std)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
-        if isinstance(module, ConvolvedProjection):
-            _initialize_filters(module, config)
+        return True
+    if isinstance(module, AttentionConvolution):
+        if module.bias is not None:
+            init.zeros_(module.bias)
+        _initialize_filters(module, config)
         return True
     return False
 
 
-def _initialize_filters(projection: ConvolvedProjection, config: CatConfig) -> None:
-    inputs = config.conv_window
-    if config.conv_type == "multihead":
-        inputs *= config.num_attention_heads
-    for filters in projection.filters():
+def _initialize_filters(convolution: AttentionConvolution, config: CatConfig) -> None:
+    kind = kinds.get(config.conv_type)
+    inputs = kind.fan_in(config.num_attention_heads, config.conv_window)
+    for filters in convolution.filters():
         if config.conv_init == "identity":
             init.copy_(filters, identity_filters(config))
         else:

@@ -22,12 +22,19 @@ from transformers.utils.output_capturing import capture_outputs
 from cat_lm.model.attention import CatAttention
 from cat_lm.model.cache import CatCache, attach_conv_state
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import ConvolvedProjection
+from cat_lm.model.convolution import AttentionConvolution
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import check_attention, sequence_layout
+from cat_lm.model.names import renamings
 from cat_lm.model.rope import CatRotaryEmbedding
 from cat_lm.ops import BACKENDS
+
+# What decides which configuration a name means.
+_HUB_OPTIONS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "trust_remote_code"),
+)
 
 
 class CatLayer(GPTNeoXLayer):
@@ -141,8 +148,14 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Reads Pythia's files too, which call the head `embed_out`."""
-        renamed = {r"^embed_out\.": "lm_head."} | (kwargs.pop("key_mapping", None) or {})
+        """Load as in transformers; reads Pythia's files, and those of earlier versions, too."""
+        config = kwargs.get("config")
+        if not isinstance(config, CatConfig):
+            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+            config = cls.config_class.from_pretrained(name_or_path, **hub)
+        renamed = renamings(bool(config.convolved_streams)) | (
+            kwargs.pop("key_mapping", None) or {}
+        )
         loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # Saving would undo the renaming; files of this model have the names of its state_dict.
@@ -161,7 +174,7 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         if name not in ("auto", *BACKENDS):
             raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(BACKENDS)}")
         for module in self.modules():
-            if isinstance(module, ConvolvedProjection):
+            if isinstance(module, AttentionConvolution):
                 module.conv_backend = name
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:

@@ -14,6 +14,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.convolution import describe_backend
+from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.training import state
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
@@ -72,11 +73,8 @@ def convolution_backend(config: RunConfig, model: CatForCausalLM, device: torch.
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Decay for matrices and embeddings; none for biases, norms and convolution filters."""
-    decayed, exempt = [], []
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() >= 2 and not name.endswith("_filter")
-        (decayed if is_matrix else exempt).append(parameter)
+    """The optimizer's groups: with weight decay and without, as `parameters_by_decay` splits."""
+    decayed, exempt = parameters_by_decay(model)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": exempt, "weight_decay": 0.0},

@@ -12,8 +12,8 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.model import CatConfig
-from cat_lm.model.convolution import identity_filters
 from cat_lm.model.loss import CHUNK_ELEMENTS
+from cat_lm.ops.convolution import kinds
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
@@ -52,15 +52,14 @@ def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> 
         config.hidden_size,
         config.num_attention_heads,
     )
-    values_read = heads if config.conv_type == "multihead" and config.conv_mixing == "maps" else 1
+    values_read = heads if config.mixes_maps else 1
     attention = 6 * layers * context_length * width * (1 + values_read)
     convolution = filters = 0
     if config.conv_type != "none":
         convolved = layers * len(config.convolved_streams)
-        heads_read = heads if config.conv_type == "multihead" else 1
-        convolution = 6 * config.conv_window * heads_read * width * convolved
-        with torch.device("meta"):
-            filters = identity_filters(config).numel() * convolved
+        kind = kinds.get(config.conv_type)
+        convolution = 6 * kind.fan_in(heads, config.conv_window) * width * convolved
+        filters = kind.filter_parameters(heads, width // heads, config.conv_window) * convolved
     matrices = parameters - lookup_parameters(config) - filters
     return 6 * matrices + attention + convolution
 

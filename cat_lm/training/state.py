@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cat_lm.errors import UserError
+from cat_lm.model.names import current_name, has_convolution, stored_names
 from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
 if TYPE_CHECKING:
@@ -149,13 +150,17 @@ def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+# (start, stop, rank of the file, name in it); the name may be an earlier version's
+Range = tuple[int, int, int, str]
+
+
 @dataclass(frozen=True)
 class StateIndex:
     """What the state files of a checkpoint hold, from their headers alone."""
 
     step: int  # of the optimizer
-    # (moment, parameter) to its ranges in ascending order: (start, stop, rank of the file)
-    ranges: dict[tuple[str, str], list[tuple[int, int, int]]]
+    # (moment, parameter) to its ranges in ascending order
+    ranges: dict[tuple[str, str], list[Range]]
 
 
 def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
@@ -171,9 +176,10 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
     for names, what in ((expected - found, "missing"), (found - expected, "not of this save")):
         if names:
             raise UserError(f"{folder}: {min(names)} is {what} ({world_size} ranks wrote it)")
-    ranges: dict[tuple[str, str], list[tuple[int, int, int]]] = {
+    ranges: dict[tuple[str, str], list[Range]] = {
         (kind, name): [] for name in sizes for kind in MOMENTS
     }
+    convolved = has_convolution(sizes)
     steps = set()
     for rank in range(world_size):
         path = folder / state_file(rank)
@@ -181,9 +187,10 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
             steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
                 kind, name, start, stop = _part_of(path, key, stored)
+                name = current_name(name, convolved)
                 if name not in sizes:
                     raise UserError(f"{folder}: the model has no parameter {name}")
-                ranges[kind, name].append((start, stop, rank))
+                ranges[kind, name].append((start, stop, rank, key))
     if len(steps) > 1:
         raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
     for (kind, name), parts in ranges.items():
@@ -231,9 +238,9 @@ def _opened(path: Path) -> Iterator[safe_open]:
         raise UserError(f"{path}: is damaged: {' '.join(str(error).split())}") from error
 
 
-def _check_tiling(what: str, parts: list[tuple[int, int, int]], size: int) -> None:
+def _check_tiling(what: str, parts: list[Range], size: int) -> None:
     position = 0
-    for start, stop, _ in [*parts, (size, size, -1)]:
+    for start, stop, *_ in [*parts, (size, size, -1, "")]:
         if start > position:
             raise UserError(f"{what}: elements {position} to {start} of {size} are in no file")
         if start < position:
@@ -268,7 +275,8 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
 def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     with _opened(path) as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+        names = stored_names(stored.keys(), has_convolution(expected))
+        slices = {name: stored.get_slice(place) for name, place in names.items()}
         found = {name: part.get_shape() for name, part in slices.items()}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
@@ -282,23 +290,22 @@ def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
             # Slices are of whole rows; those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
             first, end = fragment.start // row, -(-fragment.stop // row)
-            read = stored.get_slice(fragment.name)[first:end].reshape(-1)
+            read = stored.get_slice(names[fragment.name])[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
 
 
 def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:
-    by_file: dict[int, list[tuple[str, Fragment, int, int]]] = {}
+    by_file: dict[int, list[tuple[str, Fragment, int, int, str]]] = {}
     for fragment in held:
         for kind in MOMENTS:
-            for start, stop, rank in index.ranges[kind, fragment.name]:
+            for start, stop, rank, key in index.ranges[kind, fragment.name]:
                 if start < fragment.stop and fragment.start < stop:
-                    by_file.setdefault(rank, []).append((kind, fragment, start, stop))
+                    by_file.setdefault(rank, []).append((kind, fragment, start, stop, key))
     for rank, parts in by_file.items():
         with _opened(folder / state_file(rank)) as stored:
-            for kind, fragment, start, stop in parts:
+            for kind, fragment, start, stop, key in parts:
                 wanted = fragment.part(start, stop)
-                key = f"{kind}/{fragment.name}[{start}:{stop}]"
                 read = stored.get_slice(key)[wanted.start - start : wanted.stop - start]
                 wanted.of(engine.optimizer.state[wanted.stepped][kind]).copy_(read)
 

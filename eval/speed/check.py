@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cat_lm.ops.convolution import kinds
+
 # Rounding in float32 stays far below; tf32, near 3e-4, does not pass for float32.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 3e-3}
 
@@ -20,7 +22,7 @@ def expected_results(conv_type: str, x: Tensor, filters: Tensor, dy: Tensor) -> 
     x, taps, dy = x.detach(), filters.detach().double(), dy.detach()
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     dx, dfilters = torch.zeros_like(y), torch.zeros_like(taps)
-    time, window = x.shape[1], taps.shape[0 if conv_type == "multihead" else -1]
+    time, window = x.shape[1], kinds.get(conv_type).window_of(taps)
     for row in range(x.shape[0]):
         inputs, gradients = x[row].double(), dy[row].double()  # [T, H, D]
         for lag in range(min(window, time)):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm import ops
+from cat_lm.ops.convolution import kinds
 
 CONVOLUTIONS = {
     "head": ops.head_conv,
@@ -50,12 +51,8 @@ class ConvCase:
 
     @property
     def filter_shape(self) -> tuple[int, ...]:
-        heads, width, window = self.heads, self.head_dim, self.window
-        return {
-            "head": (heads, window),
-            "depthwise": (heads, width, window),
-            "multihead": (window, heads, heads),
-        }[self.conv_type]
+        kind = kinds.get(self.conv_type)
+        return kind.filter_shape(self.heads, self.head_dim, self.window)
 
     @property
     def torch_dtype(self) -> torch.dtype:

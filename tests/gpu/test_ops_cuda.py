@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cat_lm.ops import triton as backend
+from cat_lm.ops.convolution import triton as backend
 from tests.unit.triton_cases import definition, filter_shape, rotated
 
 pytestmark = [

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 import torch
 
+from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
 from eval.recall.mixers import Setting, _scan, make_mixer, mixer_names
-from eval.recall.mixers._scan import EVERY, decaying_scan
 from tests.unit.scans import SHAPES, in_torch, inputs
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_the_scans_kernels_are_the_recurrence(shape, time):
     wanted = in_torch(given, grad)
     leaves, grad = [s.cuda() for s in given], grad.cuda()
     kernels = _scan._kernels(*leaves)
-    assert kernels is _scan._scan_triton
+    assert kernels is _scan.decaying_scan_triton
     out, kept = kernels.forward(EVERY, *leaves)
     for one, other in zip((out, kept), wanted[:2], strict=True):
         like(one, other)
@@ -110,7 +110,9 @@ def test_large_states_are_shared_among_warps_and_programs(kind):
         torch.rand(4, 67, heads, *rate, device="cuda"),
         -torch.rand(a, device="cuda"),
     ]
-    _, options, _ = _scan._scan_triton._launch(EVERY, *(leaves[i][None] for i in (0, 2, 3, 4)))
+    _, options, _ = _scan.decaying_scan_triton._launch(
+        EVERY, *(leaves[i][None] for i in (0, 2, 3, 4))
+    )
     assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eval.recall.mixers import _scan_torch
-from eval.recall.mixers._scan import EVERY
+from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
+from cat_lm.ops.recurrence.decaying_scan import EVERY
 
 # Sizes of the rate (K, V), and of a (H, K, V), where K = 3, V = 5 and H = 2 of the state.
 SHAPES = {

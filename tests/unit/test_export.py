@@ -243,7 +243,7 @@ def test_all_files_and_folders_are_on_disk_before_the_rename(
 def test_weights_that_do_not_fit_are_an_error(tmp_path, tokenizer_folder, damage):
     out = export(tiny_model(257), tokenizer_folder, tmp_path / "out")
     tensors = load_file(out / "model.safetensors")
-    name = "gpt_neox.layers.1.attention.query_key_value.k_filter"
+    name = "gpt_neox.layers.1.attention.convolution.k_filter"
     if damage == "missing":
         del tensors[name]
     else:

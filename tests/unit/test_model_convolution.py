@@ -12,11 +12,11 @@ from tests.unit.tiny_models import SIZES, VARIANTS, cat_model, each_variant, ran
 HEADS, WIDTH, WINDOW, TIME = 4, 8, 5, 20
 
 
-def plain_streams(projection, x):
+def plain_streams(attention, x):
     """q, k and v without bias or convolution, each [H, T, D], and the biases [H, 3, D]."""
-    weight = projection.weight.view(HEADS, 3, WIDTH, -1)
+    weight = attention.query_key_value.weight.view(HEADS, 3, WIDTH, -1)
     plain = torch.einsum("tc,hsdc->shtd", x, weight)
-    return dict(zip("qkv", plain, strict=True)), projection.bias.view(HEADS, 3, WIDTH)
+    return dict(zip("qkv", plain, strict=True)), attention.convolution.bias.view(HEADS, 3, WIDTH)
 
 
 def sum_over_lags(kind, filters, plain):
@@ -48,10 +48,10 @@ def test_the_definition_of_the_attention(variant):
     model = cat_model(**variant, conv_window=WINDOW, position_embedding="none")
     attention = model.gpt_neox.layers[0].attention
     x = torch.randn(1, TIME, 32)
-    plain, bias = plain_streams(attention.query_key_value, x[0])
+    plain, bias = plain_streams(attention, x[0])
     streams = []
     for index, stream in enumerate("qkv"):
-        filters = getattr(attention.query_key_value, f"{stream}_filter")
+        filters = getattr(attention.convolution, f"{stream}_filter")
         convolved = sum_over_lags(variant["conv_type"], filters, plain[stream])
         convolved = convolved + bias[:, index, None]
         streams.append(F.silu(convolved) if "conv_activation" in variant else convolved)
@@ -67,18 +67,19 @@ def test_the_definition_of_mixing_maps(streams):
     """A'_i[t, m] = sum_h sum_j F[j, i, h] A_h[t, m + j], and queries and keys as embeddings."""
     fields = {**VARIANTS["maps"], "conv_streams": streams, "position_embedding": "none"}
     attention = cat_model(**fields, conv_window=WINDOW).gpt_neox.layers[0].attention
-    projection = attention.query_key_value
     x = torch.randn(1, TIME, 32)
-    plain, bias = plain_streams(projection, x[0])
+    plain, bias = plain_streams(attention, x[0])
     for stream in streams.replace("v", ""):
-        filters = getattr(projection, f"{stream}_filter")
+        filters = getattr(attention.convolution, f"{stream}_filter")
         plain[stream] = sum_over_lags("multihead", filters, plain[stream])
     query, key, value = (plain[s] + bias[:, index, None] for index, s in enumerate("qkv"))
     _, maps = attend(query, key, value)
     mixed = torch.zeros_like(maps)
     for lag in range(WINDOW):
         reached = maps[:, :, lag:]  # A_h[t, m + j], for all m that have such a key
-        mixed[:, :, : TIME - lag] += torch.einsum("ih,htm->itm", projection.v_filter[lag], reached)
+        mixed[:, :, : TIME - lag] += torch.einsum(
+            "ih,htm->itm", attention.convolution.v_filter[lag], reached
+        )
     assert not mixed.triu(1).any()
     expected = attention.dense((mixed @ value).transpose(0, 1).reshape(1, TIME, 32))
     actual, _ = attention(x, attention_mask=None)
@@ -96,7 +97,7 @@ def test_mixed_maps_of_one_head_are_its_convolved_values():
     assert not torch.allclose(maps(ids).logits, embeddings(ids).logits, atol=1e-3)
     for model in (maps, embeddings):
         for layer in model.gpt_neox.layers:
-            layer.attention.query_key_value.bias[64:] = 0  # the values'
+            layer.attention.convolution.bias[64:] = 0  # the values'
     torch.testing.assert_close(maps(ids).logits, embeddings(ids).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -113,10 +114,10 @@ def test_mixed_maps_of_several_heads_are_something_else():
 def test_gradients_of_filters_in_fp64(variant):
     """Of the filters of all streams, against finite differences."""
     model = cat_model(**variant, conv_window=3, num_hidden_layers=1).double()
-    projection = model.gpt_neox.layers[0].attention.query_key_value
+    convolution = model.gpt_neox.layers[0].attention.convolution
     ids = random_ids(1, 6)
-    filters = [filters.detach().requires_grad_() for filters in projection.filters()]
-    names = [f"gpt_neox.layers.0.attention.query_key_value.{s}_filter" for s in "qkv"]
+    filters = [filters.detach().requires_grad_() for filters in convolution.filters()]
+    names = [f"gpt_neox.layers.0.attention.convolution.{s}_filter" for s in "qkv"]
 
     def loss(*filters):
         given = dict(zip(names, filters, strict=True))

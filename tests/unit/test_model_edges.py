@@ -38,9 +38,9 @@ def check_causality(model):
 def test_a_value_filter_reaches_exactly_its_window():
     """With value filters only and attention to itself alone, output t depends on t−W+1 … t."""
     model = cat_model(conv_streams="v", conv_window=4)
-    projection = model.gpt_neox.layers[0].attention.query_key_value
+    attention = model.gpt_neox.layers[0].attention
     x = torch.randn(1, 20, 32, requires_grad=True)
-    _, _, value = projection(x)
+    _, _, value = attention.convolution(attention.query_key_value(x))
     (gradient,) = torch.autograd.grad(value[0, 10].sum(), x)
     assert gradient[0].any(dim=1).nonzero().flatten().tolist() == [7, 8, 9, 10]
 

@@ -210,11 +210,12 @@ def test_a_pythia_folder_loads_with_identity_filters(tmp_path):
 
 def test_state_dict_has_the_names_of_gpt_neox():
     theirs = set(stock_model().state_dict())
-    filters = {
-        f"gpt_neox.layers.{layer}.attention.query_key_value.{stream}_filter"
+    convolution = {
+        f"gpt_neox.layers.{layer}.attention.convolution.{name}"
         for layer in range(2)
-        for stream in "qkv"
+        for name in ("bias", "q_filter", "k_filter", "v_filter")
     }
+    projections = {name for name in theirs if not name.endswith(".query_key_value.bias")}
     for name, variant in VARIANTS.items():
         ours = set(cat_model(**variant).state_dict())
-        assert ours == (theirs if name == "none" else theirs | filters)
+        assert ours == (theirs if name == "none" else projections | convolution)

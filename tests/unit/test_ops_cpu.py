@@ -7,8 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
-from cat_lm.ops import cpu
-from cat_lm.ops.cpu import compiler, kernel, operators, toeplitz
+from cat_lm.ops.convolution import cpu
+from cat_lm.ops.convolution.cpu import kernel, operators, toeplitz
 from tests.unit.naive_convolution import filter_shape, naive_convolution
 
 CASES = [  # a kind of convolution, computed by
@@ -309,4 +309,4 @@ def test_what_it_serves():
     assert cpu.why_not("head", cpu_device, torch.bfloat16, 21, 8, 64) is None
     assert "not cuda" in cpu.why_not("head", other, torch.bfloat16, 21, 8, 64)
     assert "float8" in cpu.why_not("head", cpu_device, torch.float8_e4m3fn, 21, 8, 64)
-    assert compiler.load_library().reason in cpu.describe("head", torch.float32, 21)
+    assert kernel.library().reason in cpu.describe("head", torch.float32, 21)

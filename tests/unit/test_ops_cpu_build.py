@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cat_lm.ops import cpu
-from cat_lm.ops.cpu import compiler, kernel
-from eval.recall.mixers import _scan_cpu
+from cat_lm.ops.convolution import cpu
+from cat_lm.ops.convolution.cpu import kernel
+from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
+from cat_lm.ops.runtime import compiler
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
@@ -62,13 +63,13 @@ def check_convolution_without_kernel(reason: str) -> None:
 
 @needs_compiler
 def test_is_built_once_and_found_again(cache):
-    first = compiler.load_library()
+    first = kernel.library()
     assert first.handle is not None and "was built by" in first.reason
     (library,) = cache.iterdir()  # and nothing else is left behind
     assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
     built = library.stat().st_mtime_ns
     compiler._load_once.cache_clear()
-    again = compiler.load_library()
+    again = kernel.library()
     assert again.handle is not None and "was built before" in again.reason
     assert library.stat().st_mtime_ns == built
     assert "C++ kernel" in cpu.describe("head", torch.float32, 2)
@@ -83,7 +84,7 @@ def test_removes_what_killed_builds_left(cache):
     os.utime(old, (0, 0))
     (cache / "build-file").touch()  # not ours, and no folder: it stays, and stops nothing
     os.utime(cache / "build-file", (0, 0))
-    assert compiler.load_library().handle is not None
+    assert kernel.library().handle is not None
     assert not old.exists() and young.exists()
 
 
@@ -131,19 +132,18 @@ def test_damaged_library_is_built_again(cache):
     cache.mkdir()
     found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
     library = (
-        cache
-        / f"convolution-{compiler._fingerprint(compiler.CONVOLUTION, found, compiler._flags())}.so"
+        cache / f"convolution-{compiler._fingerprint(kernel.SOURCES, found, compiler._flags())}.so"
     )
     library.write_bytes(b"\x7fELF cut short")
-    assert compiler.load_library().handle is not None
+    assert kernel.library().handle is not None
     assert library.stat().st_size > 10_000
 
 
 @needs_compiler
 def test_processes_that_build_at_once(cache):
     code = (
-        "from cat_lm.ops.cpu.compiler import load_library\n"
-        "library = load_library()\n"
+        "from cat_lm.ops.convolution.cpu.kernel import library as load\n"
+        "library = load()\n"
         "assert library.handle is not None, library.reason\n"
         "library.handle.convolution_run\n"
     )
@@ -174,7 +174,7 @@ def test_name_depends_on_sources_compiler_flags_and_processor(monkeypatch, tmp_p
     assert len(set(names)) == 5
 
 
-@pytest.mark.parametrize("sources", [compiler.CONVOLUTION, _scan_cpu.SCAN], ids=lambda s: s.name)
+@pytest.mark.parametrize("sources", [kernel.SOURCES, _scan_cpu.SCAN], ids=lambda s: s.name)
 def test_sources_are_listed(sources):
     """What a kernel includes is listed, so that a change of any part builds it anew."""
     listed = {path.name: path for path in sources.files}
@@ -191,7 +191,7 @@ def test_sources_are_listed(sources):
 def test_one_openmp_runtime():
     """The kernel's threads are torch's: it loads no OpenMP runtime of its own."""
     if kernel.load_kernel() is None:
-        pytest.skip(compiler.load_library().reason)
+        pytest.skip(kernel.library().reason)
     # In a process of its own: other libraries, such as scikit-learn, bring their runtimes along.
     code = """
 from pathlib import Path
@@ -201,7 +201,7 @@ def runtimes():
     files = {line.split()[-1] for line in lines if "/" in line}
     return {path for path in files if "gomp" in path or "iomp" in path or "libomp" in path}
 before = runtimes()
-from cat_lm.ops import cpu
+from cat_lm.ops.convolution import cpu
 cpu.kernel.load_kernel()
 cpu.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)
 assert cpu.threads.runtime() is None or runtimes() == before, runtimes()

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from cat_lm.ops import triton as backend
+from cat_lm.ops.convolution import triton as backend
 from tests.unit.triton_interpreter import run_cases
 
 needs_triton = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def test_describes_what_runs(conv_type, dtype, window, named):
 @pytest.mark.parametrize("heads", [1, 16])
 @pytest.mark.parametrize("time", [1, 64, 65, 4096])
 def test_programs_cover_all_tiles(time, heads):
-    from cat_lm.ops.triton.launch import choose_tile
+    from cat_lm.ops.convolution.triton.launch import choose_tile
 
     x = torch.empty(3, time, heads, 80, dtype=torch.bfloat16, device="meta")
     tile = choose_tile(x, 21, backward=True)

@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 
-from cat_lm.ops import triton as backend
+from cat_lm.ops.convolution import triton as backend
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -55,7 +55,7 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
 @contextlib.contextmanager
 def memory_of(target):
     """What asks the device for its shared memory is told that of `target`."""
-    from cat_lm.ops.triton import launch
+    from cat_lm.ops.convolution.triton import launch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "shared_memory", lambda device: SHARED_MEMORY[target])
@@ -63,7 +63,7 @@ def memory_of(target):
 
 
 def tile_of(target, dtype: torch.dtype, window: int, **how):
-    from cat_lm.ops.triton.launch import choose_tile
+    from cat_lm.ops.convolution.triton.launch import choose_tile
 
     x = torch.empty(1, 2048, 16, 64, dtype=dtype, device="meta")
     with memory_of(target):
@@ -86,8 +86,8 @@ def tile_of(target, dtype: torch.dtype, window: int, **how):
     ],
 )
 def test_one_stream(target, dtype, window, per_channel, positions):
-    from cat_lm.ops.triton.backward import backward_kernel
-    from cat_lm.ops.triton.forward import forward_kernel
+    from cat_lm.ops.convolution.triton.backward import backward_kernel
+    from cat_lm.ops.convolution.triton.forward import forward_kernel
 
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     how = {"per_channel": per_channel, "documents": positions is not None}
@@ -112,8 +112,8 @@ def test_one_stream(target, dtype, window, per_channel, positions):
 @pytest.mark.parametrize("target", [HOPPER, AMPERE, ADA, MI300])
 @pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
 def test_packed_streams(target, filters):
-    from cat_lm.ops.triton.backward_qkv import backward_qkv_kernel
-    from cat_lm.ops.triton.forward import forward_qkv_kernel
+    from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
+    from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
 
     rotary = {"ROTARY": 16, "ALIGNMENT": 8}
     names = ("q_filter_ptr", "k_filter_ptr", "v_filter_ptr")
@@ -132,8 +132,8 @@ def test_packed_streams(target, filters):
 @pytest.mark.parametrize("positions", [None, "i32"])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_multihead(target, element, positions):
-    from cat_lm.ops.triton.multihead import filter_options, mix_options
-    from cat_lm.ops.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+    from cat_lm.ops.convolution.triton.multihead import filter_options, mix_options
+    from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 
     x = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16 if element == "bf16" else torch.float32)
     for reverse in (False, True):
@@ -163,7 +163,7 @@ SCANS = {
 @pytest.mark.parametrize("target", [HOPPER, AMPERE, ADA, MI300])
 @pytest.mark.parametrize("kind", SCANS)
 def test_scan_of_recall(kind, target):
-    from eval.recall.mixers import _scan_triton
+    from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton
 
     (heads, keys, values), rate, a, ones = SCANS[kind]
     q, v = (torch.empty(1, 1, 1, heads, n, device="meta") for n in (keys, values))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eval.recall.mixers._scan import EVERY, decaying_scan
+from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
 from eval.recall.mixers.gla import gated_linear_attention
 from eval.recall.mixers.mamba import selective_scan
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cat_lm.ops.cpu import compiler
-from eval.recall.mixers import _scan, _scan_cpu, _scan_torch
-from eval.recall.mixers._scan import EVERY, decaying_scan
+from cat_lm.ops.recurrence import decaying_scan as _scan
+from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
+from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
+from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
+from cat_lm.ops.runtime import compiler
 from tests.conftest import REPOSITORY
 from tests.unit.scans import SHAPES, in_torch, inputs
 
@@ -127,9 +129,9 @@ def test_a_forked_child_keeps_out_of_its_parents_threads(kernel):
     code = f"""
 import os, signal, torch
 from cat_lm.ops import depthwise_conv
-from cat_lm.ops.cpu.kernel import load_kernel
-from eval.recall.mixers import _scan_cpu
-from eval.recall.mixers._scan import decaying_scan
+from cat_lm.ops.convolution.cpu.kernel import load_kernel
+from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 torch.set_num_threads(2)
 load_kernel(), _scan_cpu.load_kernel()
 q, x = torch.randn(4, 256, 2, 16), torch.randn(4, 4096, 2, 16)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.recall.mixers import _scan, _scan_torch
+from cat_lm.ops.recurrence import decaying_scan as _scan
+from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
 from tests.unit.triton_interpreter import run_cases
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +26,7 @@ def test_serves_fp32_on_a_gpu_alone(monkeypatch):
         return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
     single = tensor()
-    assert _scan._kernels(single, single) is _scan._scan_triton
+    assert _scan._kernels(single, single) is _scan.decaying_scan_triton
     others = (tensor(torch.float64), tensor(torch.bfloat16), tensor(device="cpu"))
     for other in (*others, tensor(device="cuda:1")):
         assert _scan._kernels(single, other) is _scan_torch

@@ -28,7 +28,7 @@ KINDS = {
     "maps": Convolution("multihead", window=4, mixing="maps"),
     "depthwise": Convolution("depthwise", window=4),
 }
-FIRST_KEY = "gpt_neox.layers.0.attention.query_key_value"
+FIRST_KEY = "gpt_neox.layers.0.attention.convolution"
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +164,9 @@ def test_a_tokenizer_without_a_class_gets_the_one_it_had(pythia, tmp_path):
 def test_changed_filters_are_named(tmp_path):
     model = CatForCausalLM(cat_model(conv_init="identity").config)
     with torch.no_grad():
-        model.gpt_neox.layers[1].attention.query_key_value.k_filter[2, 3] = 0.25
+        model.gpt_neox.layers[1].attention.convolution.k_filter[2, 3] = 0.25
     model.save_pretrained(tmp_path / "cat")
-    name = r"gpt_neox\.layers\.1\.attention\.query_key_value\.k_filter is no longer the identity"
+    name = r"gpt_neox\.layers\.1\.attention\.convolution\.k_filter is no longer the identity"
     for kind in ("none", "multihead"):
         with pytest.raises(UserError, match=name):
             upcycle(tmp_path / "cat", tmp_path / "back", Convolution(kind))

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops import triton as backend
-from cat_lm.ops.triton.convolution import conv, conv_backward
-from cat_lm.ops.triton.multihead import multihead_conv, multihead_conv_df, multihead_conv_dx
-from cat_lm.ops.triton.qkv import conv_qkv, conv_qkv_backward
+from cat_lm.ops.convolution import triton as backend
+from cat_lm.ops.convolution.triton.convolution import conv, conv_backward
+from cat_lm.ops.convolution.triton.multihead import (
+    multihead_conv,
+    multihead_conv_df,
+    multihead_conv_dx,
+)
+from cat_lm.ops.convolution.triton.qkv import conv_qkv, conv_qkv_backward
 
 # Relative errors of whole tensors: fp32 sums; one rounding of a half-precision result, which the
 # interpreter does toward zero for bf16.
@@ -115,7 +119,7 @@ def test_head_windows(window):
 
 def test_head_many_tiles_in_a_program(monkeypatch):
     """Long inputs: sums over the tiles of a program, and over programs of different lengths."""
-    monkeypatch.setattr("cat_lm.ops.triton.launch.PROGRAMS", 2)
+    monkeypatch.setattr("cat_lm.ops.convolution.triton.launch.PROGRAMS", 2)
     check_convolution("head", (3, 130, 2, 16), 9, BF16)
     check_convolution("head", (3, 130, 2, 16), 9, BF16, documents=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.recall.mixers import _scan_triton
+from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton
 from tests.unit.scans import SHAPES, in_torch, inputs
 
 EVERY = 4  # steps between kept states: fewer than in use, as the interpreter is slow

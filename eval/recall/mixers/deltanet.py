@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from eval.recall.mixers import Setting, _fla
+from cat_lm.ops.recurrence import fla
+from cat_lm.ops.recurrence.fla import check_operator
+from eval.recall.mixers import Setting
 from eval.recall.mixers._delta import DeltaOptions, DeltaRuleLayer
-from eval.recall.mixers._fla import check_operator
 
 LAYERS = 2
 
@@ -18,7 +19,7 @@ class Options(DeltaOptions):
     """Options of DeltaNet: those of both delta-rule layers, and its own.
 
     Attributes:
-        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/_fla.py.
+        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/fla.py.
     """
 
     operator: str = "torch"
@@ -29,5 +30,5 @@ class Options(DeltaOptions):
 
 
 def build(options: Options, setting: Setting) -> nn.Module:
-    operator = _fla.delta_rule if options.operator == "fla" else None
+    operator = fla.delta_rule if options.operator == "fla" else None
     return DeltaRuleLayer(options, setting, expand_v=1.0, gated=False, operator=operator)

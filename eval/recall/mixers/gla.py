@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.recall.mixers import Setting, _fla
-from eval.recall.mixers._fla import check_operator
-from eval.recall.mixers._scan import decaying_scan
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.recurrence.fla import check_operator
+from eval.recall.mixers import Setting
 
 LAYERS = 2
 LOW_RANK, TEMPERATURE = 16, 16
@@ -30,7 +30,7 @@ class Options:
         expand_k: width of all keys over C.
         expand_v: width of all values over C.
         operator: torch, our own scan, or fla, flash-linear-attention's on a GPU, see
-            eval/recall/mixers/_fla.py.
+            eval/recall/mixers/fla.py.
     """
 
     heads: int = 4
@@ -52,7 +52,7 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         width, self.heads = setting.d_model, options.heads
         fla = options.operator == "fla"
-        self.operator = _fla.gated_linear_attention if fla else gated_linear_attention
+        self.operator = fla.gated_linear_attention if fla else gated_linear_attention
         keys, values = int(width * options.expand_k), int(width * options.expand_v)
         if (
             options.heads < 1

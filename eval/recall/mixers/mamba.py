@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.ops import depthwise_conv
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from eval.recall.mixers import Setting
-from eval.recall.mixers._scan import decaying_scan
 
 LAYERS = 2
 BLOCK = "rms"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.triton.tiles import (
+from cat_lm.ops.convolution.triton.tiles import (
     add_product,
     load_rows,
     rotary_partners,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cat_lm.ops import cpu, reference, triton
+from cat_lm.ops.convolution import cpu, kinds, reference, triton
 from cat_lm.ops.documents import (
     INTEGERS,
     document_positions,
@@ -19,7 +19,6 @@ from cat_lm.ops.documents import (
     starts_of_lengths,
 )
 
-CONV_TYPES = ("head", "depthwise", "multihead")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = {"reference": reference, "cpu": cpu, "triton": triton}
 
@@ -47,7 +46,7 @@ def choose_backend(
     where these cannot.
 
     Args:
-        conv_type: head, depthwise or multihead.
+        conv_type: a kind's name (`cat_lm.ops.convolution.kinds`).
         device: where the inputs are.
         dtype: of the inputs.
         window, heads, head_dim: W, H and D.
@@ -57,8 +56,7 @@ def choose_backend(
         ValueError: the name is unknown, the backend asked for cannot serve, or none can.
     """
     device = torch.device(device)
-    if conv_type not in CONV_TYPES:
-        raise ValueError(f"conv_type={conv_type!r}: choose one of {', '.join(CONV_TYPES)}")
+    kinds.get(conv_type)
     if window < 1:
         raise ValueError(f"window={window}: a filter needs at least 1 tap")
     if dtype not in DTYPES:
@@ -117,8 +115,16 @@ def head_conv(
         ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
             a state, which belongs to no document.
     """
-    return _convolve(
-        "head", x, filters, bias, document_ids, cu_seqlens, initial_state, return_state, backend
+    return convolve(
+        "head",
+        x,
+        filters,
+        bias,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        return_state=return_state,
+        backend=backend,
     )
 
 
@@ -145,16 +151,16 @@ def depthwise_conv(
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
-    return _convolve(
+    return convolve(
         "depthwise",
         x,
         filters,
         bias,
-        document_ids,
-        cu_seqlens,
-        initial_state,
-        return_state,
-        backend,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        return_state=return_state,
+        backend=backend,
     )
 
 
@@ -178,31 +184,39 @@ def multihead_conv(
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
-    return _convolve(
+    return convolve(
         "multihead",
         x,
         filters,
         bias,
-        document_ids,
-        cu_seqlens,
-        initial_state,
-        return_state,
-        backend,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        return_state=return_state,
+        backend=backend,
     )
 
 
-def _convolve(
+def convolve(
     conv_type: str,
     x: Tensor,
     filters: Tensor,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    return_state: bool,
-    backend: str,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolves x after what stood before it, within its documents."""
+    """Convolve x along time by filters of any kind, after what stood before it, within documents.
+
+    Args:
+        conv_type: the kind's name.
+        filters: of the shape that the kind says.
+
+    The other arguments, the results and the errors are those of `head_conv`.
+    """
     window = check_filters(conv_type, x, filters)
     _check_shapes(x, window, bias, initial_state)
     positions = packed_positions(x, document_ids, cu_seqlens)
@@ -232,11 +246,8 @@ def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
     heads, width = x.shape[2:]
-    expected = {
-        "head": [heads, "W"],
-        "depthwise": [heads, width, "W"],
-        "multihead": ["W", heads, heads],
-    }[conv_type]
+    sizes = {"W": "W", "H": heads, "I": heads, "D": width}
+    expected = [sizes[axis] for axis in kinds.get(conv_type).filter_axes]
     axis = expected.index("W")
     window = filters.shape[axis] if filters.ndim == len(expected) else 0
     if list(filters.shape) != [window if size == "W" else size for size in expected] or window < 1:

@@ -1,4 +1,4 @@
-"""What all launches share: the table of tile sizes, the number of programs, the current device.
+"""What all launches share: the table of tile sizes and the number of programs.
 
 Tile sizes are a table and not the outcome of timing at run time: ranks that tuned themselves could
 differ, and with them the order of sums.
@@ -6,16 +6,12 @@ differ, and with them the order of sums.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
-
-# The interpreter or the compiler: decided when the kernels were decorated, for the whole process.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
@@ -104,20 +100,6 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_MEMORY_OF_A100
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be that of the inputs."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x, copied if its last dimension is not contiguous: kernels take all other strides."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops.triton.backward_qkv import backward_qkv_kernel
-from cat_lm.ops.triton.forward import forward_qkv_kernel
-from cat_lm.ops.triton.launch import (
+from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
+from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
+from cat_lm.ops.convolution.triton.launch import (
     Tile,
     choose_tile,
-    contiguous,
     heads_first,
-    on_device_of,
-    unit_stride,
 )
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
 
 
 def _window(*filters: Tensor | None) -> int:

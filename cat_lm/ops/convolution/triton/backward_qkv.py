@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.triton.backward import backward_stream
+from cat_lm.ops.convolution.triton.backward import backward_stream
 
 
 @triton.jit

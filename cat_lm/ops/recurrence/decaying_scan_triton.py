@@ -1,4 +1,4 @@
-"""The scan of _scan.py for fp32 on a GPU: Triton kernels that keep the state in registers.
+"""The scan of decaying_scan.py for fp32 on a GPU: Triton kernels that keep the state in registers.
 
 A program has one head of one row and some columns of its state [K, V], and goes through time: the
 plain torch form starts several kernels for each step instead. Sums over columns of several programs
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.ops.triton.launch import on_device_of
+from cat_lm.ops.runtime.triton_launch import on_device_of
 
 AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops.cpu.compiler import load_library
-from cat_lm.ops.cpu.kernel import DTYPES
-from cat_lm.ops.cpu.operators import cpu_conv
+from cat_lm.ops.convolution.cpu.kernel import DTYPES, KINDS, library
+from cat_lm.ops.convolution.cpu.operators import cpu_conv
 
 
 def convolve(
@@ -24,7 +23,7 @@ def convolve(
     depend on the number of threads.
 
     Args:
-        conv_type: head, depthwise or multihead.
+        conv_type: a kind that `why_not` has nothing against.
         x: [B, T, H, D], with any strides.
         filters: [H, W], [H, D, W] or [W, H, H], in the dtype of x; lag 0 first.
         bias: [H, D] in the dtype of x, or None.
@@ -48,6 +47,8 @@ def why_not(
     """Why this backend cannot serve, as a clause, or None if it can."""
     if device.type != "cpu":
         return f"it is for CPU tensors, not {device.type}"
+    if conv_type not in KINDS:
+        return f"it has no kernel for {conv_type} filters"
     if dtype not in DTYPES:
         return f"it has no arithmetic for {dtype}"
     return None
@@ -55,8 +56,8 @@ def why_not(
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """What runs and why. Builds the kernel if it was not yet."""
-    library = load_library()
-    if library.handle is not None:
-        return f"C++ kernel ({library.reason})"
+    built = library()
+    if built.handle is not None:
+        return f"C++ kernel ({built.reason})"
     instead = "shifted sums" if conv_type == "depthwise" else "matrix products"
-    return f"{instead}, as {library.reason}"
+    return f"{instead}, as {built.reason}"

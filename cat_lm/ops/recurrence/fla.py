@@ -38,7 +38,7 @@ def check_operator(name: str) -> None:
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """As eval.recall.mixers.gla.gated_linear_attention.
+    """As the gated linear attention of a decaying scan, o [B, T, H, V].
 
     Raises:
         UserError: tensors that are not on a GPU, or are batched over models.
@@ -50,7 +50,7 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """As eval.recall.mixers._delta.delta_rule without decay.
+    """As `cat_lm.ops.recurrence.delta_rule` without decay.
 
     Raises:
         UserError: tensors that are not on a GPU, or are batched over models.

@@ -7,9 +7,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cat_lm.ops import stacked
-from cat_lm.ops.cpu import multihead, shifts, toeplitz
-from cat_lm.ops.cpu.kernel import load_kernel
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.cpu import multihead, shifts, toeplitz
+from cat_lm.ops.convolution.cpu.kernel import load_kernel
+from cat_lm.ops.runtime import vmap_rules
 
 # What computes each kind of convolution in plain torch.
 TORCH_PATHS: dict[str, ModuleType] = {
@@ -27,7 +28,7 @@ def cpu_conv(
     bias: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """y [B, T, H, D] of one of the convolutions; see `cat_lm.ops.cpu.convolve`."""
+    """y [B, T, H, D] of one of the convolutions; see `cat_lm.ops.convolution.cpu.convolve`."""
     kernel = load_kernel()
     out = _output(conv_type, x)
     if kernel is not None:
@@ -55,7 +56,7 @@ def cpu_conv_backward(
         kernel.backward(conv_type, dy, x, filters, positions, *chosen)
         return dx, df, db
     path = TORCH_PATHS[conv_type]
-    window = filters.shape[0 if conv_type == "multihead" else -1]
+    window = kinds.get(conv_type).window_of(filters)
     if wanted[0]:
         dx.copy_(path.input_gradient(dy, filters, positions))
     if wanted[1]:
@@ -68,7 +69,7 @@ def cpu_conv_backward(
 
 def _output(conv_type: str, x: Tensor) -> Tensor:
     """Room for y: [B, H, T, D] in memory, which attention reads, where heads stay apart."""
-    if conv_type == "multihead":
+    if kinds.get(conv_type).mixes_heads:
         return x.new_empty(x.shape)
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
@@ -115,8 +116,8 @@ def _(info, axes, conv_type, *tensors):
     def apply(*tensors):
         return cpu_conv(conv_type, *tensors)
 
-    mixes = conv_type == "multihead"
-    return stacked.forward(info.batch_size, axes[1:], apply, *tensors, mixes_heads=mixes)
+    mixes = kinds.get(conv_type).mixes_heads
+    return vmap_rules.forward(info.batch_size, axes[1:], apply, *tensors, mixes_heads=mixes)
 
 
 @cpu_conv_backward.register_vmap
@@ -124,5 +125,5 @@ def _(info, axes, conv_type, dy, x, filters, positions, wanted):
     def apply(*tensors):
         return cpu_conv_backward(conv_type, *tensors, wanted)
 
-    tensors, mixes = (dy, x, filters, positions), conv_type == "multihead"
-    return stacked.backward(info.batch_size, axes[1:5], apply, *tensors, mixes_heads=mixes)
+    tensors, mixes = (dy, x, filters, positions), kinds.get(conv_type).mixes_heads
+    return vmap_rules.backward(info.batch_size, axes[1:5], apply, *tensors, mixes_heads=mixes)

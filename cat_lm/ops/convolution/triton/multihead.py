@@ -6,10 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from cat_lm.ops import stacked
-from cat_lm.ops.triton import launch
-from cat_lm.ops.triton.launch import contiguous, heads_first, on_device_of, unit_stride
-from cat_lm.ops.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+from cat_lm.ops.convolution.triton import launch
+from cat_lm.ops.convolution.triton.launch import heads_first
+from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
 
 HEADS = 16
 # Programs that share the sum over blocks in dF; each leaves STEPS · W · H² numbers.
@@ -161,12 +162,12 @@ multihead_conv.register_autograd(_backward, setup_context=_setup_context)
 
 @multihead_conv.register_vmap
 def _(info, axes, *tensors):
-    return stacked.forward(info.batch_size, axes, multihead_conv, *tensors, mixes_heads=True)
+    return vmap_rules.forward(info.batch_size, axes, multihead_conv, *tensors, mixes_heads=True)
 
 
 @multihead_conv_dx.register_vmap
 def _(info, axes, *tensors):
-    return stacked.in_turn(info.batch_size, axes, multihead_conv_dx, tensors)
+    return vmap_rules.in_turn(info.batch_size, axes, multihead_conv_dx, tensors)
 
 
 @multihead_conv_df.register_vmap
@@ -174,4 +175,4 @@ def _(info, axes, dy, x, window, positions):
     def apply(dy, x, positions):
         return multihead_conv_df(dy, x, window, positions)
 
-    return stacked.in_turn(info.batch_size, (*axes[:2], axes[3]), apply, (dy, x, positions))
+    return vmap_rules.in_turn(info.batch_size, (*axes[:2], axes[3]), apply, (dy, x, positions))

@@ -11,18 +11,19 @@ inputs: what lies across a border is multiplied with an exact zero where matrix 
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-INSTALLED = importlib.util.find_spec("triton") is not None
-if INSTALLED:
-    from cat_lm.ops.triton.convolution import conv
-    from cat_lm.ops.triton.launch import INTERPRETED, WIDEST_DOT_WINDOW, uses_dot
-    from cat_lm.ops.triton.multihead import multihead_conv
-    from cat_lm.ops.triton.qkv import conv_qkv
+from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
+if INSTALLED:
+    from cat_lm.ops.convolution.triton.convolution import conv
+    from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, uses_dot
+    from cat_lm.ops.convolution.triton.multihead import multihead_conv
+    from cat_lm.ops.convolution.triton.qkv import conv_qkv
+
+# The kinds that there are kernels for.
+KINDS = ("head", "depthwise", "multihead")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,6 +83,8 @@ def why_not(
         return "triton is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
         return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
+    if conv_type not in KINDS:
+        return f"Triton has no kernel for {conv_type} filters"
     if dtype not in DTYPES:
         return f"Triton's kernels sum in fp32, which is too coarse for {dtype}"
     return None

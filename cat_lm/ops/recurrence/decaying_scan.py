@@ -5,9 +5,9 @@
 One step at a time, so that only decays are raised to powers, never their inverses: nothing can
 overflow where r ⊙ a ≤ 0, however long or strong the decay. A step's state is changed in place and
 is not kept: the backward pass is written out, and makes the states of EVERY steps again from the
-one before them. In fp32 a C++ kernel does both on a CPU (_scan_cpu.py) and Triton kernels on a GPU
-(_scan_triton.py); for other tensors, on a CPU without a compiler and on a GPU without Triton, plain
-torch does (_scan_torch.py).
+one before them. In fp32 a C++ kernel does both on a CPU (decaying_scan_cpu.py) and Triton kernels
+on a GPU (decaying_scan_triton.py); for other tensors, on a CPU without a compiler and on a GPU
+without Triton, plain torch does (decaying_scan_torch.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops import triton
-from eval.recall.mixers import _scan_torch
-from eval.recall.mixers._scan_cpu import load_kernel
+from cat_lm.ops.recurrence import decaying_scan_torch
+from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
+from cat_lm.ops.runtime.triton_launch import INSTALLED
 
-if triton.INSTALLED:
-    from eval.recall.mixers import _scan_triton
+if INSTALLED:
+    from cat_lm.ops.recurrence import decaying_scan_triton
 
 EVERY = 16  # steps between states that are kept
 
@@ -62,10 +62,10 @@ def _kernels(*tensors: Tensor) -> Any:
     device, dtype = kinds.pop()
     if not kinds and dtype == torch.float32:
         if device.type == "cpu":
-            return load_kernel() or _scan_torch
-        if device.type == "cuda" and triton.INSTALLED:
-            return _scan_triton
-    return _scan_torch
+            return load_kernel() or decaying_scan_torch
+        if device.type == "cuda" and INSTALLED:
+            return decaying_scan_triton
+    return decaying_scan_torch
 
 
 @torch.library.custom_op("cat_lm::decaying_scan", mutates_args=())

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.cpu.compiler import load_library
-from cat_lm.ops.cpu.threads import runtime
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.runtime.compiler import SHARED, Library, Sources, load_library
+from cat_lm.ops.runtime.threads import runtime
 
+_FILES = ("kernel.cpp", "block.h", "call.h", "pairs.h", "tiles.h")
+SOURCES = Sources("convolution", (*(Path(__file__).with_name(name) for name in _FILES), *SHARED))
+# By their numbers in kernel.cpp.
 KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -89,7 +94,7 @@ class Kernel:
         **tensors: Tensor | None,
     ) -> None:
         batch, time, heads, width = like.shape
-        window = filters.shape[0 if conv_type == "multihead" else -1]
+        window = kinds.get(conv_type).window_of(filters)
         threads = 1 if like.numel() * window < SMALL else torch.get_num_threads()
         kind = KINDS[conv_type]
         call = _Call(DTYPES[like.dtype], kind, threads, batch, time, heads, width, window)
@@ -117,12 +122,17 @@ class Kernel:
         self._run(pointer)
 
 
+def library() -> Library:
+    """The compiled library, built if need be, or the reason why there is none; never raises."""
+    return load_library(SOURCES)
+
+
 def load_kernel() -> Kernel | None:
-    """The kernel, or None where it cannot be built; `load_library().reason` says why."""
-    library = load_library().handle
-    return None if library is None else _kernel_of(library)
+    """The kernel, or None where it cannot be built; `library().reason` says why."""
+    handle = library().handle
+    return None if handle is None else _kernel_of(handle)
 
 
 @functools.cache
-def _kernel_of(library: ctypes.CDLL) -> Kernel:
-    return Kernel(library)
+def _kernel_of(handle: ctypes.CDLL) -> Kernel:
+    return Kernel(handle)

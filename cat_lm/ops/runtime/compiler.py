@@ -40,9 +40,8 @@ class Sources(NamedTuple):
         return tuple(f"-I{folder}" for folder in dict.fromkeys(f.parent for f in self.files))
 
 
-FOLDER = Path(__file__).parent
-_FILES = ("kernel.cpp", "block.h", "call.h", "numbers.h", "pairs.h", "threads.h", "tiles.h")
-CONVOLUTION = Sources("convolution", tuple(FOLDER / name for name in _FILES))
+# Headers for every kernel.
+SHARED = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "threads.h"))
 
 
 class Library(NamedTuple):
@@ -56,7 +55,7 @@ class BuildError(Exception):
     """Why there is no library, as a clause."""
 
 
-def load_library(sources: Sources = CONVOLUTION) -> Library:
+def load_library(sources: Sources) -> Library:
     """The kernel of this machine, built if need be (2 to 5 seconds); never raises."""
     with _lock:
         return _load_once(sources)

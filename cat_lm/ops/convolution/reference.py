@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.ops.convolution import kinds
+
 
 def convolve(
     conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
@@ -25,7 +27,7 @@ def convolve(
     """One of the sums above, on any device, in fp32 where x has half precision.
 
     Args:
-        conv_type: head, depthwise or multihead.
+        conv_type: the kind's name.
         x: [B, T, H, D].
         filters: as above, in the dtype of x.
         bias: [H, D], or none.
@@ -35,16 +37,12 @@ def convolve(
     Returns:
         y [B, T, H, D] in the dtype of x.
     """
-    window = filters.shape[0 if conv_type == "multihead" else -1]
+    kind = kinds.get(conv_type)
+    window = kind.window_of(filters)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
     for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
-        if conv_type == "head":
-            y = y + taps[:, lag, None] * delayed
-        elif conv_type == "depthwise":
-            y = y + taps[:, :, lag] * delayed
-        else:
-            y = y + torch.einsum("ih,bthd->btid", taps[lag], delayed)
+        y = y + kind.add_lag(taps, lag, delayed)
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.triton.tiles import add_product
+from cat_lm.ops.convolution.triton.tiles import add_product
 
 
 @triton.jit

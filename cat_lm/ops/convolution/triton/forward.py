@@ -5,7 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.triton.tiles import convolve_tile, load_rows, rotary_partners, taps_of_lags
+from cat_lm.ops.convolution.triton.tiles import (
+    convolve_tile,
+    load_rows,
+    rotary_partners,
+    taps_of_lags,
+)
 
 
 @triton.jit

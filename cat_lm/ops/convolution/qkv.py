@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cat_lm.ops import triton
-from cat_lm.ops.dispatch import check_filters, choose_backend, head_conv, packed_positions
+from cat_lm.ops.convolution import triton
+from cat_lm.ops.convolution.api import check_filters, choose_backend, head_conv, packed_positions
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
 STREAM_SLICES = {

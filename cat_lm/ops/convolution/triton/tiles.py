@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.triton.launch import INTERPRETED
+from cat_lm.ops.runtime.triton_launch import INTERPRETED
 
 # The interpreter holds bf16 as integers and would multiply those.
 UPCAST = tl.constexpr(INTERPRETED)

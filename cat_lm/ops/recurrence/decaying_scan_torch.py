@@ -1,4 +1,4 @@
-"""The scan of _scan.py in plain torch, on any device and in any precision.
+"""The scan of decaying_scan.py in plain torch, on any device and in any precision.
 
 A step's [M, B, H, K, V] is changed in place, where a CPU's cache can hold it.
 """

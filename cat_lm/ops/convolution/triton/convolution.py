@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops import stacked
-from cat_lm.ops.triton.backward import backward_kernel
-from cat_lm.ops.triton.forward import forward_kernel
-from cat_lm.ops.triton.launch import (
+from cat_lm.ops.convolution.triton.backward import backward_kernel
+from cat_lm.ops.convolution.triton.forward import forward_kernel
+from cat_lm.ops.convolution.triton.launch import (
     choose_tile,
-    contiguous,
     heads_first,
-    on_device_of,
-    unit_stride,
 )
+from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
 
 
 def _for_kernel(filters: Tensor) -> Tensor:
@@ -138,7 +136,7 @@ conv.register_autograd(_backward, setup_context=_setup_context)
 
 @conv.register_vmap
 def _(info, axes, *tensors):
-    return stacked.forward(info.batch_size, axes, conv, *tensors, mixes_heads=False)
+    return vmap_rules.forward(info.batch_size, axes, conv, *tensors, mixes_heads=False)
 
 
 @conv_backward.register_vmap
@@ -147,4 +145,4 @@ def _(info, axes, dy, x, filters, positions, *needs):
         return conv_backward(*tensors, *needs)
 
     tensors = (dy, x, filters, positions)
-    return stacked.backward(info.batch_size, axes[:4], apply, *tensors, mixes_heads=False)
+    return vmap_rules.backward(info.batch_size, axes[:4], apply, *tensors, mixes_heads=False)

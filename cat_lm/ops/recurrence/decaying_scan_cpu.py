@@ -1,4 +1,4 @@
-"""Calls of scan.cpp, the scan's C++ kernel for fp32 on a CPU, compiled at first use."""
+"""Calls of decaying_scan.cpp, the scan's C++ kernel for fp32 on a CPU, compiled at first use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cat_lm.ops.cpu import compiler, threads
+from cat_lm.ops.runtime import compiler, threads
 
-_INCLUDED = (compiler.FOLDER / name for name in ("numbers.h", "threads.h"))
-SCAN = compiler.Sources("scan", (Path(__file__).with_name("scan.cpp"), *_INCLUDED))
+_SOURCE = Path(__file__).with_name("decaying_scan.cpp")
+SCAN = compiler.Sources("scan", (_SOURCE, *compiler.SHARED))
 
 # Numbers of state, over all steps, below which one thread is faster than waking others.
 SMALL = 1 << 16
@@ -28,7 +28,7 @@ _POINTERS = (
 
 
 class _Call(ctypes.Structure):
-    """`ScanCall` of scan.cpp."""
+    """`ScanCall` of decaying_scan.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _INTEGERS),

@@ -1,0 +1,41 @@
+"""Causal convolutions along time, for queries, keys and values.
+
+The table of kinds (`cat_lm.ops.convolution.kinds`) needs no torch, so what does is imported when it
+is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cat_lm.ops.convolution.api import (
+        BACKENDS,
+        BackendChoice,
+        choose_backend,
+        convolve,
+        depthwise_conv,
+        head_conv,
+        multihead_conv,
+    )
+    from cat_lm.ops.convolution.qkv import head_conv_qkv, rotate
+
+__all__ = [
+    "BACKENDS",
+    "BackendChoice",
+    "choose_backend",
+    "convolve",
+    "depthwise_conv",
+    "head_conv",
+    "head_conv_qkv",
+    "multihead_conv",
+    "rotate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        home = "qkv" if name in ("head_conv_qkv", "rotate") else "api"
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

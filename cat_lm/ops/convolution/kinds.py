@@ -1,0 +1,135 @@
+"""Kinds of causal convolution along time: the one table of them.
+
+Everything that depends on a kind (shapes of filters, starts, FLOPs, choices of commands, words in
+logs) asks its row here. A kind of one's own is a `Kind` given to `register`; without a kernel of a
+faster backend the reference computes it, and the log says so. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of convolution of x [B, T, H, D] with filters of W taps, lag 0 first.
+
+    Attributes:
+        name: the value of `conv_type`.
+        filter_axes: the filters' dimensions, of "W", "H" (heads), "I" (the heads read from) and
+            "D" (channels of a head).
+        add_lag: the reference: (taps, lag, x delayed by it) to that lag's part of the sum.
+        meaning: what a filter belongs to, as in "one filter for each head".
+        takes_activation: whether `conv_activation` may follow.
+    """
+
+    name: str
+    filter_axes: tuple[str, ...]
+    add_lag: Callable[[Tensor, int, Tensor], Tensor]
+    meaning: str
+    takes_activation: bool = False
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Tell whether a head's output depends on other heads."""
+        return "I" in self.filter_axes
+
+    @property
+    def window_axis(self) -> int:
+        return self.filter_axes.index("W")
+
+    def filter_shape(self, heads: int, head_dim: int, window: int) -> tuple[int, ...]:
+        """Give the shape of one stream's filters."""
+        sizes = {"W": window, "H": heads, "I": heads, "D": head_dim}
+        return tuple(sizes[axis] for axis in self.filter_axes)
+
+    def filter_parameters(self, heads: int, head_dim: int, window: int) -> int:
+        """Count one stream's taps."""
+        return math.prod(self.filter_shape(heads, head_dim, window))
+
+    def fan_in(self, heads: int, window: int) -> int:
+        """Count the numbers that an output is a weighted sum of."""
+        return window * (heads if self.mixes_heads else 1)
+
+    def window_of(self, filters: Tensor) -> int:
+        """Read W off filters."""
+        return filters.shape[self.window_axis]
+
+    def identity(self, heads: int, head_dim: int, window: int) -> Tensor:
+        """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere."""
+        import torch
+
+        filters = torch.zeros(self.filter_shape(heads, head_dim, window))
+        now = filters.select(self.window_axis, 0)
+        if self.mixes_heads:
+            axes = [axis for axis in self.filter_axes if axis != "W"]
+            now.diagonal(dim1=axes.index("H"), dim2=axes.index("I")).fill_(1.0)
+        else:
+            now.fill_(1.0)
+        return filters
+
+
+def _per_head(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    return taps[:, lag, None] * delayed
+
+
+def _per_channel(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    return taps[:, :, lag] * delayed
+
+
+def _over_heads(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    import torch
+
+    return torch.einsum("ih,bthd->btid", taps[lag], delayed)
+
+
+HEAD = Kind("head", ("H", "W"), _per_head, "one filter for each head")
+MULTIHEAD = Kind("multihead", ("W", "H", "I"), _over_heads, "one filter for each pair of heads")
+DEPTHWISE = Kind(
+    "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
+)
+_KINDS = {kind.name: kind for kind in (HEAD, DEPTHWISE, MULTIHEAD)}
+
+
+def register(kind: Kind) -> None:
+    """Add a kind of one's own.
+
+    Raises:
+        ValueError: the name is taken, or the filters have no axis W.
+    """
+    if kind.name in _KINDS or kind.name == "none":
+        raise ValueError(f"conv_type={kind.name!r}: there is such a kind already")
+    unknown = set(kind.filter_axes) - set("WHID")
+    if unknown or kind.filter_axes.count("W") != 1:
+        raise ValueError(
+            f"conv_type={kind.name!r}: filter_axes={kind.filter_axes} must be of W, H, I and D, "
+            "with W once"
+        )
+    _KINDS[kind.name] = kind
+
+
+def takes_activation(name: str) -> bool:
+    """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
+    return name in _KINDS and _KINDS[name].takes_activation
+
+
+def names() -> tuple[str, ...]:
+    """List the kinds by name."""
+    return tuple(_KINDS)
+
+
+def get(name: str) -> Kind:
+    """Look a kind up.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in _KINDS:
+        raise ValueError(f"conv_type={name!r}: choose one of {', '.join(_KINDS)}")
+    return _KINDS[name]

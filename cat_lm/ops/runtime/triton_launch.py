@@ -1,0 +1,39 @@
+"""Whether Triton can be used here, and what every launch of a kernel needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import torch
+from torch import Tensor
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Tell whether kernels run in Triton's interpreter: decided when they were decorated."""
+    if not INSTALLED:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+# For the whole process.
+INTERPRETED = is_interpreted()
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be that of the inputs."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Copy x if its last dimension is not contiguous: kernels take all other strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Make a tensor contiguous, where there is one."""
+    return None if x is None else x.contiguous()
