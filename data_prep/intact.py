@@ -96,11 +96,22 @@ class ShardCheck:
 
 
 def document_ends(shard: Shard) -> np.ndarray:
-    """Where each document of a shard ends in its tokens, int64; it begins where the last ended."""
+    """Where each document of a shard ends in its tokens, int64; it begins where the last ended.
+
+    Raises `UserError` for an index that cannot be: its documents or sequences lie elsewhere.
+    """
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     marks = np.asarray(shard.document_marks)
+    if len(marks) < 2:
+        return ends[:0]
+    inside = marks[0] >= 0 and marks[-1] <= len(ends) and (np.diff(marks) > 0).all()
+    if not inside or (shard.lengths < 0).any() or ends[-1] > shard.num_tokens:
+        raise UserError(
+            f"{shard.idx_path}: its documents do not lie one behind the other in "
+            f"{shard.bin_path.name}; the index is damaged"
+        )
     # A document of several sequences (other tools' data) ends with its last one.
-    return ends[marks[1:] - 1] if len(marks) > 1 else ends[:0]
+    return ends[marks[1:] - 1]
 
 
 def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:

@@ -155,11 +155,20 @@ class Shard:
         return self._map(self.idx_path, np.dtype("<i8"), offset, self.num_documents + 1)
 
     def document(self, index: int) -> tuple[int, int]:
-        """The first token and the end of document `index`, as positions in `tokens`."""
+        """The first token and the end of document `index`, as positions in `tokens`.
+
+        Raises `UserError` where the index cannot be right.
+        """
         first, end = (int(mark) for mark in self.document_marks[index : index + 2])
-        start = int(self.pointers[first]) // self.dtype.itemsize
-        last = end - 1
-        stop = int(self.pointers[last]) // self.dtype.itemsize + int(self.lengths[last])
+        last, start, stop = end - 1, 0, -1
+        if 0 <= first <= last < self.num_sequences:
+            start = int(self.pointers[first]) // self.dtype.itemsize
+            stop = int(self.pointers[last]) // self.dtype.itemsize + int(self.lengths[last])
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise UserError(
+                f"{self.idx_path}: document {index} does not lie in {self.bin_path.name}; the "
+                "index is damaged"
+            )
         return start, stop
 
     @staticmethod

@@ -162,7 +162,6 @@ def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, do
                 assert hashlib.sha256(data).hexdigest() == shard[f"{kind}_sha256"]
     for flags, message in (
         (("--link", "copy", "--validation-documents", 60), "has 60 documents; leave some"),
-        (("--link", "copy", "--validation-documents", 0), "must be at least 1"),
         (("--validation-documents", 3), "needs --link copy"),
         ((), "either --validation or --validation-documents"),
     ):

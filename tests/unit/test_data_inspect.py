@@ -139,6 +139,17 @@ def test_without_checksums_only_sizes_and_headers_count(copy, capsys):
 GONE = object()
 
 
+@pytest.mark.parametrize("what", ["length", "pointer", "mark"])
+def test_an_index_that_cannot_be_is_told_without_checksums_too(copy, what):
+    data = bytearray((copy / "train-00000.idx").read_bytes())
+    documents = int.from_bytes(data[18:26], "little")
+    place = {"length": 34, "pointer": 34 + 4 * documents, "mark": 34 + 12 * documents}[what]
+    data[place + 3] ^= 0x7F
+    (copy / "train-00000.idx").write_bytes(bytes(data))
+    with pytest.raises(UserError, match=r"train-00000\.idx: .*the index is damaged"):
+        inspect(copy, "--no-checksums", "--samples", 2, "--no-duplicates")
+
+
 def change(copy, edit):
     manifest = json.loads((copy / "manifest.json").read_text())
     edit(manifest)

@@ -230,7 +230,8 @@ def test_15_billion_tokens_open_and_serve_step_20000_at_once(tmp_path):
         with open(tmp_path / f"{name}.idx", "wb") as stream:
             header = (b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1)
             stream.write(struct.pack("<9sQBQQ", *header))
-            stream.truncate(index_bytes(documents))
+            stream.seek(index_bytes(documents) - 16)
+            stream.write(struct.pack("<2q", documents - 1, documents))  # the last one's marks
         listed.append((name, documents, tokens))
 
     class Listed:

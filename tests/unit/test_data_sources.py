@@ -288,7 +288,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
         return real(folder)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match=r"closed: cannot be read \(Permission denied\)"):
+    with pytest.raises(UserError, match=r"closed: cannot be read \(no permission\)"):
         texts("files", tmp_path)
 
 

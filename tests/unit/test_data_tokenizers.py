@@ -396,7 +396,7 @@ def test_an_end_of_document_that_is_also_text_is_refused(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", b"{", "not a tokenizer.json"),
-        ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
+        ("tokenizer.json", b"\xff\xfe", "is not UTF-8 text"),
         ("config.json", b"{}", "not a tokenizer.json"),
         ("x.model", b"", "not a sentencepiece model"),
         ("x.model", b"garbage", "not a sentencepiece model"),
@@ -406,6 +406,24 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, message)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}.*{message}|{message}"):
         build(tmp_path, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", r"holds \[\]"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b'{"eos_token": 7}', r"eos_token\.\w+ is 7"),
+        (b'{"eos_token": {"text": "x"}}', "eos_token"),
+    ],
+)
+def test_settings_of_another_shape_are_one_line(tmp_path, content, message):
+    build_tokenizer("bytes", tmp_path / "made", lambda: ())
+    (tmp_path / "made" / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"tokenizer_config\.json: .*{message}") as raised:
+        build_tokenizer(str(tmp_path / "made"), tmp_path / "again", lambda: ())
+    assert "\n" not in str(raised.value)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -456,10 +456,8 @@ class TestStudy:
         assert code == 2 and "scored on different tokens" in err
 
     def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
-        from cat_lm.data import TokenCorpus
-
         few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
-        monkeypatch.setattr(TokenCorpus, "open", lambda *_: few)
+        monkeypatch.setattr("cat_lm.data.verified.open_verified", lambda *_: few)
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
         assert code == 2 and "900 held-out tokens are too few for length 1024" in err
 
