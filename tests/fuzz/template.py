@@ -86,9 +86,9 @@ def _warm_up(family: str) -> None:
         from cat_lm.training.distributed import import_deepspeed
 
         import_deepspeed()
-    from cat_lm.ops.cpu.compiler import load_library
+    from cat_lm.ops.convolution.cpu.kernel import library
 
-    load_library()
+    library()
 
 
 def _run(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
