@@ -62,7 +62,13 @@ def _submitted(run: Path) -> None:
     snapshot.save_config(folder, values)
     options = Options(nodes=2, tasks_per_node=1)
     jobs = [{"id": "12", "time": "2026-01-01T00:00:00+00:00", "command": ["python"]}]
-    JobRecord(str(Path("config.yaml").absolute()), [], options, None, jobs).write(folder)
+    JobRecord(
+        config=str(Path("config.yaml").absolute()),
+        overrides=[],
+        options=options,
+        site=None,
+        jobs=jobs,
+    ).write(folder)
     attempts.count_anew(folder, "submitted")
     attempts.begin(folder, "12", 0)
 
