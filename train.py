@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import __version__
-from cat_lm.cli import whole
+from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
 from cat_lm.errors import SharedError, UserError, command
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train.py",
         description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "

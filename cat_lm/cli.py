@@ -9,7 +9,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
@@ -21,10 +21,21 @@ _MOST_CHARACTERS = 40
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError where argparse would print how the command is used, and end."""
+    """A parser of commands: what is wrong with the arguments is one line.
+
+    argparse itself would print how the command is used, and end; and, before Python 3.12, take the
+    value of `--option=--` for an empty list.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
 
 
 def path_name(text: str) -> str:

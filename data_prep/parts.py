@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,8 +25,9 @@ import numpy as np
 
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.files import sync_directory
 from cat_lm.io.readers import read_object
+from cat_lm.io.seals import opened, write_sealed
 
 DOCUMENT = np.dtype(
     [
@@ -122,7 +122,7 @@ def _temporary(folder: Path, name: str) -> Iterator[IO[bytes]]:
 
 def write_record(path: Path, record: dict) -> None:
     """Writes JSON that carries its own checksum."""
-    write_json(path, {**record, "record_sha256": _record_sha256(record)})
+    write_sealed(path, record)
 
 
 def read_record(path: Path) -> dict | None:
@@ -131,12 +131,8 @@ def read_record(path: Path) -> dict | None:
         record = read_object(path)
     except UserError:
         return None
-    digest = record.pop("record_sha256", None)
-    return record if digest == _record_sha256(record) else None
-
-
-def _record_sha256(record: dict) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    record, whole = opened(record)
+    return record if whole else None
 
 
 def finished_part(work: Path, unit: int, round_number: int, key: str) -> dict | None:

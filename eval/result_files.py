@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from cat_lm.data.manifest import parse_manifest
 from cat_lm.io import readers
 from cat_lm.io.readers import Record, check_shape
 
@@ -111,11 +112,6 @@ class _Export(Record):
     parameters: int | None = None
 
 
-class _Manifest(Record):
-    fingerprint: str
-    unigram_loss: float
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line that a kill has cut is left out.
 
@@ -159,7 +155,7 @@ def read_export(path: Path) -> dict[str, Any]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of prepared data, empty where they are no longer there."""
-    return _read(path, _Manifest)
+    return parse_manifest(readers.read_bytes(path), str(path)) if path.is_file() else {}
 
 
 def _read(path: Path, schema: type[Record]) -> dict[str, Any]:

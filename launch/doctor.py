@@ -12,7 +12,6 @@ Exit codes: 0 training can run here, 1 something it needs is broken, 2 bad input
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import __version__
-from cat_lm.cli import output_file
+from cat_lm.cli import Parser, output_file
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -116,7 +115,7 @@ def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.doctor",
         description="What this machine has, which backends serve, and whether training runs here.",
         epilog="Exit codes: 0 training can run, here or on the ranks of --dry-run, 1 something it "

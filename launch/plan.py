@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import number, output_file, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -89,7 +89,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs],
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="python -m launch.plan",
         description="What a run costs on GPUs: tokens a second, days, memory, checkpoints.",
         epilog="launch/plan.md has the equations and what they assume.",

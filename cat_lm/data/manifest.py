@@ -116,7 +116,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
 
 def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
     """Read a manifest from its text; `name` is what errors call it. Raises UserError as above."""
-    values = parse_value(text, name)
+    values = parse_value(text, name, finite=True)
     if not isinstance(values, dict):
         raise UserError(f"{name}: not a manifest of prepared data (holds {short(values)})")
     version = values.get("format_version", FORMAT_VERSION)

@@ -41,6 +41,7 @@ from cat_lm.io.checksums import sha256
 from cat_lm.io.files import write_json, write_text
 from cat_lm.io.readers import short
 from cat_lm.limits import VOCABULARY
+from cat_lm.model_files import reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -249,13 +250,14 @@ def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Iterable[S
     """
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         try:
-            loaded = auto_tokenizer(path)
+            options = {"add_special_tokens": False, "split_special_tokens": True}
+            # Settings of other types show only when it is used.
+            return "transformers", auto_tokenizer(path)(list(texts), **options)["input_ids"]
         except Exception as error:
             if not (path / "tokenizer.json").is_file():
-                raise UserError(f"--tokenizer {path}: cannot be loaded again ({error})") from None
-        else:
-            options = {"add_special_tokens": False, "split_special_tokens": True}
-            return "transformers", loaded(list(texts), **options)["input_ids"]
+                raise UserError(
+                    f"--tokenizer {path}: cannot be loaded again ({reason(error)})"
+                ) from None
     tokenizer = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -152,14 +152,26 @@ def read_object(path: Path | str, advice: str = "") -> dict[str, Any]:
     return values
 
 
-def parse_value(text: bytes, name: str) -> Any:
-    """Read any JSON value from its text. Raises UserError where it is none."""
+def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
+    """Read any JSON value from its text.
+
+    Args:
+        finite: refuse NaN and infinities, which Python writes and JSON does not know.
+
+    Raises:
+        UserError: it is no JSON.
+    """
+    constants = {"parse_constant": _refuse_constant} if finite else {}
     try:
-        return json.loads(decode(text, name))
+        return json.loads(decode(text, name), **constants)
     except ValueError as error:
         raise UserError(f"{name}: is not JSON ({error})") from None
     except RecursionError:
         raise UserError(f"{name}: is nested too deeply") from None
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def read_json_lines(

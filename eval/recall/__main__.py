@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import number, whole, whole_numbers
+from cat_lm.cli import Parser, number, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from eval.recall.ranges import RANGES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.recall",
         description="Associative recall, selective copying and the theory behind them.",
     )

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import parse_value, read_bytes
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
+from cat_lm.io.seals import opened, write_sealed
 from eval.provenance import provenance
 
 if TYPE_CHECKING:
@@ -42,16 +44,29 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
         return None
     text = read_bytes(path)  # what may not be read is no damage
     try:
-        record = parse_value(text, str(path))
-    except UserError:
-        record = None
-    whole = isinstance(record, dict) and {"cell", "filters", "provenance"} <= record.keys()
+        record, whole = opened(parse_value(text, str(path)))
+        if whole is None:  # of a version that made no seals
+            check_shape(record, _Cell, str(path))
+            whole = True
+    except (UserError, TypeError, ValueError):
+        record, whole = {}, False
     if not whole or not all(isinstance(record.get(k), type(v)) for k, v in cell.resolved().items()):
         raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
     changed = _changed_defaults(record, cell)
     if changed:
         raise StaleCell([path], changed)
     return record
+
+
+class _Cell(Record):
+    """What every cell's record has."""
+
+    cell: dict[str, Any]
+    filters: list[dict[str, Any]]
+    delays: list[dict[str, list[int]]]
+    provenance: dict[str, Any]
+    tests: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
 
 
 class StaleCell(UserError):
@@ -138,4 +153,4 @@ def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> N
 
     record["delays"] = delays(record["filters"])
     record["provenance"] = {**provenance(), "device": device}
-    write_json(cell_path(folder, cell), record)
+    write_sealed(cell_path(folder, cell), record)

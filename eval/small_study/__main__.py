@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from cat_lm import limits
-from cat_lm.cli import whole, whole_numbers
+from cat_lm.cli import Parser, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -21,7 +21,7 @@ from eval.small_study.statistics import MAX_SEEDS
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="bash eval/small_study.sh",
         description="Trains nine models at the same size, data, seeds and budget, sweeps their "
         "context length, and compares them. A stopped study goes on where it was.",

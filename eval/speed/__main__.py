@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
-from cat_lm.cli import number, output_file, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from eval.speed import data
 from eval.speed.arguments import names, shape
@@ -22,7 +22,7 @@ from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.speed", description="Speed and memory, measured side by side."
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True)

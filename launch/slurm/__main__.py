@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from cat_lm import limits
-from cat_lm.cli import output_file, whole
+from cat_lm.cli import Parser, output_file, whole
 from cat_lm.errors import command
 from launch.slurm.options import (
     ATTEMPTS,
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m launch.slurm",
         description="Train on a SLURM cluster: submit a run, look at it, stop it, go on.",
         epilog="The job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cat_lm.cli import Parser
 from cat_lm.errors import UserError, command
 from tests.fuzz import schedule
 from tests.fuzz.cases import parts_of
@@ -24,7 +25,7 @@ WRITE_SECONDS = 20.0
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tests.fuzz",
         description="Runs the project's commands on damaged files and with odd values. Each must "
         "be accepted or refused in one line, with nothing lost; verdict.py has the rules.",

@@ -1,0 +1,32 @@
+"""JSON records that carry a checksum of their own values, so that damage to one is known."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from cat_lm.io.files import write_json
+
+SEAL = "record_sha256"
+
+
+def write_sealed(path: Path, record: dict[str, Any]) -> None:
+    """Write a record and its checksum atomically as JSON."""
+    write_json(path, {**record, SEAL: _checksum(record)})
+
+
+def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
+    """Take a record's seal off.
+
+    Returns:
+        The record without its seal, and whether it is whole; None where it bears no seal.
+    """
+    record = dict(record)
+    seal = record.pop(SEAL, None)
+    return record, None if seal is None else seal == _checksum(record)
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
