@@ -14,7 +14,8 @@ SEAL = "record_sha256"
 
 def write_sealed(path: Path, record: dict[str, Any]) -> None:
     """Write a record and its checksum atomically as JSON."""
-    write_json(path, {**record, SEAL: _checksum(record)})
+    stored = json.loads(json.dumps(record))  # keys and lists as they will be read
+    write_json(path, {**stored, SEAL: _checksum(stored)})
 
 
 def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:

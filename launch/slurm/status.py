@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat, ValidationError
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
@@ -103,8 +103,8 @@ class _Step(Record):
     """What `status` reads of a training step's record; those of a validation have no loss."""
 
     step: int
-    loss: float | None
-    tokens_per_second: float | None = None
+    loss: FiniteFloat | None
+    tokens_per_second: FiniteFloat | None = None
 
 
 def _progress(metrics: Path) -> dict[str, Any]:

@@ -122,8 +122,10 @@ def _changes(around: Surroundings) -> list[Failure]:
         name
         for name, how in changed.items()
         # Notes of what was verified lie beside the data, as plans of packing do.
-        if Path(name).name != NOTES
-        and not any(name == out or name.startswith(f"{out}/") for out in around.outputs)
+        if (
+            Path(name).name != NOTES
+            and not any(name == out or name.startswith(f"{out}/") for out in around.outputs)
+        )
         # A user's file may move with the folder that it is in, but no more.
         or (
             Path(name).name.startswith(PRECIOUS)

@@ -1,12 +1,10 @@
 """What acts on linear layers: LoRA by peft on the projection, its default target for GPT-NeoX."""
 
-import pytest
+import peft
 import torch
 from torch import nn
 
 from tests.unit.tiny_models import cat_model, each_variant, random_ids
-
-peft = pytest.importorskip("peft", reason="peft is not installed")
 
 IDS = random_ids(2, 24)
 

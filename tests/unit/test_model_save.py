@@ -2,14 +2,17 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
 from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.pretrained import load_model
 from tests.unit.tiny_models import (
     SIZES,
     VARIANTS,
@@ -219,3 +222,50 @@ def test_state_dict_has_the_names_of_gpt_neox():
     for name, variant in VARIANTS.items():
         ours = set(cat_model(**variant).state_dict())
         assert ours == (theirs if name == "none" else projections | convolution)
+
+
+@torch.no_grad()
+@each_variant("none")
+def test_files_with_the_names_of_version_01_are_read(variant, tmp_path):
+    """Up to then the projection held the filters, and the bias that follows them."""
+    model = cat_model(**variant)
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    earlier = {
+        re.sub(r"\.convolution\.(\w+)$", r".query_key_value.\1", name): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert earlier.keys() != load_file(file).keys()
+    save_file(earlier, file, {"format": "pt"})
+    expected = model(random_ids(1, 30)).logits
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        load_model(tmp_path / "model"),
+    ):
+        assert torch.equal(loaded(random_ids(1, 30)).logits, expected)
+    other = cat_model(**variant, seed=3)
+    other.load_state_dict(earlier)
+    assert torch.equal(other(random_ids(1, 30)).logits, expected)
+
+
+def test_every_module_says_what_takes_no_decay():
+    """A kind of module that does not would have its filters or rates shrink without a word."""
+    for variant in VARIANTS.values():
+        model = cat_model(**variant)
+        decayed, exempt = parameters_by_decay(model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        assert len(decayed) + len(exempt) == len(names)
+        for parameter in exempt:
+            assert re.search(r"(bias|norm\.weight|_filter)$", names[id(parameter)])
+        for parameter in decayed:
+            assert re.search(r"\.(weight)$", names[id(parameter)]) and parameter.ndim == 2
+
+    class Rates(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.A_log = torch.nn.Parameter(torch.zeros(2, 2))
+
+    with pytest.raises(TypeError, match="Rates has parameters"):
+        parameters_by_decay(torch.nn.Sequential(Rates()))
+    Rates.no_decay = ("A_log",)
+    assert [len(part) for part in parameters_by_decay(Rates())] == [0, 1]
