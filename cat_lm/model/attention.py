@@ -33,11 +33,14 @@ class CatAttention(GPTNeoXAttention):
         super().__init__(config, layer_idx)
         self.convolution = None
         if config.convolved_streams:
+            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
+            # gives the weights that it always gave.
             width = config.hidden_size
-            self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+            self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
             # In the order of the computation, which is that of the optimizer's flat buffers.
             dense = self._modules.pop("dense")
-            self.convolution = AttentionConvolution(config)
+            self.convolution = AttentionConvolution(config, self.query_key_value.bias)
+            self.query_key_value.register_parameter("bias", None)
             self.dense = dense
             self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
         self.dense.writes_residual = True

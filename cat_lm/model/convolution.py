@@ -97,7 +97,7 @@ class AttentionConvolution(nn.Module):
 
     no_decay = ("bias", *(f"{stream}_filter" for stream in STREAMS))
 
-    def __init__(self, config: CatConfig):
+    def __init__(self, config: CatConfig, bias: nn.Parameter | None):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.conv_type = config.conv_type
@@ -107,7 +107,6 @@ class AttentionConvolution(nn.Module):
         self.activation = config.conv_activation
         self.mixes_maps = config.mixes_maps
         self.conv_backend = "auto"
-        bias = nn.Parameter(torch.zeros(3 * config.hidden_size)) if config.attention_bias else None
         self.register_parameter("bias", bias)
         for stream in self.streams:
             self.register_parameter(f"{stream}_filter", nn.Parameter(identity_filters(config)))
