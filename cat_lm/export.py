@@ -10,14 +10,13 @@ export. Needs neither DeepSpeed nor the data.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from cat_lm.cli import Parser, number
+from cat_lm.cli import Parser, number, path_name
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import (
     CARD,
@@ -34,13 +33,11 @@ from cat_lm.io.folders import check_output, replaced_folder
 from cat_lm.io.readers import (
     Record,
     check_shape,
-    read_json,
     read_json_lines,
-    read_yaml,
     resolve,
     short,
 )
-from cat_lm.limits import CONTEXT, SCALING_FACTOR
+from cat_lm.limits import SCALING_FACTOR
 from cat_lm.model_card import model_card
 from cat_lm.model_files import refuse_non_finite
 from cat_lm.pretrained import (
@@ -51,6 +48,9 @@ from cat_lm.pretrained import (
     model_config,
     quiet_transformers,
 )
+from cat_lm.training.checkpoint import find_checkpoint
+from cat_lm.training.checkpoint.finding import STEP_FOLDER
+from cat_lm.training.checkpoint.records import read_run_config, read_run_state
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,6 @@ if TYPE_CHECKING:
         PreTrainedModel,
         PreTrainedTokenizerBase,
     )
-
-# As `cat_lm.training.checkpoint` names them.
-_STEP_FOLDER = re.compile(r"step-\d{8,}")
 
 
 def export_checkpoint(
@@ -83,7 +80,6 @@ def export_checkpoint(
     lacks its tokenizer, where `out` holds something else, where the export read back differs, or
     where the method does not exist for the model.
     """
-    from cat_lm.training.checkpoint import find_checkpoint
 
     out = _checked_place(out)
     step_folder = find_checkpoint(checkpoint)
@@ -164,45 +160,19 @@ def export_model(
     return out
 
 
-class _Data(Record):
-    fingerprint: str | None = None
-
-
-class _State(Record):
-    """What is used of a checkpoint's `state.json`."""
-
-    step: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    data: _Data = _Data()
-    code: dict[str, Any] | None = None
-
-
-class _DataSection(Record):
-    context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
-
-
-class _RunConfig(Record):
-    """What is used of a checkpoint's `run_config.yaml`."""
-
-    data: _DataSection
-
-
 def training_facts(step_folder: Path) -> dict[str, Any]:
     """What the checkpoint and its run know about the training: step, tokens, context, loss.
 
     Raises UserError where a file of them is damaged.
     """
-    state = read_json(step_folder / "state.json", _State)
+    state = read_run_state(step_folder)
     facts = {
         "step": state.step,
         "tokens": state.tokens,
         "data_fingerprint": state.data.fingerprint,
-        "code": state.code,
+        "code": state.code.model_dump(),
+        "context_length": read_run_config(step_folder).data.context_length,
     }
-    run_config = step_folder / "run_config.yaml"
-    if run_config.is_file():
-        values = check_shape(read_yaml(run_config), _RunConfig, str(run_config))
-        facts["context_length"] = values.data.context_length
     facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state.step)
     return {key: value for key, value in facts.items() if value is not None}
 
@@ -340,12 +310,12 @@ def refuse_checkpoints(out: Path, source: Path | None = None) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    if _STEP_FOLDER.fullmatch(folder.name):
+    if STEP_FOLDER.fullmatch(folder.name):
         return True
     if folder.name != "checkpoints" or not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    return bool(names & {".lock", "latest"}) or any(map(_STEP_FOLDER.fullmatch, names))
+    return bool(names & {".lock", "latest"}) or any(map(STEP_FOLDER.fullmatch, names))
 
 
 @command
@@ -354,7 +324,9 @@ def main() -> None:
         prog="python -m cat_lm.export",
         description="Writes a training checkpoint as a transformers model folder.",
     )
-    parser.add_argument("checkpoint", help="run folder, checkpoints folder or step folder")
+    parser.add_argument(
+        "checkpoint", type=path_name, help="run folder, checkpoints folder or step folder"
+    )
     parser.add_argument("out", help="folder to write; an earlier export there is replaced")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the file's tensors")
     parser.add_argument(
