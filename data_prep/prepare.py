@@ -7,9 +7,9 @@ import os
 import re
 import signal
 
-from cat_lm.cli import Parser, path, whole
+from cat_lm.cli import Parser, number, path, whole
 from cat_lm.errors import UserError, command
-from cat_lm.limits import DOCUMENTS, REPEATS, SEED, TEXT_BYTES, WORKERS
+from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
 
 KINDS = ("python-stdlib", "files", "slimpajama")
@@ -102,7 +102,7 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--validation-fraction",
-        type=float,
+        type=number(FRACTION, above=0),
         default=0.05,
         metavar="SHARE",
         help="share of documents held out, unless the source has its own split; of a single "

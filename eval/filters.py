@@ -23,8 +23,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cat_lm.model_files import read_headers
-from cat_lm.pretrained import load_weights, model_config, weight_files
+from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
 from eval.figures import INK, MUTED, STYLE, WIDE
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ def read_filters(model: Path) -> Filters | None:
     config = model_config(model)
     if not getattr(config, "convolved_streams", ""):
         return None
-    headers = read_headers(weight_files(model), has_convolution=True)
-    places = {name: match for name in headers if (match := _FILTER_NAME.search(name))}
+    names = skeleton(model, config).state_dict()
+    places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
     tensors = load_weights(model, config, places.keys())
     layers: dict[str, dict[int, np.ndarray]] = {}
     for name, match in places.items():

@@ -174,7 +174,9 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
     )
-    parser.add_argument("--zero-stage", type=int, choices=range(4), default=0, help="default: 0")
+    parser.add_argument(
+        "--zero-stage", type=whole(limits.Range(0, 3)), default=0, help="default: 0"
+    )
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="where to save (default: the system's)"
     )

@@ -377,9 +377,9 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--samples", "-1"], "argument --samples: '-1' must be from 0 to 10,000"),
-        (["--context-length", "0"], "argument --context-length: '0' must be from 1"),
-        (["--workers", "0"], "argument --workers: '0' must be from 1 to 4,096"),
+        (["--samples", "-1"], "--samples: '-1' must be from 0 to 10,000"),
+        (["--context-length", "0"], "--context-length: '0' must be from 1"),
+        (["--workers", "0"], "--workers: '0' must be from 1 to 4,096"),
         (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
         (["--out", __file__], "is a file; give a folder"),
         (["--out", "/proc/nowhere"], "--out /proc/nowhere: /proc may not be written to"),

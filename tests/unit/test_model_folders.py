@@ -21,7 +21,7 @@ from cat_lm.pretrained import choose_device, load_model, load_tokenizer
 from cat_lm.upcycle import Convolution, upcycle
 from tests.finished_runs import CONTEXT, checkpoint, tiny_model
 
-FILTER = "gpt_neox.layers.0.attention.query_key_value.q_filter"
+FILTER = "gpt_neox.layers.0.attention.convolution.q_filter"
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +423,7 @@ class TestSettings:
             ({"vocab_size": 100, "pad_token_id": None}, r"\[257, 32\] in the file, .* \[100, 32\]"),
             ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
             ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
-            ({"conv_type": "none"}, "unexpected keys .*filter"),
+            ({"conv_type": "none"}, r"missing keys .*query_key_value\.bias"),
             ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.input_layernorm"),
             ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
         ],
@@ -485,7 +485,9 @@ class TestGenerate:
     def test_prompts_that_are_no_text(self, monkeypatch, capsys):
         said = "prompt -: is not UTF-8 text (byte 1)"
         assert_one_line(monkeypatch, capsys, said, "nowhere", "-", stdin=b"a\xff\xfe")
-        assert_one_line(monkeypatch, capsys, "prompt: is not UTF-8 text", "nowhere", "a\udcff")
+        assert_one_line(
+            monkeypatch, capsys, "argument 'a\\udcff': is not UTF-8 text", "nowhere", "a\udcff"
+        )
 
     def test_ids_beyond_the_vocabulary(self, foreign, monkeypatch, capsys):
         def change(tensors):

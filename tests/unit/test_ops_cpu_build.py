@@ -202,16 +202,17 @@ def runtimes():
     return {path for path in files if "gomp" in path or "iomp" in path or "libomp" in path}
 before = runtimes()
 from cat_lm.ops.convolution import cpu
+from cat_lm.ops.runtime import threads
 cpu.kernel.load_kernel()
 cpu.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)
-assert cpu.threads.runtime() is None or runtimes() == before, runtimes()
+assert threads.runtime() is None or runtimes() == before, runtimes()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_call_is_laid_out_as_in_the_source():
     """Every field of the C++ struct, in order; all are 8 bytes wide."""
-    source = (Path(compiler.__file__).parent / "call.h").read_text()
+    source = (Path(kernel.__file__).parent / "call.h").read_text()
     body = source.split("struct ConvolutionCall {")[1].split("};")[0]
     fields = []
     for line in body.splitlines():

@@ -172,7 +172,7 @@ def test_data_flows_one_way():
                 assert not imports_of(path, upper), f"{relative} imports {upper}"
             reads_environment = "environ" in path.read_text(encoding="utf-8")
             # The system's convention for where caches lie decides nothing about results.
-            is_cache = relative == "cat_lm/ops/cpu/compiler.py"
+            is_cache = relative == "cat_lm/ops/runtime/compiler.py"
             assert reads_environment == is_cache, relative
 
 

@@ -132,7 +132,7 @@ def test_a_stopped_model_takes_no_more_time(no_dropout, monkeypatch):
 
 def test_a_model_that_diverges_does_not_touch_its_neighbours(no_dropout):
     tame = three(mixer="deltanet", epochs=2)[:2]
-    wild = dataclasses.replace(tame[0], lr=1e30)
+    wild = dataclasses.replace(tame[0], lr=1e3)
     found = dict(run_stack([tame[0], wild, tame[1]]))
     last = found[wild]["history"][-1]["loss"]
     assert not last < 1e3  # huge, infinite or not a number
@@ -270,5 +270,5 @@ def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypa
 def test_what_stack_takes():
     assert _stack("auto") is None and _stack("6") == 6
     for wrong in ("0", "-1", "many"):
-        with pytest.raises(argparse.ArgumentTypeError, match="auto or at least 1"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"must be .*auto"):
             _stack(wrong)

@@ -19,7 +19,8 @@ class Options(DeltaOptions):
     """Options of DeltaNet: those of both delta-rule layers, and its own.
 
     Attributes:
-        operator: torch, or fla, flash-linear-attention's on a GPU, see eval/recall/mixers/fla.py.
+        operator: torch, or fla, flash-linear-attention's on a GPU, see
+            cat_lm/ops/recurrence/fla.py.
     """
 
     operator: str = "torch"

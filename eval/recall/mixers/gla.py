@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.ops.recurrence import fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.recurrence.fla import check_operator
 from eval.recall.mixers import Setting
@@ -30,7 +31,7 @@ class Options:
         expand_k: width of all keys over C.
         expand_v: width of all values over C.
         operator: torch, our own scan, or fla, flash-linear-attention's on a GPU, see
-            eval/recall/mixers/fla.py.
+            cat_lm/ops/recurrence/fla.py.
     """
 
     heads: int = 4
@@ -51,8 +52,8 @@ class GatedLinearAttention(nn.Module):
     def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
         width, self.heads = setting.d_model, options.heads
-        fla = options.operator == "fla"
-        self.operator = fla.gated_linear_attention if fla else gated_linear_attention
+        of_package = options.operator == "fla"
+        self.operator = fla.gated_linear_attention if of_package else gated_linear_attention
         keys, values = int(width * options.expand_k), int(width * options.expand_v)
         if (
             options.heads < 1
