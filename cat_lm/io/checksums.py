@@ -6,8 +6,10 @@ compare it too (shards, exported weights). Both let Python's other threads run m
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,8 @@ def checksum(path: Path | str, algorithm: Algorithm) -> str:
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
         while count := stream.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
@@ -58,6 +60,8 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
     path, name = Path(path), f"{what} {path}".strip()
     try:
         with open(path, "rb") as stream:
+            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "is a device, not a file")
             text = stream.read(limit + 1)
     except OSError as error:
         raise UserError(f"{name}: {describe_os_error(error)}") from None

@@ -5,9 +5,12 @@ Run as a command in the world's folder.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+
+from cat_lm.io.seals import opened, write_sealed
 
 # Measured times differ in length, and with them what a case of the same seed would damage.
 _TIMES = re.compile(r'("(?:\w*seconds|tokens_per_second|data|training|testing)": )[\d.e-]+')
@@ -29,6 +32,8 @@ def main() -> None:
     for pattern in ("run/metrics.jsonl", "run/zero_shot/*.json", "recall/cells/*.json"):
         for path in Path().glob(pattern):
             path.write_text(_TIMES.sub(r"\g<1>0.125", path.read_text("utf-8")), "utf-8")
+    for path in Path("recall/cells").glob("*.json"):
+        write_sealed(path, opened(json.loads(path.read_text("utf-8")))[0])
 
 
 def _beside(folder: Path) -> None:

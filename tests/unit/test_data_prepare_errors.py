@@ -176,7 +176,7 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--validation-fraction", 0), "--validation-fraction: '0.0' must be greater than 0"),
+        (("--validation-fraction", 0), "--validation-fraction: '0' must be greater than 0"),
         (("--workers", 0), "--workers: '0' must be from 1 to 4,096"),
         (("--workers", 10**6), "--workers: '1000000' must be from 1 to 4,096"),
         (("--seed", 10**64), "--seed: '1000000"),

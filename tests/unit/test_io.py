@@ -114,6 +114,7 @@ def test_what_a_path_may_lead_to(tmp_path, monkeypatch):
         (tmp_path / ("x" * 300), "a name is longer than 255 bytes"),
         (tmp_path / "binary" / "x", "a part of the path is a file"),
         (tmp_path / "binary", r"is not UTF-8 text \(byte 2\)"),
+        ("/dev/zero", "is a device, not a file"),
     ):
         with pytest.raises(UserError, match=said):
             readers.read_text(path)
@@ -291,6 +292,8 @@ def test_checksums_of_many_files(tmp_path):
         assert found == {file: make(file.read_bytes()).hexdigest() for file in files}
         assert seen == files
     assert checksums([], "sha256") == {}
+    with pytest.raises(OSError, match="is a device or a pipe"):
+        checksums(["/dev/zero"], "sha256")
 
 
 @pytest.mark.parametrize(

@@ -275,10 +275,16 @@ def test_bad_specifications_are_one_clear_line(specification, words):
 def test_the_operator_of_a_package_that_is_not_here_or_not_for_this_tensor(name, monkeypatch):
     import importlib.util
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+
+    def only(answer):
+        """Of this package alone: torch looks for others when it is used first."""
+        return lambda wanted, *rest: answer if wanted == "fla" else find(wanted, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", only(None))
     with pytest.raises(UserError, match=r"fla-core is not installed.*or use operator=torch"):
         make_mixer(f"{name}:operator=fla")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", only("here"))
     assert make_mixer(f"{name}:operator=fla").label == f"{name}:operator=fla"
     layer = built(f"{name}:operator=fla")
     with pytest.raises(UserError, match="operator=fla: it needs a CUDA GPU, not cpu"):
