@@ -23,6 +23,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
 from eval.figures import INK, MUTED, STYLE, WIDE
 
@@ -39,18 +40,21 @@ class Filters:
     """The filters of a model.
 
     Attributes:
-        conv_type: head, depthwise or multihead.
-        streams: q, k, v -> float32 [layers, *shape], the shape being [H, W], [H, D, W] or
-            [W, H_out, H_in].
+        conv_type: their kind's name.
+        streams: q, k, v -> float32 [layers, *shape], the shape being the kind's.
     """
 
     conv_type: str
     streams: dict[str, np.ndarray]
 
     @property
+    def kind(self) -> kinds.Kind:
+        return kinds.get(self.conv_type)
+
+    @property
     def heads(self) -> int:
-        shape = next(iter(self.streams.values())).shape
-        return shape[2] if self.conv_type == "multihead" else shape[1]
+        """H; 1 where one filter serves all heads."""
+        return next(iter(own_taps(self).values())).shape[1]
 
 
 @dataclass(frozen=True)
@@ -101,38 +105,57 @@ def views(filters: Filters) -> list[View]:
     """The heat maps that show `filters`, the first always of taps by lag."""
     taps = own_taps(filters)
     # Lag 0 is near 1 in a model that started at the identity and would hide all others.
-    first = _view(_TITLES[filters.conv_type], taps, LAGS, [t[..., 1:] for t in taps.values()])
-    if filters.conv_type == "depthwise":
-        spread = {stream: taps.std(axis=2) for stream, taps in filters.streams.items()}
-        return [first, _view("their standard deviation over channels", spread, LAGS, [])]
-    if filters.conv_type == "multihead":
-        norms = {stream: head_norms(taps) for stream, taps in filters.streams.items()}
+    first = _view(_title(filters.kind), taps, LAGS, [t[..., 1:] for t in taps.values()])
+    shown, axes = [first], filters.kind.filter_axes
+    if "D" in axes:
+        channels = 1 + axes.index("D")
+        spread = {stream: taps.std(axis=channels) for stream, taps in filters.streams.items()}
+        if not filters.kind.mixes_heads and "H" in axes:
+            shown.append(_view("their standard deviation over channels", spread, LAGS, []))
+    if filters.kind.mixes_heads:
+        norms = head_norms(filters)
         # A head's own input has a norm near 1 for the same reason as lag 0.
         others = [values[:, ~np.eye(filters.heads, dtype=bool)] for values in norms.values()]
-        return [first, _view("norm over all lags, for each head read from", norms, HEADS, others)]
-    return [first]
+        shown.append(_view("norm over all lags, for each head read from", norms, HEADS, others))
+    return shown
 
 
-_TITLES = {
-    "head": "filter taps",
-    "depthwise": "filter taps, mean over channels",
-    "multihead": "taps for the head's own input",
-}
+def _title(kind: kinds.Kind) -> str:
+    if kind.mixes_heads:
+        return "taps for the head's own input"
+    return "filter taps, mean over channels" if "D" in kind.filter_axes else "filter taps"
 
 
 def own_taps(filters: Filters) -> dict[str, np.ndarray]:
     """stream -> taps by lag, [layers, heads, W]: what all kinds have in common."""
-    if filters.conv_type == "depthwise":
-        return {stream: taps.mean(axis=2) for stream, taps in filters.streams.items()}
-    if filters.conv_type == "multihead":
-        diagonal = "lwhh->lhw"
-        return {stream: np.einsum(diagonal, taps) for stream, taps in filters.streams.items()}
-    return filters.streams
+    found = {}
+    for stream, taps in filters.streams.items():
+        taps, axes = _mean_over_channels(taps, filters.kind)
+        # Of pairs of heads the diagonal: what a head reads of itself.
+        letters = "".join({"H": "h", "I": "h", "W": "w"}[axis] for axis in axes)
+        kept = "lhw" if "h" in letters else "lw"
+        taps = np.einsum(f"l{letters}->{kept}", taps)
+        found[stream] = taps if "h" in letters else taps[:, None]
+    return found
 
 
-def head_norms(taps: np.ndarray) -> np.ndarray:
-    """[layers, W, H_out, H_in] -> the norm over lags, [layers, H_out, H_in]."""
-    return np.linalg.norm(taps, axis=1)
+def head_norms(filters: Filters) -> dict[str, np.ndarray]:
+    """stream -> the norm over lags, [layers, H, heads read from], of a kind that mixes heads."""
+    found = {}
+    for stream, taps in filters.streams.items():
+        taps, axes = _mean_over_channels(taps, filters.kind)
+        norms = np.linalg.norm(taps, axis=1 + axes.index("W"))
+        others = [axis for axis in axes if axis != "W"]
+        found[stream] = norms if others.index("H") == 0 else norms.swapaxes(1, 2)
+    return found
+
+
+def _mean_over_channels(taps: np.ndarray, kind: kinds.Kind) -> tuple[np.ndarray, list[str]]:
+    axes = list(kind.filter_axes)
+    if "D" in axes:
+        taps = taps.mean(axis=1 + axes.index("D"))
+        axes.remove("D")
+    return taps, axes
 
 
 def _view(

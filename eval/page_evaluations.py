@@ -231,13 +231,13 @@ def _filters_caption(run: Run) -> str:
         f"at the largest tap behind lag 0 ({shown[0].limit:.3f}); lag 0 is mostly beyond them, on "
         f"average {means}."
     )
-    if filters.conv_type == "multihead":
+    if filters.kind.mixes_heads:
         caption += (
             " Below, how much each head (row) takes from each head (column): the norm of the taps "
             f"over all lags; the colours end at the largest between different heads "
             f"({shown[1].limit:.3f})."
         )
-    if filters.conv_type == "depthwise":
+    if "D" in filters.kind.filter_axes:
         caption += (
             " Every channel has a filter of its own: above their mean in a head, below how far "
             "the channels differ."

@@ -25,6 +25,7 @@ from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import read_bytes
+from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
     from eval.runs import Run
@@ -93,8 +94,10 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "conv_type": model.conv_type,
         "conv_streams": model.conv_streams if model.conv_type != "none" else None,
         "conv_window": model.conv_window if model.conv_type != "none" else None,
-        "conv_mixing": model.conv_mixing if model.conv_type == "multihead" else None,
-        "conv_activation": model.conv_activation if model.conv_type == "depthwise" else None,
+        "conv_mixing": model.conv_mixing if kinds.mixes_heads(model.conv_type) else None,
+        "conv_activation": model.conv_activation
+        if kinds.takes_activation(model.conv_type)
+        else None,
         "position_embedding": model.position_embedding,
         "parameters": run.parameters,
         "tokens": run.tokens,

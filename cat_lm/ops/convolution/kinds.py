@@ -119,6 +119,11 @@ def takes_activation(name: str) -> bool:
     return name in _KINDS and _KINDS[name].takes_activation
 
 
+def mixes_heads(name: str) -> bool:
+    """Tell whether convolutions of a kind, or of "none", mix heads."""
+    return name in _KINDS and _KINDS[name].mixes_heads
+
+
 def names() -> tuple[str, ...]:
     """List the kinds by name."""
     return tuple(_KINDS)

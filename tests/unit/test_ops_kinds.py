@@ -1,0 +1,91 @@
+"""A kind of convolution of one's own: a row in the table, and it trains, decodes and is stored."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cat_lm import ops
+from cat_lm.config_sections import ModelSection
+from cat_lm.model.convolution import describe_backend
+from cat_lm.ops.convolution import kinds
+from cat_lm.pretrained import load_model
+from tests.unit.tiny_models import cat_model, random_ids
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """One filter for all heads and channels, which no backend but the reference knows."""
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    kind = kinds.Kind(
+        "shared", ("W",), lambda taps, lag, delayed: taps[lag] * delayed, "one filter for all"
+    )
+    kinds.register(kind)
+    return kind
+
+
+def test_its_operator_is_the_definition(shared):
+    x, taps = torch.randn(2, 9, 3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    expected = torch.zeros_like(x)
+    for time in range(9):
+        for lag in range(min(4, time + 1)):
+            expected[:, time] += taps[lag] * x[:, time - lag]
+    torch.testing.assert_close(ops.convolve("shared", x, taps), expected)
+    first, state = ops.convolve("shared", x[:, :5], taps, return_state=True)
+    rest = ops.convolve("shared", x[:, 5:], taps, initial_state=state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), expected)
+    with pytest.raises(ValueError, match=r"filters must be \[W\]"):
+        ops.convolve("shared", x, torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"backend='cpu' cannot serve.*no kernel for shared"):
+        ops.convolve("shared", x, taps, backend="cpu")
+
+
+def test_a_model_with_it(shared, tmp_path):
+    model = cat_model(conv_type="shared", conv_window=5)
+    said = describe_backend(model.config, "cpu", torch.float32)
+    assert "shared convolution" in said and "reference, cpu cannot serve" in said
+    ids = random_ids(2, 20)
+    model(ids, labels=ids).loss.backward()
+    taps = model.gpt_neox.layers[0].attention.convolution.k_filter
+    assert taps.shape == (5,) and taps.grad.abs().sum() > 0
+    with torch.no_grad():
+        whole = model(ids).logits
+        start = model(ids[:, :7], use_cache=True)
+        rest = model(ids[:, 7:], past_key_values=start.past_key_values).logits
+        torch.testing.assert_close(rest, whole[:, 7:], rtol=1e-4, atol=1e-5)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(load_model(tmp_path)(ids).logits, whole)
+    section = ModelSection(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        conv_type="shared", conv_window=5, vocab_size=model.config.vocab_size,
+    )  # fmt: skip
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    inner = model.config.intermediate_size
+    assert section.model_copy(update={"intermediate_size": inner}).num_parameters(0) == counted
+
+
+def test_identity_changes_nothing(shared):
+    for name in kinds.names():
+        filters = kinds.get(name).identity(3, 4, 5)
+        assert tuple(filters.shape) == kinds.get(name).filter_shape(3, 4, 5)
+        x = torch.randn(2, 7, 3, 4)
+        assert torch.equal(ops.convolve(name, x, filters, backend="reference"), x)
+
+
+def test_names_that_are_taken_or_known_nowhere(shared):
+    with pytest.raises(ValueError, match="there is such a kind already"):
+        kinds.register(shared)
+    with pytest.raises(ValueError, match="with W once"):
+        kinds.register(kinds.Kind("other", ("H", "D"), shared.add_lag, ""))
+    with pytest.raises(ValueError, match="choose one of head, depthwise, multihead, shared"):
+        ops.convolve("nowhere", torch.randn(1, 2, 3, 4), torch.randn(2))
+    with pytest.raises(ValueError, match="nowhere"):
+        cat_model(conv_type="nowhere")
+
+
+def test_the_table_needs_no_torch():
+    code = "import sys; from cat_lm.ops.convolution import kinds; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
