@@ -204,7 +204,7 @@ def read_json_lines(
             continue
         place = f"{name}, line {number}"
         try:
-            record = parse_value(line.encode(), place)
+            record = parse_value(line.encode(), place, finite=True)
         except UserError:
             if cut_tail and number == len(lines):
                 break

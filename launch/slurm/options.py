@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
 from cat_lm import limits
@@ -155,7 +158,11 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
     add("--container-mounts", metavar="SRC:DST,…", help="beside the job's folder and the data")
     add("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
     add("--site", metavar="FILE", help="site settings (default: $CAT_LM_SITE)")
-    add("--print", action="store_true", help="only show the batch script; write nothing")
+    add(
+        "--print",
+        action="store_true",
+        help="only show the batch script; write nothing, and only warn of folders missing here",
+    )
 
 
 def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
@@ -174,3 +181,14 @@ def variable(text: str) -> tuple[str, str]:
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
         raise argparse.ArgumentTypeError(f"{clipped(repr(text))}: must have the form NAME=VALUE")
     return name, value
+
+
+@contextmanager
+def warning_where(only_shown: bool) -> Iterator[None]:
+    """Make a UserError about this machine a warning where the script is only printed."""
+    try:
+        yield
+    except UserError as error:
+        if not only_shown:
+            raise
+        print(f"warning: on this machine, {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import write_text
 from launch.slurm import cluster, script, snapshot
 from launch.slurm.folder import RunFolder
-from launch.slurm.options import Options, options_from
+from launch.slurm.options import Options, options_from, warning_where
 from launch.slurm.site import Site, load_site
 
 # What this command decides itself, or what tasks at the same time would do to each other.
@@ -46,7 +46,8 @@ def prepare(arguments: argparse.Namespace) -> None:
     site, _ = load_site(arguments.site)
     options = options_from(arguments, Options(nodes=1)).with_site(site).check()
     if not options.container:  # which may know other paths
-        check_inputs(parsed)
+        with warning_where(arguments.print):
+            check_inputs(parsed)
     folder = PrepareFolder.of(parsed.out)
     inputs = [os.path.abspath(v) for v in _values(parsed) if os.path.exists(v)]
     stages = (

@@ -17,7 +17,7 @@ from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import attempts, cluster, script, snapshot
 from launch.slurm.cluster import JobState
 from launch.slurm.folder import Job, JobRecord, RunFolder, earlier_jobs, read_record
-from launch.slurm.options import Options, options_from
+from launch.slurm.options import Options, options_from, warning_where
 from launch.slurm.site import Site, load_site
 
 
@@ -37,7 +37,10 @@ class Plan:
 
 def submit(arguments: argparse.Namespace) -> None:
     site = load_site(arguments.site)
-    plan = plan_of(arguments.config, arguments.overrides, options_from(arguments), *site)
+    options = options_from(arguments)
+    plan = plan_of(
+        arguments.config, arguments.overrides, options, *site, only_shown=arguments.print
+    )
     if arguments.print:
         print(plan.text(), end="")
         return
@@ -53,7 +56,14 @@ def resume(arguments: argparse.Namespace) -> None:
     record = read_record(folder)
     options = options_from(arguments, record.options)
     site = load_site(arguments.site or record.site)
-    plan = plan_of(folder.config, arguments.overrides, options, *site, earlier=record)
+    plan = plan_of(
+        folder.config,
+        arguments.overrides,
+        options,
+        *site,
+        earlier=record,
+        only_shown=arguments.print,
+    )
     if plan.folder != folder:
         raise UserError(
             f"train.output_dir={plan.folder.run}: `resume` continues {folder.run}; "
@@ -86,8 +96,13 @@ def plan_of(
     site: Site | None = None,
     site_file: Path | None = None,
     earlier: JobRecord | None = None,
+    only_shown: bool = False,
 ) -> Plan:
-    """Checks everything that can be checked before the queue.
+    """Check everything that can be checked before the queue.
+
+    Args:
+        only_shown: the script is printed, perhaps on another machine than it will run on: folders
+            that are missing here are warnings.
 
     Raises:
         UserError: the configuration or an option is wrong, or the data is not there.
@@ -103,11 +118,13 @@ def plan_of(
         )
     values = snapshot.resolved(config)
     folder = RunFolder(Path(values["train"]["output_dir"]))
-    folder.check_writable()
+    with warning_where(only_shown):
+        folder.check_writable()
     # A container may know other paths.
     for path in [] if merged.container else snapshot.inputs_of(values):
-        if not Path(path).is_dir():
-            raise UserError(f"{path}: no such folder (data or initial weights of the run)")
+        with warning_where(only_shown):
+            if not Path(path).is_dir():
+                raise UserError(f"{path}: no such folder (data or initial weights of the run)")
     record = JobRecord(
         config=str(Path(config_path).absolute()) if earlier is None else earlier.config,
         overrides=[*(earlier.overrides if earlier else ()), *overrides],

@@ -71,7 +71,7 @@ def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
         (["--tasks", 2, "--", *FLAGS], "--path a b.txt: no such file or folder"),
         (["--tasks", 2, "--", *FLAGS, "--tokenizer", "nope"], "--tokenizer nope: no such file"),
         (["--tasks", 2, "--", *FLAGS, "--overwrite"], "--overwrite: does not go with"),
-        (["--tasks", 2, "--", *FLAGS, "--validation-fraction", 2], "between 0 and 1"),
+        (["--tasks", 2, "--", *FLAGS, "--validation-fraction", 2], "must be from 0 to 1"),
     ],
 )
 def test_bad_input_of_prepare(place, monkeypatch, arguments, says):

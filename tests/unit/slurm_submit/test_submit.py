@@ -85,6 +85,16 @@ def test_bad_input_is_one_clear_line(place, arguments, says):
     assert not place.run_folder.run.exists()
 
 
+def test_a_job_is_shown_where_its_data_is_not(place):
+    """A laptop has neither the cluster's data nor its file systems."""
+    missing = ["data.path=/no/such/data", "train.output_dir=/proc/no/run"]
+    code, out, err = place("submit", place.config, "--nodes", 2, *missing, "--print")
+    assert code == 0 and out.startswith("#!/bin/bash")
+    warnings = err.splitlines()
+    assert len(warnings) == 2 and all(w.startswith("warning: on this machine, ") for w in warnings)
+    assert "/proc/no/run" in warnings[0] and "/no/such/data: no such folder" in warnings[1]
+
+
 def test_a_missing_config_and_a_missing_run(place):
     assert "x.yaml: no such file" in place.fails("submit", place.folder / "x.yaml", "--nodes", 1)
     for name in ("status", "cancel", "resume"):
