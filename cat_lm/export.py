@@ -100,7 +100,8 @@ def export_checkpoint(
 def _scaled_config(
     config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
 ) -> PreTrainedConfig:
-    from cat_lm.model.rope_scaling import scaled_config, scaled_fields
+    from cat_lm.model.long_context import scaled_config
+    from cat_lm.model.rope_scaling import scaled_fields
 
     try:
         fields = scaled_fields(config, method, factor, training_length, scope)

@@ -164,7 +164,7 @@ class Cells:
         return scaled_fields(subject.config, method, factor, trained, scope)
 
     def _load(self, fields: dict[str, Any]) -> PreTrainedModel:
-        from cat_lm.model.rope_scaling import scaled_config
+        from cat_lm.model.long_context import scaled_config
 
         if self._model is None or self._fields != fields:
             self._model = None  # there may not be room for two
@@ -247,7 +247,7 @@ def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str,
     Raises RuntimeError where that is not what `fields` asked for: a scaling that was dropped on
     the way would give a plausible, wrong number.
     """
-    from cat_lm.model.rope_scaling import effective_scaling
+    from cat_lm.model.long_context import effective_scaling
 
     found = effective_scaling(model)
     rope = fields.get("rope_parameters", {})

@@ -31,7 +31,7 @@ from cat_lm import limits
 from cat_lm.io.readers import clipped
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from cat_lm.model.configuration import CatConfig
 
@@ -147,64 +147,6 @@ def scaled_fields(
         fields["attention_temperature"] = yarn_temperature(factor)
         fields["temperature_scope"] = temperature_scope
     return fields
-
-
-def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """A copy of `config` with `fields` (of `scaled_fields`); `config` itself where there are none.
-
-    GPT-NeoX becomes CAT without convolutions, the same model, whose attention has a temperature.
-    """
-    from cat_lm.model.configuration import CatConfig
-
-    if not fields:
-        return config
-    values = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        values.pop(name, None)
-    if not isinstance(config, CatConfig):
-        values["conv_type"] = "none"
-    return CatConfig(**values | dict(fields))
-
-
-def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
-    """What a model in memory really does, read off its modules and not off what was asked for.
-
-    Returns:
-        rope_type (None without rotary positions), rope_factor, original_length, attention_factor
-        (on cosines and sines, where it is YaRN's or the temperature's), attention_temperature (t of
-        the logits, 1 where they are not scaled).
-
-    Raises:
-        RuntimeError: layers differ, or the modules do not do what the configuration says.
-    """
-    from cat_lm.model.modeling import CatForCausalLM
-
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    found = {
-        "rope_type": None,
-        "rope_factor": None,
-        "original_length": None,
-        "attention_factor": None,
-        "attention_temperature": 1.0,
-    }
-    if rotary is not None and isinstance(getattr(rotary, "rope_type", None), str):
-        rope = rotary.config.rope_parameters or {}
-        found["rope_type"] = rope.get("rope_type", "default")
-        found["rope_factor"] = rope.get("factor", 1.0)
-        found["original_length"] = rope.get("original_max_position_embeddings")
-        found["attention_factor"] = rotary.attention_scaling
-    if isinstance(model, CatForCausalLM):
-        found["attention_temperature"] = _logit_temperature(model)
-    return found
-
-
-def _logit_temperature(model: PreTrainedModel) -> float:
-    attentions = [layer.attention for layer in model.base_model.layers]
-    factors = {attention.scaling * math.sqrt(attention.head_size) for attention in attentions}
-    expected = logit_temperature(model.config)
-    if any(not math.isclose(factor * expected, 1, rel_tol=1e-9) for factor in factors):
-        raise RuntimeError(f"attention scales logits by {factors}, not by 1/{expected}")
-    return expected
 
 
 def logit_temperature(config: CatConfig) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from eval.speed.tables import aligned
+from eval.text_table import aligned
 
 
 def short(spec: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+from eval.text_table import aligned
 
 
 def data_table(record: dict[str, Any]) -> str:
@@ -18,17 +19,6 @@ def checkpoint_table(record: dict[str, Any]) -> str:
     from eval.speed.checkpoint import checkpoint_lines
 
     return "\n".join([_where(record), *checkpoint_lines(record)])
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = []
-    for row in [header, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def conv_table(record: dict[str, Any]) -> str:
