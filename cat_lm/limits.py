@@ -71,7 +71,7 @@ MINUTES = Range(1e-3, 1e6)
 TFLOPS = Range(1e-6, 1e6)
 FRACTION = Range(0.0, 1.0)
 # A corpus in a mixture, in any unit.
-SHARE = Range(1e-9, 1e9)
+SHARE = Range(1e-9, 1e18)
 # Data
 DOCUMENTS = Range(1, 10**12)
 TEXT_BYTES = Range(1, 10**18)

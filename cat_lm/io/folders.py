@@ -15,10 +15,11 @@ from cat_lm.io.files import sync_directory
 from cat_lm.io.own_files import (
     MARK,
     empty_marked,
+    is_marked,
     make_marked,
-    remove_empty,
     remove_listed,
     remove_marked,
+    take_over,
 )
 from cat_lm.io.readers import clipped, resolve
 
@@ -109,12 +110,20 @@ def replaced_folder(
     folder, old = (place.parent / f".{place.name}.{suffix}" for suffix in ("tmp", "old"))
     try:
         with _claimed(folder, place, out):
+            if os.path.lexists(old) and not is_marked(old, _PURPOSE.format(place.name)):
+                raise UserError(
+                    f"OUT {out}: {old} stands where an earlier result waits while it is replaced, "
+                    "and was not put there by this program; move it away"
+                )
             _restore(place, old, listing)
             try:
                 yield folder
-                _carry_over(place, folder, listing, out)
-                _publish(folder)
+                carried = _carry_over(place, folder, listing, out)
+                _publish(folder, carried)
                 if place.exists():
+                    shutil.copymode(place, folder)
+                    # So that it is known as ours wherever a kill leaves it.
+                    take_over(place, _PURPOSE.format(place.name))
                     os.replace(place, old)
                 os.replace(folder, place)
                 (place / MARK).unlink()
@@ -154,10 +163,15 @@ def _claimed(folder: Path, place: Path, out: Path) -> Iterator[None]:
 
 def _carry_over(
     place: Path, folder: Path, listing: Callable[[Path], Collection[str]], out: Path
-) -> None:
-    """Link what is not ours from the earlier folder into the new one; no bytes are copied."""
+) -> set[Path]:
+    """Link what is not ours from the earlier folder into the new one; no bytes are copied.
+
+    Returns:
+        What was carried over, in the new folder, and the folders that it is in.
+    """
+    carried: set[Path] = set()
     if not place.exists():
-        return
+        return carried
     listed = {MARK, *listing(place)}
     for parent, folders, files in os.walk(place):
         inner = Path(parent).relative_to(place)
@@ -175,8 +189,13 @@ def _carry_over(
                 os.link(place / name, folder / name, follow_symlinks=False)
             except OSError:  # a file system without links
                 shutil.copy2(place / name, folder / name, follow_symlinks=False)
+            carried.add(folder / name)
         if not folders and not files and parent != str(place):
             (folder / inner).mkdir(parents=True, exist_ok=True)
+        if parent != str(place) and (folder / inner).is_dir():
+            shutil.copymode(place / inner, folder / inner)
+            carried.add(folder / inner)
+    return carried
 
 
 def _restore(out: Path, old: Path, listing: Callable[[Path], Collection[str]]) -> None:
@@ -188,17 +207,27 @@ def _restore(out: Path, old: Path, listing: Callable[[Path], Collection[str]]) -
         return
     if not out.exists():
         os.replace(old, out)
+        (out / MARK).unlink(missing_ok=True)
         return
-    carried = []
-    for name in remove_listed(old, [*listing(old), MARK]):
+    listed = listing(old)
+    for name in _files_below(old) - {*listed, MARK}:
         mine, its = old / name, out / name
         same = os.path.lexists(its) and os.path.samestat(mine.lstat(), its.lstat())
         if same or _equal(mine, its):
-            carried.append(name)
-    for name in carried:
-        (old / name).unlink()
-    if os.path.lexists(old):
-        remove_empty(old)
+            mine.unlink()
+    # The mark last: until then what a kill leaves is known as ours.
+    if not remove_listed(old, listed) or _files_below(old) == {MARK}:
+        remove_listed(old, [MARK])
+
+
+def _files_below(folder: Path) -> set[str]:
+    """List all files and links by their relative names."""
+    found = set()
+    for parent, folders, files in os.walk(folder):
+        inner = Path(parent).relative_to(folder)
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
+        found |= {str(inner / name) for name in (*files, *links)}
+    return found
 
 
 def _equal(mine: Path, its: Path) -> bool:
@@ -210,15 +239,19 @@ def _equal(mine: Path, its: Path) -> bool:
     return its.is_file() and filecmp.cmp(mine, its, shallow=False)
 
 
-def _publish(folder: Path) -> None:
-    """Flush everything to disk, with the permissions that newly made files would have."""
+def _publish(folder: Path, carried: set[Path]) -> None:
+    """Flush everything to disk, with the permissions that newly made files would have.
+
+    Args:
+        carried: files and folders of others, which keep what they had.
+    """
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
         if path.is_symlink():
             continue
-        # Weights are made for their owner only. What was carried over keeps what it had.
-        if path.is_dir() or path.stat().st_nlink == 1:
+        # Weights are made for their owner only.
+        if path not in carried:
             path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         if path.is_dir():
             sync_directory(path)

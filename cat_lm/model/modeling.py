@@ -59,6 +59,22 @@ class CatPreTrainedModel(GPTNeoXPreTrainedModel):
         if not initialize(module, self.config):
             super()._init_weights(module)  # norms, and the buffers of the rotary embedding
 
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as in transformers; reads Pythia's files, and those of earlier versions, too."""
+        config = kwargs.get("config")
+        if not isinstance(config, CatConfig):
+            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+            config = cls.config_class.from_pretrained(name_or_path, **hub)
+        renamed = renamings(bool(config.convolved_streams)) | (
+            kwargs.pop("key_mapping", None) or {}
+        )
+        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saving would undo the renaming; files of this model have the names of its state_dict.
+        model._weight_conversions = None
+        return loaded
+
 
 class CatModel(CatPreTrainedModel, GPTNeoXModel):
     """The transformer without its head. Module names are GPT-NeoX's."""
@@ -145,22 +161,6 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         self.gpt_neox = CatModel(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; reads Pythia's files, and those of earlier versions, too."""
-        config = kwargs.get("config")
-        if not isinstance(config, CatConfig):
-            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            config = cls.config_class.from_pretrained(name_or_path, **hub)
-        renamed = renamings(bool(config.convolved_streams)) | (
-            kwargs.pop("key_mapping", None) or {}
-        )
-        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Saving would undo the renaming; files of this model have the names of its state_dict.
-        model._weight_conversions = None
-        return loaded
 
     def set_conv_backend(self, name: str) -> None:
         """Sets the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.

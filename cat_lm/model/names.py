@@ -9,7 +9,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 _HEAD = {r"^embed_out\.": "lm_head."}
-# Up to version 0.1 the projection itself held the filters, and the bias that is added after them.
+# Before the convolution was a module of its own, the projection held the filters and their bias.
 _CONVOLUTION = {
     r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
     r"\.query_key_value\.bias$": ".convolution.bias",

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+# Beside process 1; those of containers and of user sessions.
+_REAPERS = (b"systemd", b"init", b"tini", b"dumb-init", b"catatonit", b"containerd-shim")
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,21 @@ def _python_launcher(variable: str) -> Launcher | None:
         line.append(_parent(line[-1]))
     if line[-1] < 1:
         return None
-    kinds = [_is_python(process) for process in line]
-    # A process of another user cannot be the launcher, but a wrapper that changes users may be.
-    stranger = kinds[-1] is False or (kinds[-1] is None and line[-1] == 1)
+    is_launcher, adopts = _is_python(line[-1]), _adopts(line[-1])
+    if is_launcher is False and not adopts:
+        # A shell, or any program that we do not know: variables of a launcher, set by hand.
+        return None
     above = _parent(line[-1])
     # `deepspeed` on one machine starts another program of its own, which starts the ranks.
     if os.environ.get("CROSS_SIZE") == "1" and variable == "CROSS_RANK" and _is_python(above):
         line.append(above)
-    return Launcher(tuple(line), was_gone=stranger and True not in kinds)
+    # In a container, process 1 may be the launcher itself.
+    return Launcher(tuple(line), was_gone=adopts and not is_launcher)
+
+
+def _adopts(process: int) -> bool:
+    """Tell whether it is one that takes children whose parents have died."""
+    return process == 1 or _read(process, "comm").strip() in _REAPERS
 
 
 def _step_daemon(task: int) -> Launcher | None:

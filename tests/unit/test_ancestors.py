@@ -61,6 +61,15 @@ def test_by_hand_there_is_nobody_to_miss(processes, variables):
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, DEEPSPEED])
+@pytest.mark.parametrize("program", ["bash", "gdb", "my-launcher"])
+def test_all_of_a_launcher_s_variables_set_by_hand(processes, program, variables):
+    """A living program that we do not know is no sign that a launcher has died."""
+    processes.add(20, program, parent=1)
+    processes.start(20, **variables)
+    assert find_launcher() is None
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, DEEPSPEED])
 def test_the_launcher_is_the_parent(processes, variables):
     processes.add(20, "bash", parent=1)
     processes.add(30, "python3.11", parent=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -335,3 +336,25 @@ def test_generator_states_that_are_none(tmp_path, write, said):
         generators.restore_random_states(path)
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("place", ["complete.json", "model/config.json"])
+def test_a_file_system_s_bad_moment_is_no_damage(run, monkeypatch, code, place):
+    """The newest checkpoint is neither passed over nor renamed: the same command goes on later."""
+    real, file = open, run / "checkpoints/step-00000006" / place
+
+    def stale(path, *args, **kwargs):
+        if str(path) == str(file):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **kwargs)
+
+    before = names(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", stale)
+        with pytest.raises(UserError, match=f"{place}: cannot be read now"):
+            to_resume(run)
+        with pytest.raises(UserError, match=f"{place}: cannot be read now"):
+            find_checkpoint(run)
+    assert names(run) == before
+    assert to_resume(run)[0].name == "step-00000006"

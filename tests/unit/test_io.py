@@ -270,6 +270,31 @@ def test_a_kill_amid_a_replacement_loses_nothing(tmp_path, links, monkeypatch):
         assert os.listdir(tmp_path) == ["model"]
 
 
+def test_replacing_keeps_permissions(tmp_path):
+    out = tmp_path / "model"
+    write(out, weights="1")
+    (out / "private").mkdir(mode=0o700)
+    (out / "private" / "mine").write_text("kept")
+    (out / "private" / "mine").chmod(0o600)
+    out.chmod(0o2770)
+    write(out, weights="2")
+    modes = [path.stat().st_mode & 0o7777 for path in (out, out / "private", out / "private/mine")]
+    assert modes == [0o2770, 0o700, 0o600]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_foreign_folder_where_earlier_results_wait(tmp_path, there):
+    if there:
+        write(tmp_path / "model", weights="1")
+    (tmp_path / ".model.old").mkdir()
+    for name in ("weights", "record", "thesis"):
+        (tmp_path / ".model.old" / name).write_text("weights")
+    with pytest.raises(UserError, match=r"\.model\.old stands where .* move it away"):
+        write(tmp_path / "model", weights="2")
+    assert len(os.listdir(tmp_path / ".model.old")) == 3
+    assert (tmp_path / "model").exists() == there
+
+
 def test_a_foreign_folder_where_temporary_files_go(tmp_path):
     (tmp_path / ".model.tmp").mkdir()
     (tmp_path / ".model.tmp" / "thesis").write_text("kept")

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
 from cat_lm.model import CatConfig, CatForCausalLM
@@ -243,6 +243,9 @@ def test_files_with_the_names_of_version_01_are_read(variant, tmp_path):
         load_model(tmp_path / "model"),
     ):
         assert torch.equal(loaded(random_ids(1, 30)).logits, expected)
+    base = AutoModel.from_pretrained(tmp_path / "model")
+    hidden = base(random_ids(1, 30)).last_hidden_state
+    assert torch.equal(hidden, model.gpt_neox(random_ids(1, 30)).last_hidden_state)
     other = cat_model(**variant, seed=3)
     other.load_state_dict(earlier)
     assert torch.equal(other(random_ids(1, 30)).logits, expected)

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.checksums import checksums
-from cat_lm.training.checkpoint.records import ALGORITHM, MARKER, Contents, read_marker
+from cat_lm.training.checkpoint.records import (
+    ALGORITHM,
+    MARKER,
+    Contents,
+    Unreadable,
+    read_marker,
+    refuse_unreadable,
+)
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -115,6 +122,8 @@ def damage(folder: Path, say: Say) -> str | None:
     """Say what is wrong with a step folder, or None; reads all files, in threads."""
     try:
         contents = read_marker(folder)
+    except Unreadable:
+        raise
     except UserError as error:
         return without_folder(error, folder)
     say_without_checksums(folder, contents, say)
@@ -150,12 +159,18 @@ def wrong_file(
     try:
         found = checksums([folder / name for name in names], ALGORITHM, done)
     except OSError as error:
-        name = Path(error.filename).relative_to(folder) if error.filename else folder
-        return f"{name}: {describe_os_error(error)}"
+        name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
+        return _absent(folder, name, error)
     for name in names:
         if found[folder / name] != contents.checksums[name]:
             return f"{name}: its checksum differs from the one in {MARKER}"
     return None
+
+
+def _absent(folder: Path, name: str, error: OSError) -> str:
+    """Say that a file is not there. Raises `Unreadable` where it may be."""
+    refuse_unreadable(folder / name, error)
+    return f"{name}: {describe_os_error(error)}"
 
 
 def _wrong_size(folder: Path, contents: Contents, names: Iterable[str]) -> str | None:
@@ -163,7 +178,7 @@ def _wrong_size(folder: Path, contents: Contents, names: Iterable[str]) -> str |
         try:
             found = (folder / name).stat()
         except OSError as error:
-            return f"{name}: {describe_os_error(error)}"
+            return _absent(folder, name, error)
         if not stat.S_ISREG(found.st_mode):
             return f"{name}: is no file"
         if found.st_size != contents.sizes[name]:

@@ -17,7 +17,7 @@ from cat_lm.training.checkpoint.finding import (
     step_of,
     without_folder,
 )
-from cat_lm.training.checkpoint.records import MARKER, read_marker
+from cat_lm.training.checkpoint.records import MARKER, Unreadable, read_marker
 
 # Holds the name of the newest complete checkpoint, for people and other tools.
 LATEST = "latest"
@@ -64,10 +64,13 @@ def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
 
     These are step folders without a marker of ours, and those after `chosen` that are not whole.
     """
-    is_own = chosen is not None and chosen.parent == folder
+    is_own = chosen is not None and chosen.resolve().parent == folder.resolve()
     for path in step_folders(folder):
         try:
             read_marker(path)
+        except Unreadable as error:
+            say(f"{error}; it stays")
+            continue
         except UserError as error:
             put_aside(path, f"no checkpoint ({without_folder(error, path)})", say)
             continue
@@ -90,7 +93,11 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
             continue
         # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
         doomed = folder / f".{path.name}.deleting"
-        os.rename(path, doomed)
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            say(f"{path}: cannot be deleted ({describe_os_error(error)}); it stays")
+            continue
         _delete(doomed, path.name, say)
 
 

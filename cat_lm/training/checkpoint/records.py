@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.checksums import Algorithm
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_object, read_yaml
@@ -24,6 +25,27 @@ ALGORITHM: Algorithm = "xxh3_128"
 _REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
 
 Size = Annotated[int, Field(ge=0)]
+
+
+class Unreadable(UserError):
+    """Raised where a file may be there and cannot be read now: that is no damage."""
+
+
+# Errors that say what lies at a path; others are of the moment: of a file system or of rights.
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL)
+
+
+def refuse_unreadable(path: Path, error: OSError) -> None:
+    """Raise `Unreadable` unless the error will be the same at the next attempt.
+
+    A checkpoint is not passed over, let alone renamed, for what a network file system or its rights
+    do to one machine for a while.
+    """
+    if error.errno not in _LASTING:
+        raise Unreadable(
+            f"{path}: cannot be read now ({describe_os_error(error)}); when it can, the same "
+            "command goes on"
+        )
 
 
 class StoredFile(Record):
@@ -64,9 +86,14 @@ def read_marker(folder: Path) -> Contents:
     """Read what a step folder must hold.
 
     Raises:
-        UserError: there is no marker, or it is none that this program writes.
+        UserError: there is no marker, or it is none that this program writes; `Unreadable` where
+            there may be one.
     """
     path = folder / MARKER
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        refuse_unreadable(path, error)
     if "program" in read_object(path):
         files = read_json(path, Marker).files
         sizes = {name: file.bytes for name, file in files.items()}

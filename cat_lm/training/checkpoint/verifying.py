@@ -14,7 +14,7 @@ from cat_lm.training.checkpoint.finding import (
     without_folder,
     wrong_file,
 )
-from cat_lm.training.checkpoint.records import Contents, read_marker
+from cat_lm.training.checkpoint.records import Contents, Unreadable, read_marker
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -45,6 +45,8 @@ class Verifier:
         def marker() -> Contents | str:
             try:
                 return read_marker(folder)
+            except Unreadable:
+                raise
             except UserError as error:
                 return without_folder(error, folder)
 

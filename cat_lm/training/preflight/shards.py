@@ -33,9 +33,16 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
     """
     start = time.perf_counter()
     data = config.data
-    check = ranks.everywhere(
-        lambda: Check([open_split(data, split) for split in SPLITS], data.cache_dir)
-    )
+
+    def look() -> Check:
+        return Check([open_split(data, split) for split in SPLITS], data.cache_dir)
+
+    # One rank of a host looks first: at every start but the first there is nothing more to do,
+    # and looking at all files from all ranks would burden a file system of many nodes.
+    left = ranks.everywhere(lambda: ranks.local_rank == 0 and bool(look().todo))
+    if not any(ranks.gather(left)):
+        return []
+    check = ranks.everywhere(look)
     seen = ranks.gather((check.copy, len(check.todo), check.size(check.todo)))
     if not any(files for _, files, _ in seen):
         return []
@@ -59,10 +66,14 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
 def _rounds(check: Check, paths: Sequence[Path]) -> list[list[Path]]:
     """Cut a rank's files into what it reads between two meetings."""
     rounds: list[list[Path]] = []
+    room = 0
     for path in paths:
-        if not rounds or check.size([*rounds[-1], path]) > ROUND_BYTES:
+        size = check.size([path])
+        if not rounds or size > room:
             rounds.append([])
+            room = ROUND_BYTES
         rounds[-1].append(path)
+        room -= size
     return rounds
 
 
