@@ -28,6 +28,7 @@ from cat_lm.pretrained import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import (
         BatchEncoding,
         PreTrainedConfig,
@@ -66,6 +67,20 @@ def sampling_options(temperature: float, top_p: float, greedy: bool) -> dict[str
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
+def _refuse_nonsense(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Pass finite scores [B, V] on; greedy decoding would take NaN for the likeliest token.
+
+    Raises:
+        UserError: they are not numbers, whatever the weights are.
+    """
+    if scores.isnan().any() or scores.isposinf().any() or scores.isneginf().all():
+        raise UserError(
+            "the model's scores of the next token are not finite: its weights are damaged, or its "
+            "training has diverged; take another model or an earlier checkpoint"
+        )
+    return scores
+
+
 def continue_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,6 +97,7 @@ def continue_text(
     """
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
     options = {**options, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    options["logits_processor"] = [_refuse_nonsense]
     try:
         ids = model.generate(**inputs, **options)[0]
     except (ValueError, TypeError) as error:

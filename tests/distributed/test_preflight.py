@@ -151,8 +151,9 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     (error, _), other = run_on_ranks(checked, 2, folders, {"free_memory": 2**16})
     assert (error, []) == other
     lines = error.splitlines()
-    assert len(lines) == 3, error
+    assert len(lines) == 4, error
     assert lines[1].startswith("  n1 rank 1: data: no such folder")
+    assert lines[3].startswith("  all ranks: the model of")
     assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
 
 

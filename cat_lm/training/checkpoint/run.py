@@ -150,7 +150,11 @@ class Checkpoints:
             UserError: the checkpoint belongs to other data, another model or batch, is of an older
                 layout, is damaged, or holds numbers that are not finite; on every rank.
         """
-        restored = self._restore_whole(folder, engine, fingerprint)
+        try:
+            restored = self._restore_whole(folder, engine, fingerprint)
+        except BaseException:
+            self.close()  # what is not continued holds nobody back
+            raise
         folder = restored.folder
         # Versions that made no checksums did not look, and this one would not save it.
         checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))

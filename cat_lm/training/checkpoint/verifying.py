@@ -59,7 +59,7 @@ class Verifier:
         return self._first(
             lambda: (
                 wrong_file(folder, sizes_only, self._share(contents))
-                or self._compare(folder, self._share(contents, large=False))
+                or _compare(folder, contents, self._share(contents, large=False), self._progress)
             )
         )
 
@@ -67,7 +67,10 @@ class Verifier:
         """Start to read the large files of a folder that was looked at, in threads."""
         names = self._share(self._contents[folder], large=True)
         pool = ThreadPoolExecutor(1)
-        self._begun = (folder, pool.submit(self._compare, folder, names))
+        # Nothing of this object's owner goes along, whose lock would be held as long as it reads.
+        contents = self._contents[folder]
+        future = pool.submit(_compare, folder, contents, names, self._progress)
+        self._begun = (folder, future)
         pool.shutdown(wait=False)
 
     def read(self, folder: Path) -> str | None:
@@ -83,13 +86,13 @@ class Verifier:
         names = contents.share(self._ranks.rank, self._ranks.world_size)
         return [n for n in names if large in (None, contents.sizes[n] >= LARGE)]
 
-    def _compare(self, folder: Path, names: Iterable[str]) -> str | None:
-        def done(path: Path) -> None:
-            self._progress(f"verifying {path}")
-
-        return wrong_file(folder, self._contents[folder], names, done)
-
     def _first(self, find: Callable[[], str | None]) -> str | None:
         """The first rank's finding that is one."""
         problems = self._ranks.gather(self._ranks.everywhere(find))
         return next((problem for problem in problems if problem is not None), None)
+
+
+def _compare(
+    folder: Path, contents: Contents, names: Iterable[str], progress: Callable[[str], object]
+) -> str | None:
+    return wrong_file(folder, contents, names, lambda path: progress(f"verifying {path}"))
