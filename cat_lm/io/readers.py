@@ -216,6 +216,9 @@ def read_json_lines(
     return records
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class _PlainLoader(yaml.SafeLoader):
     """YAML of plain values: what JSON can say too. No dates, tags, recursion or repeated keys."""
 
@@ -230,6 +233,11 @@ class _PlainLoader(yaml.SafeLoader):
                 raise _refused(key_node, f"key '{clipped(key)}' stands twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        tag = super().resolve(kind, value, implicit)
+        # YAML 1.1 takes 1:30 for a number to the base 60; to us it is text, as to later versions.
+        return "tag:yaml.org,2002:str" if tag in _NUMBERS and ":" in value else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth = getattr(self, "_depth", 0) + 1
@@ -268,18 +276,24 @@ def _refused(place: Any, message: str) -> UserError:
     return UserError(f"line {place.start_mark.line + 1}: {message}")
 
 
+def _without_colons(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    if ":" in node.value:
+        raise ValueError("a number to the base 60")
+    return node
+
+
 def _plain_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MAX_DIGITS:
         raise _refused(node, f"a number of {len(node.value)} characters is too long")
     try:
-        return loader.construct_yaml_int(node)
+        return loader.construct_yaml_int(_without_colons(node))
     except ValueError:
         raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 
 
 def _plain_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
     try:
-        return loader.construct_yaml_float(node)
+        return loader.construct_yaml_float(_without_colons(node))
     except ValueError:
         raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 

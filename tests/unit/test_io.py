@@ -62,6 +62,8 @@ def test_json_of_a_later_version_keeps_its_keys_to_itself(tmp_path):
     [
         ("a: !!timestamp abc", "tag"),
         ("a: !!float abc", "'abc' is no number"),
+        ("a: !!int 1:30", "'1:30' is no number"),
+        ("a: !!float 1:30.5", "'1:30.5' is no number"),
         ("a: !!python/object:os.x 1", "tag"),
         ("a: &x [*x]", "stands within what it repeats"),
         ("a: 0x_", "'0x_' is no number"),
@@ -101,6 +103,15 @@ def test_a_date_in_yaml_is_text():
     assert readers.parse_yaml("a: 2020-99-99\nb: 2020-01-01", "F") == {
         "a": "2020-99-99",
         "b": "2020-01-01",
+    }
+
+
+@pytest.mark.parametrize("text", ["1:30", "-12:05:59", "1:30.5", "+1:00.", "1_0:30"])
+def test_a_number_to_the_base_60_in_yaml_is_text(text):
+    assert readers.parse_yaml(f"a: {text}\nb: [{text}]\nc: 130", "F") == {
+        "a": text,
+        "b": [text],
+        "c": 130,
     }
 
 
