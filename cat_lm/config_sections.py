@@ -94,7 +94,8 @@ def number(
 def _check_path(path: str | None) -> str | None:
     if path is None:
         return None
-    if not path or path != path.strip():
+    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
+    if not path.strip("\"'") or path != path.strip():
         raise ValueError("is no path")
     if any(ord(character) < 32 for character in path):
         raise ValueError("has control characters in it")

@@ -295,11 +295,17 @@ def refuse_checkpoints(out: Path, source: Path | None = None) -> None:
         UserError: `out`, links followed, is or lies in a folder of checkpoints, or holds `source`.
     """
     place = resolve(out)
+
+    def is_taken(folder: Path) -> bool:
+        return _holds_checkpoints(folder) or bool(source and folder == resolve(source).parent)
+
     for folder in (place, *place.parents):
-        if _holds_checkpoints(folder) or (source and folder == resolve(source).parent):
+        if is_taken(folder):
+            above = next(parent for parent in folder.parents if not is_taken(parent))
+            where = "is" if folder == place else f"lies in {folder},"
             raise UserError(
-                f"OUT {out}: lies in {folder}, where train.py keeps checkpoints; give another "
-                f"folder, such as {folder.parent / 'model'}"
+                f"OUT {out}: {where} where train.py keeps checkpoints; give another folder, such "
+                f"as {above / 'model'}"
             )
     if (source and resolve(source).is_relative_to(place)) or _holds_checkpoints(
         place / "checkpoints"

@@ -217,5 +217,6 @@ def _compare(path: Path, kind: str, found: str, expected: str) -> None:
 def _changed(path: Path, found: str, expected: str) -> UserError:
     return UserError(
         f"{path}: {found}, {RECORD} lists {expected}: it was damaged or changed; {_AGAIN}, or, if "
-        f"the change is meant, give --skip-checksums or remove {RECORD}"
+        f"the change is meant, remove {RECORD} (or give "
+        "--skip-checksums, where the command has it)"
     )

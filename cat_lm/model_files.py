@@ -273,10 +273,10 @@ def refuse_non_finite(what: str, tensors: dict[str, Tensor]) -> None:
     """Raise UserError, which `what` begins, where a weight is NaN or infinite."""
     wrong = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        are, more = ("are", ", …") if len(wrong) > 1 else ("is", "")
         raise UserError(
-            f"{what}: {wrong[0]}{more} of {len(tensors)} tensors are not finite (NaN or infinite): "
-            "no model to use; take an earlier checkpoint"
+            f"{what}: {len(wrong)} of {len(tensors)} tensors {are} not finite ({wrong[0]}{more}): "
+            "NaN or infinite numbers make no model to use; take an earlier checkpoint"
         )
 
 

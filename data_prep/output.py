@@ -24,7 +24,7 @@ from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.own_files import is_marked, remove_files, remove_marked
+from cat_lm.io.own_files import is_marked, remove_files, remove_marked, set_aside
 from data_prep.assembly import ASSEMBLY
 from data_prep.locks import Busy, file_lock
 from data_prep.parts import read_record
@@ -160,6 +160,9 @@ def begin(
     files += marker.files if isinstance(marker, Unfinished) else []
     if isinstance(marker, Unfinished) and marker.scratch not in (work.scratch, None):
         print(f"note: parts that other arguments left in {marker.scratch} stay there")
+    if isinstance(marker, Earlier):  # beside complete data nothing proves that it is ours
+        place = set_aside(folder / MARKER)
+        print(f"note: {folder / MARKER} is not of these data; it is now {place.name}")
     # Before the new marker, under which a restart would take it for its own.
     inside = WorkFolder.of(folder, None)
     if inside != work and inside.is_ours():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ftplib
 import logging
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 # About three minutes in all: longer outages are the job script's to requeue after.
 ATTEMPTS = 10
+# Where nothing has answered at the address yet: it is more likely wrong than out of order.
+FIRST_ATTEMPTS = 2
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds; doubled after each failure
 # fsspec's addresses whose packages are not among this project's requirements.
 PACKAGES = {
@@ -48,13 +52,15 @@ class Storage:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = _file_system(self.url)
+        self._answered = False
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all of them; temporary failures are retried.
 
         Raises:
             FileNotFoundError: there is no such file.
-            UserError: access is refused, or the server knows no ranges.
+            UserError: access is refused, the server knows no ranges, or there is no server: the
+                host is unknown, or takes no connections and never did.
             ConnectionError: every attempt failed. No `UserError`: a run that it ends is to be
                 started again.
         """
@@ -62,6 +68,7 @@ class Storage:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
+                self._answered = True
                 if start is not None:
                     self._check_range(name, len(data), stop - start)
                 return data
@@ -70,6 +77,12 @@ class Storage:
             except Exception as error:  # every library has its own
                 if _is_refusal(error):
                     raise UserError(self._refused(name, error)) from error
+                if not _has_no_server(error):
+                    self._answered = True
+                elif not self._answered and attempt >= FIRST_ATTEMPTS:
+                    raise UserError(
+                        f"{self.url}/{name}: nothing answers at this address ({_said(error)})"
+                    ) from error
                 if attempt == ATTEMPTS:
                     raise ConnectionError(
                         f"{self.url}/{name}: could not be read in {ATTEMPTS} attempts "
@@ -111,9 +124,11 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
     except ValueError as error:
         raise UserError(f"{url}: nothing here reads {protocol}:// ({_said(error)})") from None
     except Exception as error:
-        if not _is_refusal(error):
-            raise
-        raise UserError(f"{url}: access is refused ({_said(error)})") from error
+        if _is_refusal(error):
+            raise UserError(f"{url}: access is refused ({_said(error)})") from error
+        if isinstance(error, ftplib.all_errors):  # what connects at once: FTP, SFTP
+            raise UserError(f"{url}: cannot be connected to ({_said(error)})") from error
+        raise
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -121,6 +136,19 @@ def _is_refusal(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     refused = isinstance(error, PermissionError) or bool(names & set(_REFUSALS))
     return refused or str(status) in ("401", "403")
+
+
+def _has_no_server(error: BaseException | None) -> bool:
+    """Tell whether an error comes of an unknown host, or of one that takes no connections."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        inner = getattr(error, "os_error", None)  # aiohttp's
+        kinds = (socket.gaierror, ConnectionRefusedError)
+        if isinstance(error, kinds) or isinstance(inner, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _said(error: Exception) -> str:

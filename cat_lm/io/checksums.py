@@ -17,6 +17,8 @@ from typing import Literal
 
 import xxhash
 
+from cat_lm.io.files import open_at_once
+
 Algorithm = Literal["sha256", "xxh3_128"]
 _MAKERS = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _CHUNK = 1 << 22
@@ -27,7 +29,7 @@ def checksum(path: Path | str, algorithm: Algorithm) -> str:
     digest = _MAKERS[algorithm]()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as stream:
+    with open(path, "rb", buffering=0, opener=open_at_once) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
         while count := stream.readinto(buffer):

@@ -17,6 +17,20 @@ from cat_lm.errors import describe_os_error
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file, as the `opener` of `open`: a pipe does not wait for somebody who writes to it.
+
+    Raises:
+        OSError: as `os.open`; a socket is named as such.
+    """
+    try:
+        return os.open(path, flags | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.EINVAL, "is a socket or a device, not a file", str(path)) from None
+
+
 @contextmanager
 def replacing(path: Path | str, mode: str = "w") -> Iterator[IO]:
     """Opens a temporary file beside `path`; on success it is flushed to disk and renamed to it.

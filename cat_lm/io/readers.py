@@ -18,7 +18,10 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.files import open_at_once
 
+# Where a shell's <(command) and `command |` stand.
+_OPEN_FILES = ("/dev/fd", "/proc/self/fd")
 MAX_TEXT_BYTES = 2**30
 MAX_YAML_BYTES = 2**24
 # Deeper than any file of ours; the libraries' parsers recurse and end with Python's own limit.
@@ -59,9 +62,9 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
     """
     path, name = Path(path), f"{what} {path}".strip()
     try:
-        with open(path, "rb") as stream:
-            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "is a device, not a file")
+        with open(path, "rb", opener=open_at_once) as stream:
+            _refuse_other_kinds(path, os.fstat(stream.fileno()).st_mode)
+            os.set_blocking(stream.fileno(), True)  # a pipe's other end may still be writing
             text = stream.read(limit + 1)
     except OSError as error:
         raise UserError(f"{name}: {describe_os_error(error)}") from None
@@ -70,6 +73,15 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
     if len(text) > limit:
         raise UserError(f"{name}: is larger than {limit >> 20} MiB; it cannot be what is meant")
     return text
+
+
+def _refuse_other_kinds(path: Path, mode: int) -> None:
+    """Raise OSError for devices, and for pipes but those that this process was given open."""
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise OSError(errno.EINVAL, "is a device, not a file")
+    given = str(path) == "/dev/stdin" or str(path.parent) in _OPEN_FILES
+    if stat.S_ISFIFO(mode) and not given:  # it may have no other end, and would be waited for
+        raise OSError(errno.EINVAL, "is a pipe, not a file")
 
 
 def read_text(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> str:
@@ -216,6 +228,9 @@ def read_json_lines(
     return records
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class _PlainLoader(yaml.SafeLoader):
     """YAML of plain values: what JSON can say too. No dates, tags, recursion or repeated keys."""
 
@@ -230,6 +245,11 @@ class _PlainLoader(yaml.SafeLoader):
                 raise _refused(key_node, f"key '{clipped(key)}' stands twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        tag = super().resolve(kind, value, implicit)
+        # YAML 1.1 takes 1:30 for a number to the base 60; to us it is text, as to later versions.
+        return "tag:yaml.org,2002:str" if tag in _NUMBERS and ":" in value else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth = getattr(self, "_depth", 0) + 1
@@ -268,18 +288,24 @@ def _refused(place: Any, message: str) -> UserError:
     return UserError(f"line {place.start_mark.line + 1}: {message}")
 
 
+def _without_colons(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    if ":" in node.value:
+        raise ValueError("a number to the base 60")
+    return node
+
+
 def _plain_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MAX_DIGITS:
         raise _refused(node, f"a number of {len(node.value)} characters is too long")
     try:
-        return loader.construct_yaml_int(node)
+        return loader.construct_yaml_int(_without_colons(node))
     except ValueError:
         raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 
 
 def _plain_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
     try:
-        return loader.construct_yaml_float(node)
+        return loader.construct_yaml_float(_without_colons(node))
     except ValueError:
         raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
 

@@ -39,6 +39,12 @@ def _not_hidden(value: Any) -> Any:
     return value
 
 
+def _exact(value: Any) -> Any:
+    if isinstance(value, (bool, float)):  # equal to a whole number in Python, but not one in JSON
+        raise ValueError("must be a whole number, not another value that equals one")
+    return value
+
+
 def _with_words(text: str) -> str:
     if not re.sub(r"\[.*?\]", "", text).strip():  # the definition leaves brackets out
         raise ValueError("must not be blank")
@@ -60,6 +66,7 @@ def _with_gap(text: str) -> str:
 Text = Annotated[str, AfterValidator(_not_blank)]
 Ending = Annotated[str, AfterValidator(_with_words)]
 _KNOWN = BeforeValidator(_not_hidden)
+_EXACT = BeforeValidator(_exact)
 
 
 class _Page(Record):
@@ -74,7 +81,7 @@ class _Solutions(Record):
     goal: str
     sol1: Text
     sol2: Text
-    label: Annotated[Literal[0, 1], _KNOWN]
+    label: Annotated[Literal[0, 1], _KNOWN, _EXACT]
 
 
 class _Endings(Record):
@@ -82,7 +89,7 @@ class _Endings(Record):
     ctx_a: str
     ctx_b: str
     endings: Annotated[list[Ending], Field(min_length=4, max_length=4)]
-    label: Annotated[Literal["0", "1", "2", "3", 0, 1, 2, 3], _KNOWN]
+    label: Annotated[Literal["0", "1", "2", "3", 0, 1, 2, 3], _KNOWN, _EXACT]
 
 
 class _Gap(Record):
@@ -122,6 +129,21 @@ COLUMNS: dict[str, type[Record]] = {
     "arc_easy": _Question,
     "arc_challenge": _Question,
 }
+
+
+def check_exact(name: str, row: Mapping[str, Any], place: str) -> None:
+    """Check a row as it stands in its file: a table's column would make 1 of 1.0 and of true.
+
+    Raises:
+        UserError: the label of a task of the paper's table is another value than a whole number.
+    """
+    schema = COLUMNS.get(name)
+    if schema is not None and "label" in schema.model_fields and "label" in row:
+        try:
+            _exact(row["label"])
+        except ValueError as error:
+            label = short(row["label"])
+            raise UserError(f"task {name}: {place}: label is {label}: {error}") from None
 
 
 def check_columns(

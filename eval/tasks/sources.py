@@ -23,7 +23,7 @@ from lm_eval.config.task import TaskConfig
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_json_lines
-from eval.tasks.rows import check_answers, check_columns
+from eval.tasks.rows import check_answers, check_columns, check_exact
 
 MANIFEST = "manifest.json"
 
@@ -114,7 +114,7 @@ class LocalFolder:
         files = [self.folder / file_name(config.task, split, names[0]) for split in names]
         found = {}
         for split, path in zip(names, files, strict=True):
-            found[split], self._places[config.task, split] = _read(path)
+            found[split], self._places[config.task, split] = _read(path, config.task)
         self.records[config.task] = {"files": {path.name: self._record(path) for path in files}}
         return found
 
@@ -232,12 +232,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read(path: Path) -> tuple[Dataset, list[str]]:
+def _read(path: Path, task: str) -> tuple[Dataset, list[str]]:
     """The rows of a jsonl file, and the place of each, for messages."""
     if not path.exists():
         raise UserError(f"task data {path}: missing; one JSON row per line in the Hub's columns")
     places: list[str] = []
-    rows = read_json_lines(path, lambda row, place: places.append(place), what="task data")
+
+    def check(row: dict[str, Any], place: str) -> None:
+        check_exact(task, row, place)
+        places.append(place)
+
+    rows = read_json_lines(path, check, what="task data")
     if not rows:
         raise UserError(f"task data {path}: has no rows")
     for row, place in zip(rows, places, strict=True):

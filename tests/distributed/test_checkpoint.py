@@ -174,7 +174,7 @@ def paths(ranks, data: str, folder: str) -> list[str]:
 
 def test_a_named_checkpoint_starts_a_run_of_its_own(tiny_corpus, tmp_path):
     own, branched, again = run_on_ranks(paths, 1, str(tiny_corpus), str(tmp_path))[0]
-    assert "already holds step-00000006; train.resume=auto continues it" in own
+    assert "already holds step-00000006; train.resume=auto goes on from the newest" in own
     assert branched == "trained" and "already holds step-00000006" in again
     log = (tmp_path / "other/train.log").read_text()
     assert "optimizer.lr: was 0.003, is 0.0001" in log

@@ -132,6 +132,8 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
         (["model.rope_parameters={rope_theta: 1.0e-320}"], "must be from 1 to"),
         (["train.output_dir="], "is no path"),
         (["data.path= "], "is no path"),
+        (["data.path="], "data.path='': is no path"),
+        (["data.path=''"], "data.path=\"''\": is no path"),
         (["train.init_from=a\nb"], "has control characters"),
         ([f"train.output_dir=runs/{'x' * 256}"], "longer than 255 bytes"),
         (["model.hidden_size=!!bool x"], "'x' is neither true nor false"),

@@ -207,6 +207,32 @@ def test_wrong_addresses(local, tmp_path, monkeypatch):
         TokenCorpus.open(url, "test", tmp_path)
 
 
+def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
+    url = "ftp://127.0.0.1:9/x"
+    with pytest.raises(UserError, match=rf"^{url}: cannot be connected to \(.*refused\)$"):
+        Storage(url)
+    waits = []
+    monkeypatch.setattr(storage_module.time, "sleep", waits.append)
+    url = "http://127.0.0.1:9/x"
+    with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
+        TokenCorpus.open(url, "train", tmp_path)
+    assert len(waits) == 1
+
+
+def test_a_server_that_has_answered_is_waited_for(memory, monkeypatch):
+    storage, asked = Storage(memory), []
+    storage.read("manifest.json")
+
+    def refuse(*_, **__):
+        asked.append(1)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(storage._fs, "cat_file", refuse)
+    with pytest.raises(ConnectionError, match="10 attempts"):
+        storage.read("manifest.json")
+    assert len(asked) == 10
+
+
 def test_refused_access_is_not_retried(local, tmp_path):
     for status in (401, 403):
         with served(local, status=status) as (server, url):

@@ -11,7 +11,7 @@ import pytest
 
 from cat_lm import export
 from cat_lm.errors import UserError
-from cat_lm.export import export_checkpoint, export_model, training_facts
+from cat_lm.export import export_checkpoint, export_model, refuse_checkpoints, training_facts
 from cat_lm.io.checksums import checksum
 from cat_lm.pretrained import load_tokenizer
 from tests.finished_runs import checkpoint, tiny_model
@@ -148,7 +148,10 @@ def test_checkpoints_are_no_place_for_it(run, monkeypatch, capsys, place):
     (folder / "other" / "checkpoints" / ".lock").touch()
     (folder / "link").symlink_to(run / "checkpoints")
     before = contents(folder)
-    assert f"OUT {folder / place}: " in refused(monkeypatch, capsys, run, folder / place)
+    said = refused(monkeypatch, capsys, run, folder / place)
+    assert f"OUT {folder / place}: " in said and f"lies in {folder / place}," not in said
+    advised = Path(said.rstrip().rpartition("such as ")[2])
+    refuse_checkpoints(advised, run / "checkpoints/step-00000012")
     assert contents(folder) == before
     tokenizer = load_tokenizer(run / "checkpoints/step-00000012/tokenizer")
     with pytest.raises(UserError, match="OUT "):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import threading
+import time
 
 import pytest
 from pydantic import Field
@@ -62,6 +64,8 @@ def test_json_of_a_later_version_keeps_its_keys_to_itself(tmp_path):
     [
         ("a: !!timestamp abc", "tag"),
         ("a: !!float abc", "'abc' is no number"),
+        ("a: !!int 1:30", "'1:30' is no number"),
+        ("a: !!float 1:30.5", "'1:30.5' is no number"),
         ("a: !!python/object:os.x 1", "tag"),
         ("a: &x [*x]", "stands within what it repeats"),
         ("a: 0x_", "'0x_' is no number"),
@@ -104,6 +108,15 @@ def test_a_date_in_yaml_is_text():
     }
 
 
+@pytest.mark.parametrize("text", ["1:30", "-12:05:59", "1:30.5", "+1:00.", "1_0:30"])
+def test_a_number_to_the_base_60_in_yaml_is_text(text):
+    assert readers.parse_yaml(f"a: {text}\nb: [{text}]\nc: 130", "F") == {
+        "a": text,
+        "b": [text],
+        "c": 130,
+    }
+
+
 def test_what_a_path_may_lead_to(tmp_path, monkeypatch):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "binary").write_bytes(b"ab\xff")
@@ -131,6 +144,42 @@ def test_what_a_path_may_lead_to(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", refused)
     with pytest.raises(UserError, match=r"site file .*binary: no permission"):
         readers.read_text(tmp_path / "binary", "site file")
+
+
+def test_pipes_and_sockets_are_not_waited_for(tmp_path):
+    import socket
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    for name, said in (
+        ("pipe", "is a pipe, not a file"),
+        ("link", "is a pipe, not a file"),
+        ("socket", "is a socket or a device, not a file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            readers.read_bytes(tmp_path / name)
+        with pytest.raises(OSError, match="not a file"):
+            checksums([tmp_path / name], "sha256")
+
+
+def test_a_pipe_that_this_process_was_given_is_read_to_its_end(tmp_path):
+    read_end, write_end = os.pipe()
+    text = b"x" * 300_000  # more than a pipe holds
+
+    def write():
+        with os.fdopen(write_end, "wb") as stream:
+            time.sleep(0.2)
+            stream.write(text)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert readers.read_bytes(f"/dev/fd/{read_end}") == text
+    finally:
+        os.close(read_end)
+        writer.join()
 
 
 def test_outputs_that_cannot_be(tmp_path):

@@ -189,7 +189,7 @@ class TestFinite:
             lambda: upcycle(foreign, tmp_path / "out", Convolution()),
             lambda: load_initial_weights(tiny_model(257), str(foreign)),
         ):
-            with pytest.raises(UserError, match=rf"{FILTER} of 34 tensors are not finite"):
+            with pytest.raises(UserError, match=rf"1 of 34 tensors is not finite \({FILTER}\)"):
                 load()
 
     def test_a_checkpoint_that_is_not_finite_is_not_exported(self, tmp_path, tiny_corpus):
@@ -198,7 +198,7 @@ class TestFinite:
             model.lm_head.weight[3, 5] = math.nan
             model.gpt_neox.final_layer_norm.bias[:] = math.inf
         checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
-        with pytest.raises(UserError, match="and 1 more of 34 tensors are not finite"):
+        with pytest.raises(UserError, match=r"2 of 34 tensors are not finite \(.*, …\)"):
             export_checkpoint(tmp_path / "run", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -207,7 +207,7 @@ class TestFinite:
         with torch.no_grad():
             model.lm_head.weight[0, 0] = 1e6
         tokenizer = load_tokenizer(tiny_corpus / "tokenizer")
-        with pytest.raises(UserError, match=r"weights in float16: lm_head.weight of"):
+        with pytest.raises(UserError, match=r"weights in float16: 1 of 34 .* \(lm_head.weight\)"):
             export_model(model, tokenizer, tmp_path / "out", dtype="float16")
         assert not (tmp_path / "out").exists()
 

@@ -187,6 +187,9 @@ _HIDDEN = "the answer is hidden"
 BAD_ROWS = [
     ("piqa", {"label": -1}, f"label is -1: {_HIDDEN}"),
     ("piqa", {"label": 7}, "label is 7: should be 0 or 1"),
+    ("piqa", {"label": 1.0}, "label is 1.0: must be a whole number"),
+    ("piqa", {"label": True}, "label is true: must be a whole number"),
+    ("hellaswag", {"label": 3.0}, "label is 3.0: must be a whole number"),
     ("piqa", {"label": None}, f"label is null: {_HIDDEN}"),
     ("piqa", {"sol2": " "}, 'sol2 is " ": must not be blank'),
     ("hellaswag", {"label": ""}, f'label is "": {_HIDDEN}'),

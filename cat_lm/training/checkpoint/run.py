@@ -134,7 +134,8 @@ class Checkpoints:
         if own and (start is None or step_of(own[-1]) > step_of(start)):
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: already holds {own[-1].name}; "
-                "train.resume=auto continues it, another train.output_dir starts anew"
+                "train.resume=auto goes on from the newest whole checkpoint, "
+                "another train.output_dir starts anew"
             )
 
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
