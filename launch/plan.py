@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -115,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     speed.add_argument(
         "--measured",
-        type=Path,
+        type=path,
         metavar="RECORD.json",
         help="what eval.speed train --json wrote on such a GPU",
     )

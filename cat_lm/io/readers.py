@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -177,7 +178,9 @@ def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
     Raises:
         UserError: it is no JSON.
     """
-    constants = {"parse_constant": _refuse_constant} if finite else {}
+    constants = {}
+    if finite:
+        constants = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
         return json.loads(decode(text, name), **constants)
     except ValueError as error:
@@ -186,7 +189,12 @@ def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
         raise UserError(f"{name}: is nested too deeply") from None
 
 
-def _refuse_constant(text: str) -> None:
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
+
+
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 

@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, whole, whole_numbers
+from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from eval.recall.ranges import RANGES
@@ -55,7 +54,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--d-model", type=_whole("d_model"), required=True, help="model width")
     add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
-    add("--out", type=Path, required=True, metavar="DIR", help="results")
+    add("--out", type=path, required=True, metavar="DIR", help="results")
     add("--lr", type=number(RANGES["lr"], above=0), default=1e-2)
     add("--seed", type=_whole("seed"), default=0)
     add("--epochs", type=_whole("epochs"), default=64)
@@ -135,7 +134,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
 
 def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",
         type=whole(limits.WORKERS),
@@ -224,7 +223,7 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         description="Computes each claim of the paper, prints it with what was measured, and "
         "writes theory.json, theory.md, theory.html and the pictures.",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=_whole("seed"), default=0)
     trials = whole(limits.TRIALS)
     parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from cat_lm import limits
-from cat_lm.cli import Parser, whole, whole_numbers
+from cat_lm.cli import Parser, path, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -28,10 +28,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--size", choices=SIZES, default="cpu", help="cpu: under an hour on two cores; gpu: larger")
-    add("--out", type=Path, metavar="DIR", help="default: runs/small_study-SIZE")
+    add("--out", type=path, metavar="DIR", help="default: runs/small_study-SIZE")
     add(
         "--data",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="prepared text of your own (default: the standard library's source, prepared in "
         "data/small_study-SIZE)",

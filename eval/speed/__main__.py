@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from eval.speed import data
 from eval.speed.arguments import names, shape
@@ -178,7 +178,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--zero-stage", type=whole(limits.Range(0, 3)), default=0, help="default: 0"
     )
     parser.add_argument(
-        "--scratch", type=Path, metavar="DIR", help="where to save (default: the system's)"
+        "--scratch", type=path, metavar="DIR", help="where to save (default: the system's)"
     )
     parser.set_defaults(dtype="float32", attention="sdpa")
 

@@ -389,3 +389,10 @@ def test_arguments_within_their_range():
             cli.number(Range(0, 1))(text)
     with pytest.raises(argparse.ArgumentTypeError, match="must be greater than 0"):
         cli.number(Range(0, 1), above=0)("0")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_json_does_not_know(number, tmp_path):
+    (tmp_path / "lines").write_text(f'{{"step": 1}}\n{{"loss": {number}}}\n')
+    with pytest.raises(UserError, match=r"lines, line 2: is not JSON .* is no number of JSON"):
+        readers.read_json_lines(tmp_path / "lines", lambda *_: None)
