@@ -162,6 +162,6 @@ def _read(path: Path, schema: type[Record]) -> dict[str, Any]:
     """A JSON object that fits a schema, empty where there is no file. Raises UserError."""
     if not path.is_file():
         return {}
-    values = readers.read_object(path, _ADVICE)
+    values = readers.read_object(path, _ADVICE, finite=True)
     check_shape(values, schema, str(path), _ADVICE)
     return values
