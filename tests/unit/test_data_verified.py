@@ -189,6 +189,7 @@ class Together:
     """Ranks that are threads; `meet` gives every one of them what each has brought."""
 
     everywhere = Ranks.everywhere
+    local_rank = 0  # each on a host of its own
 
     def __init__(self, size):
         self.world_size, self._barrier, self._brought = size, threading.Barrier(size), [None] * size
@@ -317,3 +318,19 @@ def test_the_last_label_is_looked_at_too(tmp_path):
             read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
             with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
                 read(0) if read else validation_windows(corpus, 4)[0]
+
+
+def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
+    """Many small files are one round; looking at each of them once is enough."""
+    sizes = {Path(f"f{n}"): size for n, size in enumerate((6, 4, 5, 1, 1, 20, 3))}
+    asked = []
+
+    class Sized:
+        def size(self, paths):
+            asked.extend(paths)
+            return sum(sizes[path] for path in paths)
+
+    monkeypatch.setattr(shards, "ROUND_BYTES", 10)
+    rounds = shards._rounds(Sized(), list(sizes))
+    assert [[sizes[path] for path in some] for some in rounds] == [[6, 4], [5, 1, 1], [20], [3]]
+    assert asked == list(sizes)
