@@ -89,7 +89,7 @@ def test_all_errors_at_once():
         ("data.mixture={a: 1}", "path and mixture exclude each other"),
         ("data.mixture={}", "data.mixture={}"),
         ("data.mixture=a", "data.mixture='a'"),
-        ("data.mixture={a: 0}", "data.mixture.a=0: must be from 1e-09 to 1e+09"),
+        ("data.mixture={a: 0}", "data.mixture.a=0: must be from 1e-09 to 1e+18"),
         ("data.mixture={a: -1, b: 1}", "data.mixture.a=-1"),
         ("data.mixture={a: .nan}", "data.mixture.a=nan"),
         ("data.mixture={a: .inf}", "data.mixture.a=inf"),

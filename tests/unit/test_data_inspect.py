@@ -221,7 +221,7 @@ def test_other_tokenizers_counts_and_fingerprints_are_noticed(copy):
         ("splits.train.tokens", 1, "splits.train.tokens is 1, its shards have"),
         ("fingerprint", "../../x", 'fingerprint is "../../x"'),
         ("dtype", "uint32", 'dtype is "uint32"'),
-        ("unigram_loss", float("nan"), "unigram_loss is NaN"),
+        ("unigram_loss", float("nan"), "is not JSON (NaN is no number"),
         ("sources", {"a": {"train": {"documents": 1}}}, "has no sources.a.train.tokens"),
         ("format_version", True, "format_version"),
         ("format_version", 2, "format_version 2, this version reads 1"),

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
-from cat_lm.io.own_files import make_marked
+from cat_lm.io.own_files import make_marked, take_over
 from cat_lm.pretrained import load_model, load_tokenizer
 from tests.finished_runs import checkpoint, tiny_model
 
@@ -175,6 +175,7 @@ def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
     (half / "sub").mkdir()
     (half / "model.safetensors.part").write_bytes(b"half")
     shutil.copytree(out, tmp_path / ".out.old")
+    take_over(tmp_path / ".out.old", "a folder on its way to out")
     export(tiny_model(257, seed=2), tokenizer_folder, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not {"sub", "model.safetensors.part"} & {path.name for path in out.iterdir()}
@@ -183,6 +184,7 @@ def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
 def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, monkeypatch):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
+    take_over(out, "a folder on its way to out")
     out.rename(tmp_path / ".out.old")
     monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
     with pytest.raises(UserError, match="read back is not the one written"):

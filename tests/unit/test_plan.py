@@ -190,7 +190,7 @@ def test_all_wrong_numbers_at_once(command):
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x", "inf"])
 def test_wrong_flags(command, flag, value):
     code, _, err = command(SMALL, "--gpus", "8", "--device", "h100", f"{flag}={value}")
-    assert code == 2 and f"argument {flag}: '{value}' must be" in err.splitlines()[-1]
+    assert code == 2 and f"error: {flag}: '{value}' must be" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

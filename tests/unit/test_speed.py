@@ -411,7 +411,7 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("conv", "--windows", "3,0"), "argument --windows: '0' must be from 1 to 65,536"),
+        (("conv", "--windows", "3,0"), "--windows: '0' must be from 1 to 65,536"),
         (("conv", "--shape", "4,1024,8"), "'4,1024,8' must be four numbers"),
         (("conv", "--dtype", "float16"), "'float16' is not one of float32, bfloat16"),
         (("conv", "--kernels", "cpu,cudnn"), "'cudnn' is not one of"),

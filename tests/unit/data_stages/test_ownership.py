@@ -87,6 +87,8 @@ def test_a_file_that_names_another_folder_deletes_nothing(
     prepare(out, *set_flags(sets))
     assert "nothing to do" in capsys.readouterr().out
     prepare(out, *set_flags(sets, "--overwrite"))
+    assert (out / "unfinished.json.aside").read_text() == crafted
+    (out / "unfinished.json.aside").unlink()
     assert digests(out) == whole
     assert (thesis / "chapter.tex").read_text() == "years of work"
 

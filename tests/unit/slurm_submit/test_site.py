@@ -54,7 +54,7 @@ def site_file(folder: Path, text: str) -> Path:
         ("sbatch: [--no-requeue]", "launch.slurm sets this one itself"),
         ("sbatch: [--output=x.log]", "launch.slurm sets this one itself"),
         ('srun: ["--a\\n b"]', "srun: '--a\\n b'"),
-        ("time: 2:00:00", "time=7200: must be text; put it in quotes"),
+        ("time: 7200", "time=7200: must be text; put it in quotes"),
         ("env: {A: 1}", "env.A=1: must be text; put it in quotes"),
         ("srun: [mpi]", "srun: 'mpi': must be one argument"),
         ("env: {A-B: x}", "env: 'A-B'"),
