@@ -15,7 +15,7 @@ from cat_lm.io.folders import check_output
 from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
-    from eval.recall.execution import Execution
+    from eval.recall.train.execution import Execution
 
 
 @command
@@ -96,9 +96,9 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
                 "tokens"
             )
-    from eval.recall.cells import cell_path, run
-    from eval.recall.portraits import save_portrait
-    from eval.recall.training import Cell, choose_device
+    from eval.recall.show.filter_plots import save_portrait
+    from eval.recall.train.cells import cell_path, run
+    from eval.recall.train.trial import Cell, choose_device
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
@@ -162,8 +162,8 @@ def _stack(text: str) -> int | None:
 
 
 def _execution(arguments: argparse.Namespace) -> Execution:
-    from eval.recall.execution import Execution
-    from eval.recall.training import choose_device
+    from eval.recall.train.execution import Execution
+    from eval.recall.train.trial import choose_device
 
     device, workers = choose_device(arguments.device), arguments.workers
     if workers is None:
@@ -184,7 +184,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
         landmark_tradeoff(arguments.out, trials)
         return
-    from eval.recall.grid import figure
+    from eval.recall.grids.figure import figure
 
     record = figure(arguments.name, arguments.scale, arguments.out, _execution(arguments))
     if record:
@@ -211,7 +211,7 @@ def _streams(arguments: argparse.Namespace) -> None:
     from cat_lm.data.manifest import read_manifest
 
     read_manifest(arguments.data)  # an error before torch loads
-    from eval.recall.streams import ablation
+    from eval.recall.grids.streams import ablation
 
     ablation(arguments.scale, arguments.data, arguments.out, _execution(arguments))
 

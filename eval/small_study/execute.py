@@ -20,8 +20,8 @@ from typing import IO, Any
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import Record, check_shape, read_object
-from eval.result_files import read_metrics
-from eval.runs import EVALUATION
+from eval.common.result_files import read_metrics
+from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
 RESULT = "study.json"  # in a run's folder once all that is asked of it is done

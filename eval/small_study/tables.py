@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.io.files import replacing, write_text
-from eval.figures import short_count
+from eval.common.style import short_count
 
 WORDS = {
     "within spread": "within spread",

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from eval.recall import portraits
-from eval.recall.plan import Run
-from eval.recall.training import Cell
+from eval.recall.grids.plan import Run
+from eval.recall.show import filter_plots as portraits
+from eval.recall.train.trial import Cell
 
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
 

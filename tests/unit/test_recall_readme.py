@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.recall import __main__ as command
-from eval.recall import cells, execution, plan, streams
+from eval.recall.grids import plan, streams
 from eval.recall.mixers import make_mixer, mixer_names
 from eval.recall.options import parse_specification
 from eval.recall.tasks import IGNORED, TASKS, generate, make_task
 from eval.recall.theory import report
+from eval.recall.train import cells, execution
 from tests.conftest import REPOSITORY
 
 README = REPOSITORY / "eval/recall/README.md"

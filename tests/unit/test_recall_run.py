@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.recall import cells
-from eval.recall.execution import Execution, run_unfinished
-from eval.recall.measuring import free_running, measure
+from eval.recall.grids.plan import Run
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel
-from eval.recall.plan import Run
 from eval.recall.tasks import IGNORED, Examples, generate, make_task
-from eval.recall.training import Cell, delays, run_cell
+from eval.recall.train import cells
+from eval.recall.train.execution import Execution, run_unfinished
+from eval.recall.train.measuring import free_running, measure
+from eval.recall.train.trial import Cell, delays, run_cell
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
 
@@ -129,7 +129,7 @@ def test_finished_cells_are_kept(tmp_path, monkeypatch):
     path = cells.cell_path(tmp_path, cell)
     assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
     assert first["provenance"]["versions"]["torch"] and first["provenance"]["device"] == "cpu"
-    monkeypatch.setattr("eval.recall.training.run_cell", None)
+    monkeypatch.setattr("eval.recall.train.trial.run_cell", None)
     assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
 
 

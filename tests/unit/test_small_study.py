@@ -27,11 +27,11 @@ from safetensors.numpy import save_file
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from eval.length_sweep_cells import folder_sha256
+from eval.length_sweep.cells import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
+from eval.small_study.comparison import T_QUANTILES, compare, summarise
 from eval.small_study.execute import RESULT, Workers, commands, complete_run, held, unfinished
 from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
-from eval.small_study.statistics import T_QUANTILES, compare, summarise
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
 DEFINITION = {

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cat_lm.io.files import replacing
-from eval.figures import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
+from eval.common.style import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
 from eval.recall.theory.generalization import LENGTH, Trained
 
 

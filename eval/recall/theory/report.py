@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cat_lm.io.files import write_json, write_text
-from eval.provenance import provenance
+from eval.common.provenance import provenance
 from eval.recall.theory import associative, copying, generalization, landmark
 from eval.recall.theory.claims import Claim
 from eval.recall.theory.figures import generalization_figure, landmark_figure, save
@@ -104,7 +104,9 @@ def markdown(claims: list[Claim], command: str) -> str:
 
 def page(claims: list[Claim], command: str) -> str:
     """The same as one HTML page beside its pictures, in the style of the reports."""
-    style = (Path(__file__).parents[2] / "report.css").read_text(encoding="utf-8")
+    style = (Path(__file__).parents[2] / "report" / "templates" / "report.css").read_text(
+        encoding="utf-8"
+    )
     sections = []
     for claim in claims:
         correction = f"<p><em>Correction.</em> {escape(claim.correction)}</p>"

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from cat_lm.errors import UserError
-from eval import zero_shot_run
-from eval.zero_shot_run import run
+from eval.zero_shot import run as zero_shot_run
+from eval.zero_shot.run import run
 from tests.unit.zero_shot.runs import CONTEXT, FEW, settings
 from tests.zero_shot_rows import ROWS, write_rows
 
