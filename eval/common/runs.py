@@ -13,6 +13,8 @@ from typing import Any
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
 from cat_lm.pretrained import weight_files
+from eval.common.filters import Filters, read_filters
+from eval.common.models import folder_sha256
 from eval.common.result_files import (
     read_export,
     read_manifest,
@@ -21,8 +23,6 @@ from eval.common.result_files import (
     read_sweep,
     read_zero_shot,
 )
-from eval.length_sweep.cells import folder_sha256
-from eval.report.filters import Filters, read_filters
 
 EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
 ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes

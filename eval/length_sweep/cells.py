@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
-import json
 import math
 import sys
 import time
@@ -18,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.export_record import digests, recorded_context_length
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
-from cat_lm.pretrained import choose_device, load_model, weight_files
+from cat_lm.export_record import recorded_context_length
+from cat_lm.io.readers import Record
+from cat_lm.pretrained import choose_device, load_model
+from eval.common.cell_store import CellStore, key_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -106,7 +104,8 @@ class Cells:
     def __init__(
         self, folder: Path, subject: Subject, stream: TokenStream, protocol: Protocol
     ) -> None:
-        self.folder, self.subject, self.stream, self.protocol = folder, subject, stream, protocol
+        self.store = CellStore(folder, Measured)
+        self.subject, self.stream, self.protocol = subject, stream, protocol
         self._model: PreTrainedModel | None = None
         self._fields: dict[str, Any] | None = None
 
@@ -130,12 +129,11 @@ class Cells:
             "device": choose_device(protocol.device).type,
             "protocol": PROTOCOL_VERSION,
         }
-        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        path = self.folder / f"{name}.json"
-        values = _finished(path, key)
+        name = key_hash(key)
+        values = self.store.read_intact(name, lambda values: key.items() <= values.items())
         if values is None:
             values = key | self._compute(length, method, fields)
-            write_json(path, values)
+            self.store.write(name, values)
         # Names may change between calls without changing any number.
         return values | {
             "label": subject.label,
@@ -223,22 +221,6 @@ class Cells:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-
-
-def _finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
-    """The values in a cell's file; None where there is none, or none that can be used."""
-    if not path.is_file():
-        return None
-    text = read_bytes(path)  # what may not be read is no damage
-    try:
-        values = parse_value(text, str(path))
-        check_shape(values, Measured, str(path))
-        if key.items() <= values.items():
-            return values
-    except UserError:
-        pass
-    print(f"{path}: damaged, is computed again", file=sys.stderr)
-    return None
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -347,12 +329,6 @@ def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
     length = recorded_context_length(folder)
     return length if length is not None else getattr(config, "max_position_embeddings", None)
-
-
-def folder_sha256(folder: Path) -> str:
-    """Of a model's configuration and weights."""
-    files = [folder / "config.json", *weight_files(folder)]
-    return hashlib.sha256("".join(digests(files, "sha256").values()).encode()).hexdigest()
 
 
 def _close(found: Any, asked: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a forward pass fits into memory, asked before it is made.
+"""Ask whether a forward pass fits into memory before it is made.
 
 On a CPU, Linux ends a process that takes too much without a word, so that waiting for an error is
 not enough.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
-from cat_lm.memory import forward_bytes, free_bytes
+from cat_lm.memory import GIB, forward_bytes, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +29,5 @@ def require_memory(model: PreTrainedModel, rows: int, length: int) -> None:
     """Raises NotEnoughMemory where `rows` windows of `length` tokens need more than is free."""
     needed, free = forward_bytes(model, rows, length), free_bytes(model.device)
     if free is not None and needed > free:
-        gib = 2**30
-        detail = f" (about {needed / gib:.2g} GiB needed, {free / gib:.2g} free)"
+        detail = f" (about {needed / GIB:.2g} GiB needed, {free / GIB:.2g} free)"
         raise NotEnoughMemory(length, rows, detail)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing, write_json
-from cat_lm.pretrained import choose_device, model_config, model_folder
+from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
+from eval.common.models import folder_sha256
+from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
     Cells,
     Protocol,
     Subject,
     check_scaling,
-    folder_sha256,
     refuse_idle_options,
     resolve_methods,
     trained_length,
@@ -183,8 +184,7 @@ def _refuse_repeated(folders: Sequence[Path]) -> None:
 
 def _labels(folders: Sequence[Path]) -> list[str]:
     """Short names: the run's for RUN/model, else the folder's; the path where two agree."""
-    resolved = [folder.resolve() for folder in folders]
-    names = [path.parent.name if path.name == "model" else path.name for path in resolved]
+    names = [model_label(folder) for folder in folders]
     return [
         name if names.count(name) == 1 else str(folder)
         for name, folder in zip(names, folders, strict=True)
@@ -212,8 +212,8 @@ def _write_tables(
 
 
 def _draw(rows: list[dict[str, Any]], out: Path) -> None:
-    from eval.common.style import length_figure, save_figure
-    from eval.length_sweep.figures import position_figure
+    from eval.common.style import save_figure
+    from eval.length_sweep.figures import length_figure, position_figure
 
     save_figure(length_figure(rows), out / "length_sweep")
     save_figure(position_figure(rows), out / "loss_by_position")
@@ -224,10 +224,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["label"], row["method"], row["length"]): row["perplexity"] for row in rows}
     names = list(dict.fromkeys((row["label"], row["method"]) for row in rows))
-    width = max(len(f"{label} ({method})") for label, method in names)
-    lines = [" " * width + "".join(f"{length:>10}" for length in lengths)]
+    lines = []
     for label, method in names:
         values = [cells.get((label, method, length)) for length in lengths]
-        shown = "".join(f"{'n/a' if value is None else f'{value:.4g}':>10}" for value in values)
-        lines.append(f"{f'{label} ({method})':<{width}}{shown}")
-    return "\n".join(lines)
+        shown = ("n/a" if value is None else f"{value:.4g}" for value in values)
+        lines.append([f"{label} ({method})", *shown])
+    return aligned(["", *map(str, lengths)], lines)

@@ -12,6 +12,7 @@ from cat_lm import limits
 from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
+from cat_lm.pretrained import choose_device
 from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def _run(arguments: argparse.Namespace) -> None:
             )
     from eval.recall.show.filter_plots import save_portrait
     from eval.recall.train.cells import cell_path, run
-    from eval.recall.train.trial import Cell, choose_device
+    from eval.recall.train.trial import Cell
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
-    record = run(arguments.out, cell, choose_device(arguments.device))
+    record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for name, test in record["tests"].items():
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in test.items() if k != "seq_len")
         print(f"{name} ({test['seq_len']}): {numbers}")
@@ -163,9 +164,8 @@ def _stack(text: str) -> int | None:
 
 def _execution(arguments: argparse.Namespace) -> Execution:
     from eval.recall.train.execution import Execution
-    from eval.recall.train.trial import choose_device
 
-    device, workers = choose_device(arguments.device), arguments.workers
+    device, workers = str(choose_device(arguments.device)), arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
         if device.startswith("cuda"):

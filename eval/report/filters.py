@@ -1,4 +1,4 @@
-"""Portraits of learned convolution filters: what is read from an export, and how it is shown.
+"""Draw the portraits of learned convolution filters.
 
 A row of every heat map is a head, layers from top to bottom. What the columns are depends on the
 kind of convolution:
@@ -11,50 +11,24 @@ kind of convolution:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cat_lm.ops.convolution import kinds
-from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
-from eval.common.style import INK, MUTED, STYLE, WIDE
+from eval.common.filters import Filters, head_norms, own_taps
+from eval.common.style import INK, LAGS, MUTED, STYLE, WIDE, diverging_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-NEGATIVE, POSITIVE = "#2166ac", "#b2540b"
-LAGS, HEADS = "lag (tokens back)", "reads from head"
-
-
-@dataclass(frozen=True)
-class Filters:
-    """The filters of a model.
-
-    Attributes:
-        conv_type: their kind's name.
-        streams: q, k, v -> float32 [layers, *shape], the shape being the kind's.
-    """
-
-    conv_type: str
-    streams: dict[str, np.ndarray]
-
-    @property
-    def kind(self) -> kinds.Kind:
-        return kinds.get(self.conv_type)
-
-    @property
-    def heads(self) -> int:
-        """H; 1 where one filter serves all heads."""
-        return next(iter(own_taps(self).values())).shape[1]
+HEADS = "reads from head"
 
 
 @dataclass(frozen=True)
@@ -72,33 +46,6 @@ class View:
     values: dict[str, np.ndarray]
     columns: str
     limit: float
-
-
-# Whatever a family calls its attention.
-_FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
-
-
-def read_filters(model: Path) -> Filters | None:
-    """The filters in the export at `model`; None without an export or without convolutions.
-
-    Raises UserError where its files are damaged, or are no longer what was exported.
-    """
-    if not (model / "config.json").is_file() or not weight_files(model):
-        return None
-    config = model_config(model)
-    if not getattr(config, "convolved_streams", ""):
-        return None
-    names = skeleton(model, config).state_dict()
-    places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
-    tensors = load_weights(model, config, places.keys())
-    layers: dict[str, dict[int, np.ndarray]] = {}
-    for name, match in places.items():
-        layers.setdefault(match[2], {})[int(match[1])] = tensors[name].float().numpy()
-    streams = {
-        stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
-        for stream in config.convolved_streams
-    }
-    return Filters(config.conv_type, streams)
 
 
 def views(filters: Filters) -> list[View]:
@@ -124,38 +71,6 @@ def _title(kind: kinds.Kind) -> str:
     if kind.mixes_heads:
         return "taps for the head's own input"
     return "filter taps, mean over channels" if "D" in kind.filter_axes else "filter taps"
-
-
-def own_taps(filters: Filters) -> dict[str, np.ndarray]:
-    """stream -> taps by lag, [layers, heads, W]: what all kinds have in common."""
-    found = {}
-    for stream, taps in filters.streams.items():
-        taps, axes = _mean_over_channels(taps, filters.kind)
-        # Of pairs of heads the diagonal: what a head reads of itself.
-        letters = "".join({"H": "h", "I": "h", "W": "w"}[axis] for axis in axes)
-        kept = "lhw" if "h" in letters else "lw"
-        taps = np.einsum(f"l{letters}->{kept}", taps)
-        found[stream] = taps if "h" in letters else taps[:, None]
-    return found
-
-
-def head_norms(filters: Filters) -> dict[str, np.ndarray]:
-    """stream -> the norm over lags, [layers, H, heads read from], of a kind that mixes heads."""
-    found = {}
-    for stream, taps in filters.streams.items():
-        taps, axes = _mean_over_channels(taps, filters.kind)
-        norms = np.linalg.norm(taps, axis=1 + axes.index("W"))
-        others = [axis for axis in axes if axis != "W"]
-        found[stream] = norms if others.index("H") == 0 else norms.swapaxes(1, 2)
-    return found
-
-
-def _mean_over_channels(taps: np.ndarray, kind: kinds.Kind) -> tuple[np.ndarray, list[str]]:
-    axes = list(kind.filter_axes)
-    if "D" in axes:
-        taps = taps.mean(axis=1 + axes.index("D"))
-        axes.remove("D")
-    return taps, axes
 
 
 def _view(
@@ -243,11 +158,3 @@ def _colour_key(
     bar.solids.set_rasterized(True)
     bar.ax.tick_params(length=0, labelsize=8)
     bar.locator = MaxNLocator(4)
-
-
-def diverging_map() -> ListedColormap:
-    """Blue below zero, orange above, white at zero."""
-    values = np.linspace(-1, 1, 257)
-    strength = (np.abs(values) ** 0.8)[:, None]
-    colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
-    return ListedColormap(1 + strength * (colours - 1))

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from cat_lm.config import changed_values
 from eval.common.runs import Run, curves, unigram_loss
-from eval.common.style import loss_figure, short_count
+from eval.common.style import short_count
+from eval.report.figures import loss_figure
 from eval.report.parts import colour_key, figure_html, note, number, run_name
 from eval.report.sections import (
     filters_section,

@@ -9,11 +9,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from eval.common.filters import own_taps
 from eval.common.runs import Run
-from eval.common.style import has_error_bars, length_figure, run_colour
-from eval.length_sweep.figures import position_figure
+from eval.common.style import run_colour
+from eval.length_sweep.figures import has_error_bars, length_figure, position_figure
 from eval.report import table2
-from eval.report.filters import filters_figure, own_taps, views
+from eval.report.filters import filters_figure, views
 from eval.report.parts import colour_key, figure_html, note, number
 
 OUTDATED = "Not shown, as measured on other weights than the present export's; to measure anew"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.io.files import replacing
 from cat_lm.io.readers import Record, check_shape, read_object
+from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def shown(column: str, value: float | None) -> str:
 def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
     """Runs above, the paper's rows below, with a word in every row on whose it is."""
     head = ["model", "from", *(" ".join(HEADS[column]) for column in COLUMNS)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for rows in (ours, theirs):
         marked = marks(rows)
         for index, row in enumerate(rows):
@@ -148,10 +149,10 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
                 text = shown(column, row.values[column])
                 mark = marked.get((index, column))
                 cells.append({"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(mark, text))
-            lines.append([row.name.replace("|", r"\|"), row.source, *cells])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            lines.append([row.name, row.source, *cells])
     limits = f"**{limit_note(ours)}**" if limit_note(ours) else ""
-    return "\n\n".join(part for part in (table, limits, NOTE) if part) + "\n"
+    parts = (markdown_table(head, lines), limits, NOTE)
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def limit_note(rows: Sequence[Row]) -> str:

@@ -26,8 +26,10 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     """
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
-    from eval.common.style import length_figure, loss_figure, save_figure
+    from eval.common.style import save_figure
+    from eval.length_sweep.figures import length_figure
     from eval.report import table2
+    from eval.report.figures import loss_figure
     from eval.report.filters import filters_figure
     from eval.report.page import page, whole_page
     from eval.report.sections import table2_section

@@ -12,7 +12,7 @@ from cat_lm.errors import UserError
 from eval.common.provenance import provenance
 from eval.common.runs import EVALUATION, Run, read_run, unigram_loss
 from eval.small_study import comparison
-from eval.small_study.execute import RESULT, commands, read_result, unfinished
+from eval.small_study.execute import commands, read_result, result_path, unfinished
 from eval.small_study.plan import BASELINE, MODELS, Job, Study
 
 RULE = " ".join((comparison.__doc__ or "").split("\n\n", 1)[1].split())
@@ -34,7 +34,7 @@ def collect(study: Study) -> dict[str, Any]:
         {**_row(row), "model": job.model, "seed": job.seed}
         for job in jobs
         if job not in diverged
-        for row in _sweep(runs[job])
+        for row in _sweep(job, runs[job])
     ]
     if len({row["tokens_sha256"] for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")
@@ -69,9 +69,9 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in keys}
 
 
-def _sweep(run: Run) -> list[dict[str, Any]]:
+def _sweep(job: Job, run: Run) -> list[dict[str, Any]]:
     if not run.sweep:
-        file, record = run.folder / EVALUATION / "length_sweep.json", run.folder / RESULT
+        file, record = run.folder / EVALUATION / "length_sweep.json", result_path(job)
         what = "is of other weights than the export's" if "sweep" in run.outdated else "is absent"
         raise UserError(f"{file}: {what}; remove {record} and start the study again")
     return run.sweep["rows"]

@@ -16,6 +16,7 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
+from cat_lm.memory import GIB
 from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 from eval.speed.data import command as data
@@ -233,7 +234,7 @@ def _check_room(what: str, size: int, device: Any) -> None:
 
     if size > (free := free_memory(device)):
         raise UserError(
-            f"{what}: takes {size / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB of memory are free"
+            f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import replacing, write_json
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
+from eval.common.cell_store import CellStore, key_hash
+from eval.common.text_table import aligned
 from eval.zero_shot.tasks.sources import needed_splits
 
 if TYPE_CHECKING:
@@ -55,29 +56,30 @@ class _Values(Record):
     requests: int = 0
 
 
-def _file_stem(name: str, key: Mapping[str, Any]) -> str:
-    text = json.dumps(key, sort_keys=True, default=str)
-    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def cell_name(name: str, key: Mapping[str, Any]) -> str:
+    """Name a task's cell: TASK-HASH."""
+    return f"{name}-{key_hash(key)}"
 
 
-def task_file(out: Path, name: str, key: Mapping[str, Any]) -> Path:
-    return out / "tasks" / f"{_file_stem(name, key)}.json"
+def task_store(out: Path) -> CellStore:
+    """Open the store of finished tasks."""
+    return CellStore(out / "tasks", _Values)
 
 
 def samples_file(out: Path, name: str, key: Mapping[str, Any]) -> Path:
-    return out / "samples" / f"{_file_stem(name, key)}.jsonl"
+    """Name the file of a task's prompts and answers."""
+    return out / "samples" / f"{cell_name(name, key)}.jsonl"
 
 
 def finished(out: Path, name: str, key: Mapping[str, Any], samples: bool) -> dict[str, Any] | None:
-    """The values of a finished task; None where it has to be computed (again)."""
-    path = task_file(out, name, key)
-    if not path.is_file() or (samples and not samples_file(out, name, key).is_file()):
+    """Read the values of a finished task; None where it has to be computed (again)."""
+    store, cell = task_store(out), cell_name(name, key)
+    if samples and not samples_file(out, name, key).is_file():
         return None
-    values = _read(path)
-    if not _is_whole(values) or values["key"] != key:
-        print(f"{name}: {path}: damaged, is computed again", file=sys.stderr)
-        return None
-    print(f"{name}: finished before, read from {path} ({counted(values)})", file=sys.stderr)
+    values = store.read_intact(cell, lambda values: values["key"] == key)
+    if values is not None:
+        told = f"finished before, read from {store.path(cell)} ({counted(values)})"
+        print(f"{name}: {told}", file=sys.stderr)
     return values
 
 
@@ -199,15 +201,7 @@ def table(result: Mapping[str, Any]) -> str:
     if average["value"] is not None:
         error = "" if average["stderr"] is None else f"± {number(average['stderr'])}"
         rows.append(("average", "of 7 accuracies", number(average["value"]), error, "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (0, 1, 3)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return aligned(rows[0], rows[1:], left=(0, 1, 3))
 
 
 def number(value: float | None) -> str:

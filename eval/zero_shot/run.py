@@ -30,20 +30,20 @@ import torch
 from lm_eval.evaluator import evaluate
 
 from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import write_json
 from cat_lm.io.readers import read_object, short
-from cat_lm.pretrained import DTYPES, model_folder, weight_files
+from cat_lm.pretrained import DTYPES, model_folder, model_label
+from eval.common.models import folder_sha256, joint_sha256
 from eval.common.provenance import provenance
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
+    cell_name,
     counted,
     earlier_tasks,
     finished,
     left_out,
     number,
     samples_file,
-    task_file,
+    task_store,
     write_result,
     write_samples,
 )
@@ -216,7 +216,7 @@ def _compute(
         "tokens_per_second": round(positions / seconds, 1),
         "key": dict(key),
     }
-    write_json(task_file(out, name, key), values)
+    task_store(out).write(cell_name(name, key), values)
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
     print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
     return values
@@ -309,12 +309,11 @@ def _source_of(value: Any) -> str:
 
 
 def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
-    place = folder.resolve()
     prefix = scorer.prefix_token_id
     return {
-        "label": place.parent.name if place.name == "model" else place.name,
+        "label": model_label(folder),
         "folder": str(folder),
-        "sha256": _joint_sha256([folder / "config.json", *weight_files(folder)]),
+        "sha256": folder_sha256(folder),
         "tokenizer_sha256": _tokenizer_sha256(scorer.tokenizer, folder),
         "parameters": scorer.model.num_parameters(),
         "dtype": str(scorer.model.dtype).removeprefix("torch."),
@@ -346,12 +345,8 @@ def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
         names = {*tokenizer.vocab_files_names.values(), "tokenizer_config.json"}
         names |= {"special_tokens_map.json", "added_tokens.json"}
         paths = [folder / name for name in sorted(names)]
-        text = _joint_sha256([path for path in paths if path.is_file()])
+        text = joint_sha256([path for path in paths if path.is_file()])
     return hashlib.sha256(f"{type(tokenizer).__name__} {special} {text}".encode()).hexdigest()
-
-
-def _joint_sha256(paths: Sequence[Path]) -> str:
-    return hashlib.sha256("".join(sha256(path) for path in paths).encode()).hexdigest()
 
 
 def _stored_dtype(folder: Path) -> str:

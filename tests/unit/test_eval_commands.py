@@ -313,7 +313,7 @@ def test_help_imports_nothing_heavy(module):
 
 
 def test_loss_picture_shows_every_validation_and_the_reference():
-    from eval.common.style import loss_figure
+    from eval.report.figures import loss_figure
 
     def limits(validation: list[float], unigram: float | None) -> tuple[float, float]:
         steps = [(step, 9.0 - step / 50) for step in range(200)]

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from cat_lm.io.files import write_json
-from eval.length_sweep.cells import folder_sha256
+from eval.common.filters import Filters, own_taps, read_filters
+from eval.common.models import folder_sha256
 from eval.report import table2
-from eval.report.filters import Filters, filters_figure, own_taps, read_filters, views
+from eval.report.filters import filters_figure, views
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.finished_runs import finished_run, tiny_model
 
@@ -200,7 +201,8 @@ class TestFilters:
 
 class TestLengths:
     def test_methods_differ_by_line_and_runs_by_colour(self):
-        from eval.common.style import length_figure, run_colour
+        from eval.common.style import run_colour
+        from eval.length_sweep.figures import length_figure
 
         rows = [
             {

@@ -95,7 +95,7 @@ def test_copying_has_no_rule_of_delays(tmp_path, monkeypatch):
     (right,) = drawing.axes[0].child_axes
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
     drawings = []
-    monkeypatch.setattr(portraits, "save", lambda drawing, *place: drawings.append(drawing))
+    monkeypatch.setattr(portraits, "save_figure", lambda drawing, *place: drawings.append(drawing))
     portraits.save_portrait({"cell": asdict(cell), **rows[0][1]}, tmp_path / "x.json")
     assert "delay" not in drawings[0].get_suptitle()
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.io.files import write_json, write_text
+from cat_lm.labels import IGNORE_INDEX
 from eval.common.provenance import provenance
+from eval.common.style import save_figure
 from eval.recall.grids.plan import FIGURES, NEGATIVE, SCALES, Run, plan
 from eval.recall.show import filter_plots, page, pictures
-from eval.recall.tasks import IGNORED, generate
-from eval.recall.theory.figures import save
+from eval.recall.tasks import generate
 from eval.recall.train import cells
 from eval.recall.train.execution import Execution, run_unfinished
 
@@ -59,13 +60,13 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
 def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
     name = record["figure"]
     title = picture_title(record)
-    save(pictures.draw(rows, points, title), out, name)
+    save_figure(pictures.draw(rows, points, title), out / name)
     if record["fixed_items"]:
         fixed = [row for row in rows if fixed_points(*row)]
         drawing = pictures.draw(fixed, fixed_points, f"{title}\nas many keys as trained")
-        save(drawing, out, f"{name}-fixed")
+        save_figure(drawing, out / f"{name}-fixed")
     if record["filters"]:
-        save(filter_plots.draw(record["filters"], title), out, f"{name}-filters")
+        save_figure(filter_plots.draw(record["filters"], title), out / f"{name}-filters")
 
 
 def picture_title(record: dict[str, Any]) -> str:
@@ -116,7 +117,7 @@ def controls(rows: Rows) -> dict[str, Any]:
 def _negative(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     task = run.cell.make_task()
     labels = generate(task, 1, seed=0, split="test").labels
-    answers = run.cell.test_examples * int((labels != IGNORED).sum())
+    answers = run.cell.test_examples * int((labels != IGNORE_INDEX).sum())
     spread = math.sqrt(task.chance * (1 - task.chance) / answers)
     most = min(task.chance + _DEVIATIONS * spread, 1.0)
     return {

@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from cat_lm.data.manifest import read_manifest
 from cat_lm.io.files import write_json, write_text
 from eval.common.provenance import provenance
-from eval.common.style import MARKERS, RUN_COLOURS, STYLE
+from eval.common.style import MARKERS, RUN_COLOURS, STYLE, save_figure
+from eval.common.text_table import markdown_table
 from eval.recall.grids.plan import Run
-from eval.recall.theory.figures import save
 from eval.recall.train import cells
 from eval.recall.train.execution import Execution, run_unfinished
 from eval.recall.train.language import LanguageCell
@@ -150,7 +150,7 @@ def ablation(scale_name: str, data: str, out: Path, execution: Execution) -> dic
     write_json(out / "streams.json", record)
     write_text(out / "streams.md", table(lines))
     write_text(out / "streams.csv", _csv(lines))
-    save(draw(lines), out, "streams")
+    save_figure(draw(lines), out / "streams")
     print(table(lines))
     return record
 
@@ -194,11 +194,12 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         of_row = {(x["mixer"], x["streams"]): x for x in lines if x["row"] == row}
         mixers, subsets = (list(dict.fromkeys(key[i] for key in of_row)) for i in (0, 1))
         text += [f"{row}: {unit}, mean (least to largest) over the seeds", ""]
-        text += [f"| convolved | {' | '.join(mixers)} |", "| --- |" + " --- |" * len(mixers)]
+        rows = []
         for subset in subsets:
             values = (of_row[mixer, subset] for mixer in mixers)
             shown = (f"{x['mean']:.3f} ({x['min']:.3f} to {x['max']:.3f})" for x in values)
-            text.append(f"| {subset} | {' | '.join(shown)} |")
+            rows.append([subset, *shown])
+        text.append(markdown_table(["convolved", *mixers], rows))
         several = [x for x in of_row.values() if len(x["runs"]) > 1]
         edges = sum(x["best_lr_on_grid_edge"] for x in several)
         grid = f"The best learning rate is on its grid's edge in {edges} of {len(several)}."

@@ -19,10 +19,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.common.style import GRID, INK, MUTED, STYLE
+from eval.common.style import GRID, INK, LAGS, MUTED, STYLE, diverging_map, save_figure
 from eval.recall.tasks import TASKS
-from eval.recall.theory.figures import save
-from eval.report.filters import LAGS, diverging_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +61,9 @@ def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
     entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
     entry["heads"] = list(heads(record["filters"], recalls=_recalls(cell["task"])))
     name = f"{path.stem}-filters"
-    save(draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent, name)
+    save_figure(
+        draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent / name
+    )
     return path.with_name(f"{name}.png")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eval.common.text_table import markdown_table
 from eval.recall.grids.plan import NEGATIVE
 from eval.recall.show.filter_plots import verdict
 
@@ -67,13 +68,13 @@ def markdown(record: dict[str, Any]) -> str:
         "## Accuracy",
         "",
         *_explanation(record["lines"]),
-        *_table(record["lines"]),
+        _table(record["lines"]),
         "",
     ]
     if record["fixed_items"]:
         lines += ["## Accuracy with as many keys as in training", ""]
         lines += [f"![{name} with a fixed number of keys]({name}-fixed.png)", ""]
-        lines += [*_table(record["fixed_items"]), ""]
+        lines += [_table(record["fixed_items"]), ""]
     if record["filters"]:
         lines += [*_filters(record), ""]
     return "\n".join(lines)
@@ -136,7 +137,7 @@ def _explanation(lines: Sequence[dict[str, Any]]) -> list[str]:
     return [text.strip(), ""]
 
 
-def _table(lines: Iterable[dict[str, Any]]) -> list[str]:
+def _table(lines: Iterable[dict[str, Any]]) -> str:
     heads = (
         "task",
         "width",
@@ -147,14 +148,15 @@ def _table(lines: Iterable[dict[str, Any]]) -> list[str]:
         "largest",
         "best lr",
         "best of all",
+        "runs",
     )
-    text = ["| " + " | ".join(heads) + " | runs |", "| --- | --- | --- |" + " ---: |" * 7]
+    rows = []
     for x in lines:
         values = [x["row"], x["column"], f"`{x['mixer']}`", str(x["seq_len"])]
         values += [f"{x[key]:.4f}" for key in ("mean", "min", "max")]
         values += [_rate(x), f"{x['best_of_all']:.4f}", str(sum(map(len, x["runs"].values())))]
-        text.append("| " + " | ".join(values) + " |")
-    return text
+        rows.append(values)
+    return markdown_table(heads, rows, right=range(3, len(heads)))
 
 
 def _rate(line: dict[str, Any]) -> str:
@@ -169,7 +171,27 @@ def _filters(record: dict[str, Any]) -> list[str]:
     entries = [(entry, head) for entry in record["filters"] for head in entry["heads"]]
     ruled = any(verdict(head) for _, head in entries)
     rule = "Layers that recall by single taps have delay(k) = delay(q) + delay(v) + 1. "
-    lines = [
+    head = (
+        "task",
+        "width",
+        "mixer",
+        "length",
+        "accuracy",
+        "layer",
+        "head",
+        "q",
+        "k",
+        "v",
+        "single",
+    )
+    head += ("holds",) if ruled else ()
+    rows = []
+    for entry, found in entries:
+        values = [entry["row"], entry["column"], f"`{entry['mixer']}`", str(entry["seq_len"])]
+        values += [f"{entry['accuracy']:.4f}", str(found["layer"]), str(found["head"])]
+        values += [str(found["delays"].get(stream, "–")) for stream in "qkv"]
+        rows.append([*values, f"{found['single']:.2f}", *([verdict(found)] if ruled else [])])
+    return [
         "## Learned filters",
         "",
         "The lag of the largest tap of each head's filters, in the run with the best last accuracy "
@@ -178,17 +200,8 @@ def _filters(record: dict[str, Any]) -> list[str]:
         "",
         f"![Learned filters]({record['figure']}-filters.png)",
         "",
-        "| task | width | mixer | length | accuracy | layer | head | q | k | v | single |"
-        + (" holds |" if ruled else ""),
-        "| --- | --- | --- |" + " ---: |" * (9 if ruled else 8),
+        markdown_table(head, rows, right=range(3, len(head))),
     ]
-    for entry, head in entries:
-        values = [entry["row"], entry["column"], f"`{entry['mixer']}`", str(entry["seq_len"])]
-        values += [f"{entry['accuracy']:.4f}", str(head["layer"]), str(head["head"])]
-        values += [str(head["delays"].get(stream, "–")) for stream in "qkv"]
-        values += [f"{head['single']:.2f}"] + ([verdict(head)] if ruled else [])
-        lines.append("| " + " | ".join(values) + " |")
-    return lines
 
 
 def _panels(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
-from cat_lm.io.seals import opened, write_sealed
+from cat_lm.io.readers import Record
+from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 
 if TYPE_CHECKING:
@@ -25,36 +24,33 @@ if TYPE_CHECKING:
     AnyCell = Cell | LanguageCell
 
 
+def _store(folder: Path) -> CellStore:
+    return CellStore(folder / "cells", _Cell)
+
+
+def _name(cell: AnyCell) -> str:
+    name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    short = key_hash(dataclasses.asdict(cell), digits=8)
+    return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
+
+
 def cell_path(folder: Path, cell: AnyCell) -> Path:
     """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
-    words = json.dumps(dataclasses.asdict(cell), sort_keys=True)
-    short = hashlib.sha256(words.encode()).hexdigest()[:8]
-    name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
-    return folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}.json"
+    return _store(folder).path(_name(cell))
 
 
 def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
-    """The record of a finished cell, or none.
+    """Read the record of a finished cell, if it is there.
 
     Raises:
         UserError: a file that is no such record, or one from before a default was changed.
     """
-    path = cell_path(folder, cell)
-    if not path.is_file():
-        return None
-    text = read_bytes(path)  # what may not be read is no damage
-    try:
-        record, whole = opened(parse_value(text, str(path)))
-        if whole is None:  # of a version that made no seals
-            check_shape(record, _Cell, str(path))
-            whole = True
-    except (UserError, TypeError, ValueError):
-        record, whole = {}, False
-    if not whole or not all(isinstance(record.get(k), type(v)) for k, v in cell.resolved().items()):
-        raise UserError(f"{path}: damaged; delete it, and the same command makes it again")
-    changed = _changed_defaults(record, cell)
-    if changed:
-        raise StaleCell([path], changed)
+    kinds = {key: type(value) for key, value in cell.resolved().items()}
+    record = _store(folder).read(
+        _name(cell), lambda record: all(isinstance(record.get(k), t) for k, t in kinds.items())
+    )
+    if record is not None and (changed := _changed_defaults(record, cell)):
+        raise StaleCell([cell_path(folder, cell)], changed)
     return record
 
 
@@ -153,4 +149,4 @@ def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> N
 
     record["delays"] = delays(record["filters"])
     record["provenance"] = {**provenance(), "device": device}
-    write_sealed(cell_path(folder, cell), record)
+    _store(folder).write(_name(cell), record)

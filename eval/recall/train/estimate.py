@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from eval.recall.train import cells, stack
+from eval.recall.train import cells, stack, trial
 from eval.recall.train.trial import Cell, Trial
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ def _line(seconds: dict[int, float], few: int, many: int, rows: int) -> tuple[fl
 def _steps(cell: Cell, size: int, device: str) -> Callable[[int], object]:
     """What makes a step of so many rows."""
     if size == 1:
-        trial = Trial(cell, device)
-        return lambda rows: trial.train_step(trial, slice(0, rows))
+        alone = Trial(cell, device)
+        return lambda rows: trial.train_step(alone, slice(0, rows))
     trials = [Trial(cell, device) for _ in range(size)]
-    models = stack.Stack([trial.model for trial in trials])
+    models = stack.Stack([each.model for each in trials])
     return lambda rows: stack.train_step(models, trials, slice(0, rows))
 
 

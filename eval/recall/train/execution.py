@@ -19,8 +19,9 @@ import torch
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from eval.recall.mixers import make_mixer
-from eval.recall.tasks import IGNORED, generate
+from eval.recall.tasks import generate
 from eval.recall.train import cells
 from eval.recall.train.estimate import hours_by_mixer
 from eval.recall.train.trial import Cell
@@ -121,7 +122,7 @@ def bytes_of(cell: Cell) -> int:
     """What training a model takes at most, roughly: logits three times, 100 numbers a channel and
     8 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
     task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
-    scored = int((generate(task, 1, seed=0, split="train").labels != IGNORED).sum())
+    scored = int((generate(task, 1, seed=0, split="train").labels != IGNORE_INDEX).sum())
     width, length = cell.d_model, cell.seq_len
     row = 3 * scored * task.vocabulary + layers * length * (100 * width + 8 * length)
     numbers = cell.rows * row + 4 * width * (task.vocabulary + 16 * layers * width)

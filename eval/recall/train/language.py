@@ -8,7 +8,6 @@ learning rate, and gradients clipped at 1; its measure is the loss on the data's
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.data.loader import IGNORE, TrainLoader, validation_windows
+from cat_lm.data.loader import TrainLoader, validation_windows
 from cat_lm.data.verified import open_verified
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
+from cat_lm.training.schedule import cosine
 from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
 
 CLIP = 1.0
+FLOOR = 0.1  # of the learning rate, where the cosine ends
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,11 @@ class LanguageCell:
             rows = range(start, min(start + self.batch_size, count))
             tokens, labels = _tensors(held_out.batch(rows), device)
             logits = _logits(model, tokens)
-            total += float(F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum"))
+            total += float(
+                F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+            )
             right += int((logits.argmax(dim=-1) == labels).sum())
-            scored += int((labels != IGNORE).sum())
+            scored += int((labels != IGNORE_INDEX).sum())
         return {"loss": total / scored, "accuracy": right / scored, "tokens_scored": scored}
 
 
@@ -154,5 +158,4 @@ def _rate(step: int, steps: int) -> float:
     warmup = max(1, steps // 10)
     if step <= warmup:
         return step / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return FLOOR + (1 - FLOOR) * cosine(step - warmup, steps - warmup)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cat_lm.labels import IGNORE_INDEX
 from eval.recall.model import RecallModel
-from eval.recall.tasks import IGNORED, Examples
+from eval.recall.tasks import Examples
 
 Answer = Callable[[Tensor, Tensor], Tensor]
 _LOGITS = 2**24  # logits made at once for a model
@@ -22,7 +23,7 @@ _LOGITS = 2**24  # logits made at once for a model
 
 def scored_positions(labels: Tensor) -> Tensor:
     """[…, B, n], the positions of labels [..., B, T] that are scored: as many in every row."""
-    found = (labels != IGNORED).nonzero()[:, -1]
+    found = (labels != IGNORE_INDEX).nonzero()[:, -1]
     return found.view(*labels.shape[:-1], -1)
 
 
@@ -59,7 +60,7 @@ def measure_stack(
         stacked: whether `answer` has a dimension of models; otherwise there is one.
     """
     inputs, labels = _joined(examples, stacked)
-    count = int((examples[0].labels[:1] != IGNORED).sum())
+    count = int((examples[0].labels[:1] != IGNORE_INDEX).sum())
     rows = max(1, _LOGITS // (count * vocabulary))
     rows = min(rows, max(1, 2**22 // inputs.shape[-1] ** 2))
     right = []
@@ -89,7 +90,7 @@ def free_running_stack(
 ) -> list[dict[str, float]]:
     """`free_running` for each of S models that answer at once; see `measure_stack`."""
     inputs, labels = _joined(examples, stacked)
-    first = int((examples[0].labels[0] == IGNORED).sum())
+    first = int((examples[0].labels[0] == IGNORE_INDEX).sum())
     rows = max(1, 2**22 // inputs.shape[-1] ** 2)
     right = []
     for start in range(0, len(examples[0]), rows):

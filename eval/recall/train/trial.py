@@ -297,23 +297,6 @@ def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
         bar.set_postfix_str(text)
 
 
-def choose_device(name: str) -> str:
-    """`auto` is the GPU if there is one.
-
-    Raises:
-        UserError: a device that torch does not have here.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return name
-
-
 def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
     """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
 
