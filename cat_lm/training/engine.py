@@ -12,6 +12,7 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.convolution import describe_backend
 from cat_lm.model.weight_decay import parameters_by_decay
@@ -142,7 +143,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
-        (scored,) = self.ranks.sum(int((batch["labels"] != -100).sum()))
+        (scored,) = self.ranks.sum(int((batch["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
         share = max(scored, 1) / (self.ranks.world_size * self.accumulation_steps)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
@@ -171,7 +172,7 @@ class Engine:
         total, scored = 0.0, 0
         for micro_batch in self._micro_batches(batch):
             total += self._loss(micro_batch, num_items_in_batch=1).item()
-            scored += int((micro_batch["shift_labels"] != -100).sum())
+            scored += int((micro_batch["shift_labels"] != IGNORE_INDEX).sum())
         self.deepspeed.train()
         return total, scored
 
