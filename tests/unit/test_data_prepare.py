@@ -14,10 +14,11 @@ import pytest
 from cat_lm.data import TokenCorpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
-from data_prep import output, pipeline
-from data_prep.documents import Document
-from data_prep.encode import chunks, split_of
+from data_prep import pipeline
+from data_prep.assemble import output_folder
+from data_prep.encode.encoding import chunks, split_of
 from data_prep.prepare import parse_arguments
+from data_prep.sources.documents import Document
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
 
 
@@ -92,7 +93,7 @@ def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, many_docum
 
 def test_many_small_chunks_come_back_in_order(tmp_path, prepare, many_documents, monkeypatch):
     expected = digests(prepare(tmp_path / "1", *flags(many_documents, "--workers", 1)))
-    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 70)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 70)
     assert digests(prepare(tmp_path / "2", *flags(many_documents, "--workers", 2))) == expected
 
 
@@ -122,7 +123,7 @@ def test_again_with_the_same_arguments_does_nothing(
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     with monkeypatch.context() as patched:  # as where nothing can be written
-        patched.delattr(output, "locked")
+        patched.delattr(output_folder, "locked")
         prepare(out, *flags(many_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
         prepare(out, *flags(many_documents, "--seed", 1))
@@ -255,8 +256,8 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_document
 
 
 def test_chunks_are_bounded(monkeypatch):
-    monkeypatch.setattr("data_prep.encode.CHUNK_BYTES", 10)
-    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_BYTES", 10)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 3)
     sizes = [4, 4, 4, 1, 1, 1, 1, 20, 1]
     found = list(chunks(Document("x" * size, "txt") for size in sizes))
     assert [[len(d.text) for d in chunk] for chunk in found] == [[4, 4, 4], [1, 1, 1], [1, 20], [1]]

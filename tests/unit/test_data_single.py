@@ -9,8 +9,8 @@ import pytest
 
 from cat_lm.data import TokenCorpus
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Malformed, Reading
 from data_prep.sources import open_source, single
+from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import generated_text
 from tests.unit.test_data_prepare import digests, flags, texts_of
 
@@ -153,7 +153,7 @@ def test_a_text_too_large_to_encode_is_told_to_be_divided_by_a_separator(
     tmp_path, prepare, monkeypatch
 ):
     (tmp_path / "one.txt").write_text(TEXT)
-    for module in ("encode", "measure", "sources.single"):
+    for module in ("encode.encoding", "encode.sample", "sources.single"):
         monkeypatch.setattr(f"data_prep.{module}.MAX_DOCUMENT", len(TEXT) - 1)
     with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
         prepare(tmp_path / "out", *flags(tmp_path / "one.txt", "--workers", 1))

@@ -171,7 +171,7 @@ def test_a_packing_plan_is_not_made_of_a_damaged_index(folder):
 
 def test_what_was_prepared_or_adopted_here_is_noted_by_its_maker(tmp_path, tiny_corpus, hashed):
     from data_prep.adopt import parse_arguments
-    from data_prep.adoption import adopt
+    from data_prep.megatron.convert import adopt
 
     open_verified(tiny_corpus, "train")
     prefix = str(tiny_corpus / "train-00000")

@@ -15,7 +15,7 @@ import pytest
 
 from cat_lm.data import TokenCorpus
 from cat_lm.errors import UserError
-from data_prep import output
+from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
 from tests.unit.data_stages.wishes import WISHES
 from tests.unit.test_data_prepare import command, digests, run
@@ -24,11 +24,11 @@ from tests.unit.test_data_selection import flags as set_flags
 
 def dying(out, arguments, renames):
     """Prepares in a process that dies at a rename, half of the time just before it."""
-    from data_prep import planning
+    from data_prep.encode import plan
     from data_prep.pipeline import prepare
     from data_prep.prepare import parse_arguments
 
-    planning.MARGIN /= 5  # the estimate comes out too low
+    plan.MARGIN /= 5  # the estimate comes out too low
     real, left = os.replace, [renames]
 
     def replace(*given):
@@ -135,7 +135,7 @@ def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepar
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "tidy", killed)
+    monkeypatch.setattr(output_folder, "tidy", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert (tmp_path / "out" / "parts").is_dir()
@@ -184,7 +184,7 @@ def test_killed_at_any_step_of_replacing_other_data(
         return left[0] > 0
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(output, until, killed)
+        patch.setattr(output_folder, until, killed)
         prepare(out, *set_flags(sets, "--sets", "Large"))
     shutil.copytree(out, kept)
     for steps in range(1, 100, stride):
@@ -230,7 +230,7 @@ def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_da
 def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
     script = (
         "import os, sys\n"
-        "from data_prep import encode\n"
+        "from data_prep.encode import encoding\n"
         "from data_prep.workers import run_tasks\n"
         "from tests.unit.data_stages.test_kills import deadly\n"
         "from cat_lm.errors import command\n"

@@ -11,10 +11,17 @@ from pathlib import Path
 
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Malformed
-from data_prep.encode import MAX_DOCUMENT, Encoding, hash_place, place_of, split_of, too_large
-from data_prep.selection import Wishes
+from data_prep.assemble.selection import Wishes
+from data_prep.encode.encoding import (
+    MAX_DOCUMENT,
+    Encoding,
+    hash_place,
+    place_of,
+    split_of,
+    too_large,
+)
 from data_prep.sources import Source
+from data_prep.sources.documents import Document, Malformed
 
 # Sources up to this size are looked through first, so that no split comes out empty by chance.
 FEW_DOCUMENTS, FEW_CHARACTERS = 500, 100_000_000

@@ -1,6 +1,6 @@
 """What a run costs on a number of GPUs: the equations of `launch.plan`, and what they assume.
 
-Each is written out in plan.md, beside tables that these functions computed.
+Each is written out in README.md, beside tables that these functions computed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 
 if TYPE_CHECKING:
-    from launch.findings import Finding
+    from launch.doctor.findings import Finding
 
 WIDTH = 100
 LABEL = 18
@@ -40,14 +40,14 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
     """
     # Before torch loads, as in training.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from launch import checks, run_checks
-    from launch.findings import guarded
+    from launch.doctor import machine, run_config
+    from launch.doctor.findings import guarded
 
     findings = []
-    for check in checks.ALL:
+    for check in machine.ALL:
         findings += guarded(check)
     if config is not None:
-        for check in run_checks.ALL:
+        for check in run_config.ALL:
             findings += guarded(check, config)
     return findings
 
@@ -95,12 +95,12 @@ def render(findings: Sequence[Finding], what: str = "training can run here") -> 
 def dry_run(config: RunConfig | None, text: str) -> tuple[list[Finding], str]:
     """The findings about `config` on the ranks that `text` names, and what they would mean."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from launch import dry_run
+    from launch.doctor import scale
 
     if config is None:
         raise UserError(f"--dry-run {text}: needs a run's configuration: CONFIG --dry-run …")
-    asked = dry_run.DryRun.parse(text)
-    return dry_run.examine(config, asked), f"this run can start on {asked.ranks} ranks"
+    asked = scale.DryRun.parse(text)
+    return scale.examine(config, asked), f"this run can start on {asked.ranks} ranks"
 
 
 def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.readers import Record, read_json
 from cat_lm.training.devices import Device, known_device
-from launch.costs import Run
+from launch.plan.costs import Run
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 

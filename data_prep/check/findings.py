@@ -11,10 +11,10 @@ from cat_lm.data.manifest import SPLITS, listed_shards, read_manifest
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from data_prep import excerpts
-from data_prep.duplicates import Duplicates, find_duplicates
-from data_prep.intact import manifest_problems, shard_problems
-from data_prep.lengths import PICTURE, Lengths, draw_lengths
+from data_prep.check import excerpts
+from data_prep.check.document_lengths import PICTURE, Lengths, draw_lengths
+from data_prep.check.duplicates import Duplicates, find_duplicates
+from data_prep.check.integrity import manifest_problems, shard_problems
 from data_prep.unfinished import TOKENIZER
 from data_prep.workers import tell_workers, useful_workers
 

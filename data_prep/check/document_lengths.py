@@ -11,7 +11,7 @@ import numpy as np
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing
-from data_prep.intact import document_ends
+from data_prep.check.integrity import document_ends
 
 PICTURE = "document_lengths.png"
 QUANTILES = {"min": 0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "max": 1}

@@ -15,7 +15,7 @@ from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training.devices import Device, device_by_option
-from launch.findings import Finding
+from launch.doctor.findings import Finding
 
 GIB = 2**30
 KEYS = ("ranks", "gpus-per-node", "device")
@@ -154,8 +154,8 @@ def _samples(config: RunConfig, loader, ranks: int) -> Finding:
 def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """The model without its weights, what a rank keeps of it, and the memory of a step."""
     from cat_lm.training.estimate import memory_per_rank, meta_model
-    from launch.fake_group import group_sizes, partitions
-    from launch.run_checks import vocabulary
+    from launch.doctor.fake_group import group_sizes, partitions
+    from launch.doctor.run_config import vocabulary
 
     vocab_size, assumed = vocabulary(config)
     built = meta_model(config, vocab_size)
@@ -187,7 +187,7 @@ def started_ranks(ranks: int) -> int:
 def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
     from cat_lm.training.estimate import meta_model
-    from launch.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
+    from launch.doctor.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
 
     per_pass = config.train.micro_batch_size * asked.ranks
     if config.train.global_batch_size % per_pass:
@@ -218,7 +218,7 @@ def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
 def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """The size of one, of one rank's file, and of all that the run keeps."""
     from cat_lm.training.estimate import checkpoint_bytes
-    from launch.run_checks import vocabulary
+    from launch.doctor.run_config import vocabulary
 
     one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
     rule, saves = config.checkpoint, config.total_steps // config.checkpoint.every_steps
@@ -237,10 +237,10 @@ ALL = (batch, model, engine, data, schedule, checkpoints)
 
 def examine(config: RunConfig, asked: DryRun) -> list[Finding]:
     """All findings; no check raises, so that all that is wrong is known at once."""
-    from launch.findings import guarded
+    from launch.doctor.findings import guarded
 
     if config.train.precision == "auto":
-        from launch.run_checks import precision_here
+        from launch.doctor.run_config import precision_here
 
         config = config.with_precision("bf16" if asked.device else precision_here(config))
     return [finding for check in ALL for finding in guarded(check, config, asked)]

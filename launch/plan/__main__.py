@@ -2,7 +2,7 @@
 
 Tokens a second, days, GPU-hours, memory of a rank, batch arithmetic and checkpoints, for one number
 of GPUs or a table of several. How fast a GPU computes comes from a record that `eval.speed train`
-made on one (`--measured`), else it is assumed, and the output says so. plan.md has the equations.
+made on one (`--measured`), else it is assumed, and the output says so. README.md has the equations.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -19,7 +19,7 @@ from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 from cat_lm.training.devices import Device, device_by_option
-from launch.costs import (
+from launch.plan.costs import (
     ASSUMED_INTERCONNECT,
     ASSUMED_MFU,
     ASSUMED_STORAGE,
@@ -33,7 +33,7 @@ from launch.costs import (
 def achieved_flops(arguments: argparse.Namespace, config: RunConfig, device: Device, run: Run):
     """(FLOP/s that one GPU achieves, lines that say where the number comes from)."""
     if arguments.measured is not None:
-        from launch.measured import read_measured
+        from launch.plan.measured import read_measured
 
         return read_measured(arguments.measured, config, run, device)
     peak = config.train.peak_tflops
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog="python -m launch.plan",
         description="What a run costs on GPUs: tokens a second, days, memory, checkpoints.",
-        epilog="launch/plan.md has the equations and what they assume.",
+        epilog="launch/plan/README.md has the equations and what they assume.",
     )
     add = result.add_argument
     add("config", help="the run's YAML file")
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_intermixed_args()
     run, cluster, found, sources = make_plan(arguments)
-    from launch.plan_text import render
+    from launch.plan.text import render
 
     print(render(run, cluster, found, sources, arguments.price_per_gpu_hour))
     if arguments.json:

@@ -16,9 +16,11 @@ from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
 from cat_lm.io.files import replacing
-from data_prep import output
 from data_prep.amounts import Limit
-from data_prep.assembly import (
+from data_prep.assemble import output_folder
+from data_prep.assemble.manifest import build_manifest, print_summary
+from data_prep.assemble.selection import Selection
+from data_prep.assemble.shard_plan import (
     ASSEMBLY,
     Assembly,
     Parts,
@@ -28,16 +30,14 @@ from data_prep.assembly import (
     token_counts_path,
     write_shard,
 )
-from data_prep.choosing import Chooser, Shortage
-from data_prep.job import Job
-from data_prep.manifest import build_manifest, print_summary
-from data_prep.parts import part_path, read_record, remove_part, write_record
+from data_prep.assemble.token_budget import Chooser, Shortage
+from data_prep.encode.job import Job
+from data_prep.encode.parts import part_path, read_record, remove_part, write_record
+from data_prep.encode.work_folder import WorkFolder
 from data_prep.progress import TextProgress
-from data_prep.selection import Selection
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
+from data_prep.sources.units import Unit
 from data_prep.unfinished import MALFORMED, claim, shard_names
-from data_prep.units import Unit
-from data_prep.work import WorkFolder
 from data_prep.workers import run_tasks
 
 
@@ -61,7 +61,7 @@ def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Nam
     manifest = build_manifest(
         identity, job.plan.tokenizer, job.plan.dtype, assembly, shards, counts
     )
-    output.finish(job.out, work, manifest)
+    output_folder.finish(job.out, work, manifest)
     known = (*KNOWN_SETS, UNKNOWN_SET) if arguments.source == "slimpajama" else ()
     print_summary(job.out, manifest, known)
     print(f"{job.out}: complete (assembled in {time.monotonic() - start:.1f} s)")

@@ -14,13 +14,13 @@ from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokeni
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
 from cat_lm.io.own_files import make_marked, remove_marked
-from data_prep.choosing import MARGIN, Shortage, place_for
-from data_prep.documents import Document
-from data_prep.encode import PLACES, Encoding, Range, Ranges, split_of
-from data_prep.measure import Measured
-from data_prep.parts import read_record, write_record
-from data_prep.selection import Wishes
+from data_prep.assemble.selection import Wishes
+from data_prep.assemble.token_budget import MARGIN, Shortage, place_for
+from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
+from data_prep.encode.parts import read_record, write_record
+from data_prep.encode.sample import Measured
 from data_prep.sources import Source, sample_texts
+from data_prep.sources.documents import Document
 from data_prep.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
 
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from launch.doctor.findings import Finding
 from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
-from launch.findings import Finding
 
 # Import name of what the extras name, and of rivals that benchmarks look for.
 OPTIONAL = {

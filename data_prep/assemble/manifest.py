@@ -11,9 +11,9 @@ import cat_lm
 from cat_lm.data.manifest import FORMAT_VERSION, SPLITS, fingerprint
 from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import TokenizerInfo
-from data_prep.assembly import Assembly
-from data_prep.encode import PLACES
-from data_prep.unigram import unigram_loss
+from data_prep.assemble.shard_plan import Assembly
+from data_prep.assemble.unigram import unigram_loss
+from data_prep.encode.encoding import PLACES
 
 
 def build_manifest(

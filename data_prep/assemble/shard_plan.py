@@ -14,7 +14,8 @@ from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
-from data_prep.parts import (
+from data_prep.assemble.selection import Selection
+from data_prep.encode.parts import (
     KINDS,
     UnitDocuments,
     disk_errors,
@@ -22,7 +23,6 @@ from data_prep.parts import (
     read_record,
     write_record,
 )
-from data_prep.selection import Selection
 
 ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from launch.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run
+from launch.plan.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run
 
 WIDTH = 100
 LABEL = 13

@@ -13,8 +13,8 @@ from math import ceil
 import numpy as np
 
 from cat_lm.errors import UserError
-from data_prep.encode import PLACES
-from data_prep.selection import Copies, Cut, Selection, Wishes
+from data_prep.assemble.selection import Copies, Cut, Selection, Wishes
+from data_prep.encode.encoding import PLACES
 
 BUCKET_BITS = 16
 MARGIN = Fraction(5, 4)  # how much more is encoded than an estimate says is needed

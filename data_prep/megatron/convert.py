@@ -22,11 +22,11 @@ from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
-from data_prep.foreign import count_tokens, document_lengths, scan
+from data_prep.assemble.unigram import unigram_loss
+from data_prep.megatron.text_bytes import TextBytes
+from data_prep.megatron.validate import count_tokens, document_lengths, scan
 from data_prep.progress import TextProgress
-from data_prep.text_bytes import TextBytes
 from data_prep.unfinished import TOKENIZER
-from data_prep.unigram import unigram_loss
 
 COPY_BLOCK = 1 << 24
 _PURPOSE = "adopted data on their way"

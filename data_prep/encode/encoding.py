@@ -15,11 +15,11 @@ import numpy as np
 
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
 from cat_lm.errors import UserError
-from data_prep.documents import MAX_DOCUMENT, Document, Malformed
+from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
 from data_prep.locks import file_lock
-from data_prep.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
 from data_prep.sources import Source
-from data_prep.units import Unit
+from data_prep.sources.documents import MAX_DOCUMENT, Document, Malformed
+from data_prep.sources.units import Unit
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1000
