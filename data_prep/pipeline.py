@@ -14,7 +14,6 @@ from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_output
 from data_prep.assemble import output_folder
-from data_prep.assemble.selection import Wishes
 from data_prep.assemble.stage import UselessInput, assemble
 from data_prep.encode.encoding import PLACES, Encoding
 from data_prep.encode.estimate import Estimate
@@ -24,6 +23,7 @@ from data_prep.encode.plan import Plan, dtype_name, first_round, make_tokenizer
 from data_prep.encode.sample import held_out_fraction, measure
 from data_prep.encode.work_folder import WorkFolder
 from data_prep.locks import file_lock
+from data_prep.selection_spec import Wishes
 from data_prep.sources import Source, open_source
 from data_prep.sources.documents import Reading
 from data_prep.sources.units import task_units, units_of

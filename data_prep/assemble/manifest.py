@@ -12,7 +12,6 @@ from cat_lm.data.manifest import FORMAT_VERSION, SPLITS, fingerprint
 from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import TokenizerInfo
 from data_prep.assemble.shard_plan import Assembly
-from data_prep.assemble.unigram import unigram_loss
 from data_prep.encode.encoding import PLACES
 
 
@@ -108,3 +107,12 @@ def _print_left_out(manifest: dict) -> None:
     for name in sorted(set(manifest["input"]) - set(manifest["sources"])):
         number = sum(counts["documents"] for counts in manifest["input"][name].values())
         print(f"left out: {number:,} documents of {name}")
+
+
+def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
+    """Nats per validation token under the training split's add-one-smoothed unigram model.
+
+    `train` and `validation` count each token of a split: int64 [vocab_size].
+    """
+    log_probability = np.log(train + 1.0) - np.log(train.sum() + len(train))
+    return float(-(validation * log_probability).sum() / validation.sum())

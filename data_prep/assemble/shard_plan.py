@@ -12,11 +12,10 @@ import numpy as np
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
-from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
 from data_prep.assemble.selection import Selection
 from data_prep.encode.parts import (
-    KINDS,
+    Parts,
     UnitDocuments,
     disk_errors,
     part_path,
@@ -24,33 +23,9 @@ from data_prep.encode.parts import (
     write_record,
 )
 
-ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.
 ORDER = ("validation", "train")
-
-
-@dataclass
-class Parts:
-    """What reading the parts takes: where they are, and the records of each unit's rounds."""
-
-    work: Path
-    names: list[str]  # of the sets, in the order that `Selection` and `UnitDocuments` count them
-    records: dict[int, list[dict]]
-    unit_splits: dict[int, str | None]
-
-    def read(self, unit: int) -> UnitDocuments:
-        """The documents of a unit in the order of the input, those of all rounds."""
-        return UnitDocuments.read(self.work, unit, self.records[unit], self.names)
-
-    def of(self, units: set[int]) -> Parts:
-        """The same for some units only, light enough to be sent to a worker."""
-        records = {
-            unit: [{"sets": record["sets"], "tokens": record["tokens"]} for record in found]
-            for unit, found in self.records.items()
-            if unit in units
-        }
-        return Parts(self.work, self.names, records, {u: self.unit_splits[u] for u in records})
 
 
 @dataclass
@@ -248,26 +223,6 @@ def _gather(found: UnitDocuments, chosen: np.ndarray, maps: list[np.ndarray]) ->
     lasts = np.append(firsts[1:], len(chosen)) - 1
     runs = zip(rounds[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True)
     return np.concatenate([maps[index][start:end] for index, start, end in runs])
-
-
-@dataclass(frozen=True)
-class PartCheck:
-    """A part whose bytes are to be compared with its record's checksums."""
-
-    work: Path
-    unit: int
-    round: int
-    sha256: dict[str, str]
-
-
-def check_part(task: PartCheck, report: Callable[[int], None]) -> tuple[int, int, bool]:
-    """The unit, the round, and whether the part's files are what was written."""
-    for kind in KINDS:
-        path = part_path(task.work, task.unit, task.round, kind)
-        if not path.is_file() or sha256(path) != task.sha256[kind]:
-            return task.unit, task.round, False
-        report(path.stat().st_size)
-    return task.unit, task.round, True
 
 
 @dataclass

@@ -21,19 +21,18 @@ from data_prep.assemble import output_folder
 from data_prep.assemble.manifest import build_manifest, print_summary
 from data_prep.assemble.selection import Selection
 from data_prep.assemble.shard_plan import (
-    ASSEMBLY,
     Assembly,
-    Parts,
     ShardTask,
     finished_shard,
     plan_shards,
     token_counts_path,
     write_shard,
 )
-from data_prep.assemble.token_budget import Chooser, Shortage
+from data_prep.assemble.token_budget import Chooser
 from data_prep.encode.job import Job
-from data_prep.encode.parts import part_path, read_record, remove_part, write_record
-from data_prep.encode.work_folder import WorkFolder
+from data_prep.encode.parts import Parts, part_path, read_record, remove_part, write_record
+from data_prep.encode.plan import Shortage
+from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 from data_prep.progress import TextProgress
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
 from data_prep.sources.units import Unit

@@ -13,20 +13,12 @@ from math import ceil
 import numpy as np
 
 from cat_lm.errors import UserError
-from data_prep.assemble.selection import Copies, Cut, Selection, Wishes
+from data_prep.assemble.selection import Copies, Cut, Selection
 from data_prep.encode.encoding import PLACES
+from data_prep.encode.plan import MARGIN, Shortage, place_for
+from data_prep.selection_spec import Wishes
 
 BUCKET_BITS = 16
-MARGIN = Fraction(5, 4)  # how much more is encoded than an estimate says is needed
-ALMOST_ALL = Fraction(4, 5)  # from this share on all is encoded: a second round costs more
-
-
-class Shortage(Exception):
-    """More has to be encoded first: the places below `sets[name]`, below `other` in other sets."""
-
-    def __init__(self, sets: dict[str, int], other: int) -> None:
-        self.sets = sets
-        self.other = other
 
 
 # A unit's number and its documents, for every unit in order; gone through more than once.
@@ -193,10 +185,3 @@ class Chooser:
 
 def _buckets(documents: np.ndarray) -> np.ndarray:
     return (documents["place"] >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
-
-
-def place_for(rate: Fraction, held_out: int) -> int:
-    """The place below which this share of the training documents lies; `PLACES` for almost all."""
-    if rate >= ALMOST_ALL:
-        return PLACES
-    return held_out + ceil(rate * (PLACES - held_out))

@@ -13,10 +13,10 @@ import numpy as np
 
 from cat_lm.data.manifest import SPLITS
 from cat_lm.errors import UserError
-from data_prep.assemble.shard_plan import ASSEMBLY
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.job import Job
 from data_prep.encode.parts import DOCUMENT
+from data_prep.encode.work_folder import ASSEMBLY
 from data_prep.sources.units import task_units
 
 DISK_MARGIN = 1.1

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.assemble.selection import Wishes
-from data_prep.assemble.shard_plan import PartCheck, Parts, check_part
 from data_prep.encode.encoding import Encoding, Ranges, UnitTask, encode_unit
-from data_prep.encode.parts import finished_part, remove_part
+from data_prep.encode.parts import PartCheck, Parts, check_part, finished_part, remove_part
 from data_prep.encode.plan import Plan
 from data_prep.progress import TextProgress
+from data_prep.selection_spec import Wishes
 from data_prep.sources.units import Unit
 from data_prep.workers import run_tasks
 

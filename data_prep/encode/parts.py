@@ -15,7 +15,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from cat_lm.io.seals import opened, write_sealed
 
 DOCUMENT = np.dtype(
     [
-        ("place", "<u8"),  # the hash of the document's text, see encode.hash_place
+        ("place", "<u8"),  # the hash of the document's text, see encoding.hash_place
         ("position", "<u4"),  # its number among the unit's documents, those not encoded included
         ("length", "<i4"),  # tokens, EOD included
         ("bytes", "<u4"),  # of its UTF-8 text
@@ -191,6 +191,49 @@ class UnitDocuments:
         documents = np.concatenate(found)
         order = np.argsort(documents["position"], kind="stable")
         return cls(documents[order], np.concatenate(rounds)[order], np.concatenate(starts)[order])
+
+
+@dataclass
+class Parts:
+    """What reading the parts takes: where they are, and the records of each unit's rounds."""
+
+    work: Path
+    names: list[str]  # of the sets, in the order that `Selection` and `UnitDocuments` count them
+    records: dict[int, list[dict]]
+    unit_splits: dict[int, str | None]
+
+    def read(self, unit: int) -> UnitDocuments:
+        """The documents of a unit in the order of the input, those of all rounds."""
+        return UnitDocuments.read(self.work, unit, self.records[unit], self.names)
+
+    def of(self, units: set[int]) -> Parts:
+        """The same for some units only, light enough to be sent to a worker."""
+        records = {
+            unit: [{"sets": record["sets"], "tokens": record["tokens"]} for record in found]
+            for unit, found in self.records.items()
+            if unit in units
+        }
+        return Parts(self.work, self.names, records, {u: self.unit_splits[u] for u in records})
+
+
+@dataclass(frozen=True)
+class PartCheck:
+    """A part whose bytes are to be compared with its record's checksums."""
+
+    work: Path
+    unit: int
+    round: int
+    sha256: dict[str, str]
+
+
+def check_part(task: PartCheck, report: Callable[[int], None]) -> tuple[int, int, bool]:
+    """The unit, the round, and whether the part's files are what was written."""
+    for kind in KINDS:
+        path = part_path(task.work, task.unit, task.round, kind)
+        if not path.is_file() or sha256(path) != task.sha256[kind]:
+            return task.unit, task.round, False
+        report(path.stat().st_size)
+    return task.unit, task.round, True
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 from cat_lm.data.shards import token_dtype
@@ -14,11 +15,10 @@ from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokeni
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
 from cat_lm.io.own_files import make_marked, remove_marked
-from data_prep.assemble.selection import Wishes
-from data_prep.assemble.token_budget import MARGIN, Shortage, place_for
 from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.encode.parts import read_record, write_record
 from data_prep.encode.sample import Measured
+from data_prep.selection_spec import Wishes
 from data_prep.sources import Source, sample_texts
 from data_prep.sources.documents import Document
 from data_prep.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
@@ -28,6 +28,16 @@ CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified on
 PLAN = "plan.json"
 EVERYTHING = Range(0, PLACES, True)
 NOTHING = Range(0, 0, False)
+MARGIN = Fraction(5, 4)  # how much more is encoded than an estimate says is needed
+ALMOST_ALL = Fraction(4, 5)  # from this share on all is encoded: a second round costs more
+
+
+class Shortage(Exception):
+    """More has to be encoded first: the places below `sets[name]`, below `other` in other sets."""
+
+    def __init__(self, sets: dict[str, int], other: int) -> None:
+        self.sets = sets
+        self.other = other
 
 
 @dataclass
@@ -110,6 +120,13 @@ def first_round(wishes: Wishes, measured: Measured, held_out: int) -> Ranges:
         high = place_for(need / Fraction(tokens) * MARGIN, held_out) if tokens else PLACES
         sets[name] = _wanted(wishes, name, high)
     return Ranges(sets, other)
+
+
+def place_for(rate: Fraction, held_out: int) -> int:
+    """The place below which this share of the training documents lies; `PLACES` for almost all."""
+    if rate >= ALMOST_ALL:
+        return PLACES
+    return held_out + ceil(rate * (PLACES - held_out))
 
 
 def _wanted(wishes: Wishes, name: str, high: int) -> Range:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
 from cat_lm.errors import UserError
-from data_prep.assemble.selection import Wishes
 from data_prep.encode.encoding import (
     MAX_DOCUMENT,
     Encoding,
@@ -20,6 +19,7 @@ from data_prep.encode.encoding import (
     split_of,
     too_large,
 )
+from data_prep.selection_spec import Wishes
 from data_prep.sources import Source
 from data_prep.sources.documents import Document, Malformed
 

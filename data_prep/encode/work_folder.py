@@ -27,6 +27,7 @@ from cat_lm.io.own_files import (
 from cat_lm.io.readers import resolve
 
 INSIDE = "parts"
+ASSEMBLY = "assembly.json"  # the plan of the shards
 _PART = r"part-\d{5,}\.\d+\.(?:bin|docs|malformed|json)"
 _PLANS = r"(?:plan|assembly)\.json"
 _SHARD = r"shards/(?:train|validation)-\d{5,}\.(?:json|npy)"
