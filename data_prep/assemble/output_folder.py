@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
@@ -84,7 +84,7 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
             return False
         if not (differing := _differing(found, identity)):
             for split in SPLITS:
-                TokenCorpus.open(folder, split)  # an error where a shard is gone or cut short
+                open_corpus(folder, split)  # an error where a shard is gone or cut short
             return True
         raise UserError(
             f"--out {folder}: holds data made otherwise ({_changes(found, identity, differing)}); "

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import cat_lm
-from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, fingerprint
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
@@ -78,7 +78,7 @@ def adopt(arguments: argparse.Namespace) -> None:
         manifest = _manifest(adopted, info, arguments)
         write_json(made / MANIFEST, manifest)
         for split in SPLITS:
-            TokenCorpus.open(made, split)
+            open_corpus(made, split)
         Notes(made).add([stamp for item in adopted for stamp in item.stamps])
         os.rename(made, out)
         sync_directory(out.parent)

@@ -11,7 +11,7 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
 from data_prep.adopt import parse_arguments
 from data_prep.megatron import text_bytes
@@ -53,7 +53,7 @@ def run(out, train, validation, *flags, tokenizer="bytes"):
 
 
 def texts_of(folder, split):
-    corpus = TokenCorpus.open(folder, split)
+    corpus = open_corpus(folder, split)
     found = [corpus.tokens(*corpus.document(i)) for i in range(corpus.num_documents)]
     assert all(document[-1] == EOD for document in found)
     return [bytes(document[:-1].tolist()).decode() for document in found]

@@ -87,11 +87,11 @@ def flip(file, offset):
 
 
 def test_window_edges_and_ends_of_documents_are_marked(tiny_corpus, capsys):
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.opening import open_corpus
 
     inspect(tiny_corpus, "--samples", 1, "--context-length", 64, "--no-duplicates")
     shown = capsys.readouterr().out
-    corpus = TokenCorpus.open(tiny_corpus, "train")
+    corpus = open_corpus(tiny_corpus, "train")
     _, stop = corpus.document(0)
     stream = bytes(corpus.tokens(0, min(stop - 1, 400)).tolist()).decode()
     cut = [stream[start : start + 64] for start in range(0, len(stream), 64)]

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from data_prep import pipeline
@@ -44,7 +44,7 @@ def run(*arguments):
 
 
 def texts_of(folder, split):
-    corpus = TokenCorpus.open(folder, split)
+    corpus = open_corpus(folder, split)
     encoder = DocumentEncoder(folder / "tokenizer", corpus.eod_id, corpus.vocab_size)
     for index in range(corpus.num_documents):
         ids = corpus.tokens(*corpus.document(index))
@@ -69,7 +69,7 @@ def test_every_document_is_in_one_split_whole_and_in_order(
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["empty_documents"] == 2
     for split in ("train", "validation"):
-        corpus = TokenCorpus.open(out, split)
+        corpus = open_corpus(out, split)
         texts = list(texts_of(out, split))
         assert corpus.num_documents == len(texts)
         assert corpus.num_bytes == sum(len(text.encode()) for text in texts)
@@ -104,7 +104,7 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
 
     def killed(*_):
         with pytest.raises(UserError, match="holds no finished data"):
-            TokenCorpus.open(out, "train")
+            open_corpus(out, "train")
         raise UserError("stop")
 
     monkeypatch.setattr(pipeline, "assemble", killed)
@@ -154,8 +154,8 @@ def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, p
 def test_unigram_loss_is_that_of_add_one_smoothing(tiny_corpus):
     counts = [
         collections.Counter(
-            TokenCorpus.open(tiny_corpus, split)
-            .tokens(0, TokenCorpus.open(tiny_corpus, split).num_tokens)
+            open_corpus(tiny_corpus, split)
+            .tokens(0, open_corpus(tiny_corpus, split).num_tokens)
             .tolist()
         )
         for split in ("train", "validation")
@@ -217,7 +217,7 @@ def test_limits(tmp_path, prepare, many_documents):
     found = [*texts_of(out, "train"), *texts_of(out, "validation")]
     assert sorted(found) == sorted(every[:100])
     out = prepare(tmp_path / "b", *flags(many_documents, "--max-bytes", 10_000, "--workers", 1))
-    size = sum(TokenCorpus.open(out, split).num_bytes for split in ("train", "validation"))
+    size = sum(open_corpus(out, split).num_bytes for split in ("train", "validation"))
     assert 10_000 <= size < 10_500
 
 
@@ -250,7 +250,7 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_document
         tmp_path / "out",
         *flags(many_documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
     )
-    corpus = TokenCorpus.open(out, "train")
+    corpus = open_corpus(out, "train")
     assert corpus.manifest["dtype"] == "int32"
     assert corpus.tokens(0, 2).tolist() == [70_001, 70_000]
 
@@ -291,5 +291,5 @@ def test_the_sample_in_slimpajamas_layout(tmp_path, prepare, shared_data):
     assert manifest["splits"]["train"]["documents"] == 300
     assert manifest["splits"]["validation"]["documents"] == 15
     assert all(name.startswith("RedPajama") for name in manifest["sources"])
-    corpus = TokenCorpus.open(out, "train")
+    corpus = open_corpus(out, "train")
     assert np.max(corpus.tokens(0, corpus.num_tokens)) < 32_000

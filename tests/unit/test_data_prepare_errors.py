@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from cat_lm.data import TokenCorpus, shards
+from cat_lm.data import shards
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
 from data_prep.assemble import output_folder
@@ -117,7 +118,7 @@ def test_where_the_source_lies_decides_nothing(tmp_path, prepare, capsys):
 def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
     given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
     out = prepare(tmp_path / "out", *given)
-    PackedWindows(TokenCorpus.open(out, "train"), 64)
+    PackedWindows(open_corpus(out, "train"), 64)
     with pytest.raises(UserError, match="the validation split comes out empty"):
         prepare(out, *given, "--overwrite", "--max-documents", 1)
     assert not list(out.iterdir()), "and the same command may begin again"
@@ -149,7 +150,7 @@ def test_a_disk_that_fills_up_stops_cleanly_and_the_same_command_continues(
     assert len(written) == calls
     assert not list((tmp_path / "out").rglob("*.tmp"))
     with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
+        open_corpus(tmp_path / "out", "train")
     prepare(tmp_path / "out", *arguments)
     assert digests(tmp_path / "out") == expected
 

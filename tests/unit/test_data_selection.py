@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
 from data_prep.amounts import Limit, amount
 from data_prep.assemble import token_budget
@@ -266,7 +266,7 @@ def test_sets_are_taken_and_left_out_and_counted(tmp_path, prepare, sets, capsys
     middle = sum(name == "Middle" for name, _ in input_documents(sets))
     assert f"note: {middle + 1} documents of a set that SlimPajama does not have: 'Mid" in printed
     assert manifest_of(out)["input"]["Middle"]["train"]["documents"] == middle >= 120
-    assert TokenCorpus.open(out, "validation").num_documents == 3
+    assert open_corpus(out, "validation").num_documents == 3
     out = prepare(tmp_path / "b", *flags(sets, "--exclude-sets", "unknown,Small"))
     assert set(manifest_of(out)["sources"]) == {"Large", "Middle"}
     with pytest.raises(UserError, match="no such set; there are Large, Middle, Small, unk"):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
 from data_prep.sources import open_source, single
 from data_prep.sources.documents import Document, Malformed, Reading
@@ -83,7 +83,7 @@ def test_another_fraction_or_text_is_another_preparation(tmp_path, prepare):
     with pytest.raises(UserError, match=r"source was .*contents_sha256"):
         prepare(out, *given)
     prepare(out, *given, "--overwrite", "--validation-fraction", 0.2)
-    assert 0.15 < TokenCorpus.open(out, "validation").num_bytes / len(TEXT) < 0.25
+    assert 0.15 < open_corpus(out, "validation").num_bytes / len(TEXT) < 0.25
 
 
 @pytest.mark.parametrize("name", ["one.txt", "sub/one.md", "x.jsonl", "x.jsonl.gz"])

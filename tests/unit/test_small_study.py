@@ -459,7 +459,7 @@ class TestStudy:
 
     def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
         few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
-        monkeypatch.setattr("cat_lm.data.verified.open_verified", lambda *_: few)
+        monkeypatch.setattr("cat_lm.data.opening.open_verified", lambda *_: few)
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
         assert code == 2 and "900 held-out tokens are too few for length 1024" in err
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
 from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
@@ -63,7 +63,7 @@ def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
         while not die_at(out, set_flags(sets, *WISHES, *more), renames):
             if not (out / "manifest.json").exists():
                 with pytest.raises(UserError, match="no finished data"):
-                    TokenCorpus.open(out, "train")
+                    open_corpus(out, "train")
             renames += 2
         assert renames > 8
         assert digests(out) == expected
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_and_started_again(tmp_path, sets):
             shutil.rmtree(out)
         elif out.exists():
             with pytest.raises(UserError, match="no finished data"):
-                TokenCorpus.open(out, "train")
+                open_corpus(out, "train")
     done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
     assert done.returncode == 0, done.stderr
     assert digests(tmp_path / "killed") == expected
@@ -224,7 +224,7 @@ def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_da
     assert not (tmp_path / "out" / "manifest.json").exists()
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    assert TokenCorpus.open(tmp_path / "out", "train").num_bytes >= 3_000_000
+    assert open_corpus(tmp_path / "out", "train").num_bytes >= 3_000_000
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
