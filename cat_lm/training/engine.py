@@ -16,7 +16,6 @@ from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.convolution import describe_backend
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.training import state
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 Batch = dict[str, np.ndarray]
@@ -207,7 +206,3 @@ class Engine:
             for parameter in self.model.parameters():
                 parameter.grad = None
         return norm
-
-    def full_precision_weights(self) -> dict[str, torch.Tensor]:
-        """As `state.full_precision_weights`."""
-        return state.full_precision_weights(self)
