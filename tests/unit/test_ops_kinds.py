@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from cat_lm import ops
-from cat_lm import architectures
+from cat_lm import architectures, ops
 from cat_lm.model.convolution import describe_backend
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import load_model
