@@ -63,6 +63,12 @@ def model_folder(path: Path | str) -> Path:
     raise UserError(f"model {path}: not a model folder (no config.json, and no model/ in it)")
 
 
+def model_label(folder: Path) -> str:
+    """Name a model by its folder, or by its run where that is RUN/model."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
 def quiet_transformers() -> None:
     """Keeps transformers' own notes and progress bars out of a command's output.
 

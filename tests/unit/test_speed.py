@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from cat_lm.training.estimate import count_parameters, flops_per_token
-from eval.speed import check, decode, kernels, machine, models, qkv, train
+from eval.speed import machine
 from eval.speed.__main__ import main
 from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
-from eval.speed.floor import forward_backward_bytes, forward_bytes
-from eval.speed.kernels import ConvCase, Kernel
+from eval.speed.conv import check, kernels, qkv
+from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
+from eval.speed.conv.kernels import ConvCase, Kernel
+from eval.speed.model import build as models
+from eval.speed.model import decode, train
 from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
