@@ -46,7 +46,7 @@ FAMILY = re.compile(r"gpt_?neox|cat_?neox|pythia_?config|Cat(Config|ForCausalLM|
 FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")
 ELSEWHERE = {
     "cat_lm/__init__.py": "the names that people import",
-    "eval/speed/qkv.py": "transformers' own rotation, to compare with",
+    "eval/speed/conv/qkv.py": "transformers' own rotation, to compare with",
 }
 
 

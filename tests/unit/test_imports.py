@@ -21,10 +21,12 @@ LAYERS = {
         ("export", "generate"),
         ("training",),
         ("data",),
+        ("architectures",),
         ("model_files",),
         ("model",),
         ("ops",),
         ("io",),
+        ("plugins",),
         ("errors", "limits", "host"),
     ),
     "data_prep": (
