@@ -39,7 +39,7 @@ def held_out_prompts(
     """
     import numpy as np
 
-    from cat_lm.data.verified import open_verified
+    from cat_lm.data.opening import open_verified
 
     corpus = open_verified(data, "validation")
     # Prompts from the first million tokens: a few of them need no more of a large split.

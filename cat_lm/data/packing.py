@@ -20,9 +20,10 @@ from typing import IO, Literal
 import numpy as np
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
-from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
+from cat_lm.data.storage import cache_folder
 from cat_lm.data.verified import verify
 from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
@@ -31,6 +32,7 @@ from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
 
+PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 1
 GROUP = 100_000
 _PURPOSE = "a packing plan on its way"

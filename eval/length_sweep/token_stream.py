@@ -170,7 +170,7 @@ def split_stream(
         UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
             has no document that is long enough.
     """
-    from cat_lm.data.verified import open_verified
+    from cat_lm.data.opening import open_verified
 
     corpus = open_verified(folder, "validation")
     data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")

@@ -27,15 +27,7 @@ def drawn(
 
 def model_words(run: Run) -> str:
     """Say what the run's model is."""
-    model = run.config.model
-    positions = "RoPE" if model.position_embedding == "rope" else "no positions"
-    kind = "no convolution"
-    if model.conv_type != "none":
-        streams = ", ".join(model.conv_streams)
-        kind = f"{model.conv_type} convolution of {streams}, W={model.conv_window}"
-        kind += ", mixing attention maps" if model.conv_mixing == "maps" else ""
-        kind += ", then SiLU" if model.conv_activation == "silu" else ""
-    return f"{kind}; {positions}"
+    return run.config.architecture.words(run.config.model)
 
 
 def number(value: float | None) -> str:

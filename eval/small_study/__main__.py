@@ -148,7 +148,7 @@ def prepared(study: Study, own: bool) -> str:
     Args:
         own: the data are the user's and are not made here.
     """
-    from cat_lm.data.verified import open_verified
+    from cat_lm.data.opening import open_verified
 
     if not own:
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.04"]

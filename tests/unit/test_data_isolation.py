@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader
+from cat_lm.data.opening import open_corpus
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model import CatConfig, CatForCausalLM
 from tests.prepared_data import EOD, random_documents, write_prepared
@@ -38,7 +39,7 @@ def batch_of(folder, packing, mask_documents=True):
         for document in random_documents(60, 24)
     ]
     write_prepared(folder, documents)
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     return TrainLoader(corpus, T, 4, 0, mask_documents, packing).batch(0)
 
 

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
+from cat_lm.data import TrainLoader, validation_windows
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.order import Permutation
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
@@ -243,7 +244,7 @@ def test_prefetch_threads_end_when_closed_or_dropped():
 
 
 def test_a_prepared_corpus_trains_on_its_own_tokens(tiny_corpus):
-    corpus = TokenCorpus.open(tiny_corpus, "train")
+    corpus = open_corpus(tiny_corpus, "train")
     loader = TrainLoader(corpus, 32, 4, seed=0)
     stream = corpus.tokens(0, corpus.num_tokens)
     windows = loader.sample_ids(3)

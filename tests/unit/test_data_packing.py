@@ -9,9 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader
 from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import best_fit, pack
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
@@ -26,7 +27,7 @@ def corpus(request, tmp_path):
     documents = [[EOD], *random_documents(120, 3 * T), [*range(30_001, 30_001 + 6 * T), EOD], [EOD]]
     documents += [[*range(40_001, 40_000 + T), EOD], [*range(50_001, 50_000 + 2 * T), EOD]]
     write_prepared(tmp_path / "data", documents, shard_tokens=request.param)
-    return TokenCorpus.open(tmp_path / "data", "train")
+    return open_corpus(tmp_path / "data", "train")
 
 
 def documents_of(corpus):
@@ -228,7 +229,7 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
 
 def test_processes_that_start_together_make_one_plan(corpus):
     code = "import sys; from cat_lm.data import TokenCorpus, TrainLoader\n"
-    code += "c = TokenCorpus.open(sys.argv[1], 'train')\n"
+    code += "c = open_corpus(sys.argv[1], 'train')\n"
     code += "print(TrainLoader(c, 16, 4, 0, packing='best_fit').batch(9)['labels'].sum())"
     command = [sys.executable, "-c", code, str(corpus.folder)]
     started = [

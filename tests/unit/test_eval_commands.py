@@ -219,10 +219,10 @@ class TestReport:
         code, _, err = command(monkeypatch, capsys, "eval.samples", *arguments)
         assert code == 0
         found = json.loads((runs[0] / "eval/samples.json").read_text())["documents"]
-        from cat_lm.data import TokenCorpus
+        from cat_lm.data.opening import open_corpus
 
         data = load_config(runs[0] / "config.yaml").data.folders[0]
-        corpus = TokenCorpus.open(data, "validation")
+        corpus = open_corpus(data, "validation")
         lengths = document_lengths(corpus)
         assert (
             found["looked_at"]

@@ -52,16 +52,17 @@ class TestPlan:
     @pytest.mark.parametrize("size", SIZES)
     def test_nine_models_differ_only_in_what_they_are(self, size):
         assert list(MODELS) == list(DEFINITION)
-        base = yaml.safe_load((ROOT / CONFIGS / size / "base.yaml").read_text())
+        base_file = ROOT / CONFIGS / f"base_{size}.yaml"
+        base = yaml.safe_load(base_file.read_text())
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
-            own = yaml.safe_load((ROOT / CONFIGS / size / f"{model}.yaml").read_text())
-            assert own.keys() == {"base", "model", "train"} and own["base"] == "base.yaml"
+            own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
+            assert own.keys() == {"base", "model", "train"} and own["base"] == "base_cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding")
             }
-            config = load_config(ROOT / CONFIGS / size / f"{model}.yaml")
+            config = load_config(ROOT / CONFIGS / f"{model}.yaml", [f"base={base_file}"])
             assert config.model.conv_type == conv_type
             assert config.model.position_embedding == positions
             if conv_type != "none":
@@ -76,7 +77,8 @@ class TestPlan:
         assert len({job.folder for job in jobs}) == 27
         assert [job.seed for job in jobs[:10]] == [0] * 9 + [1]
         found = commands(study, jobs[9])
-        assert found["train"][:2] == ["train.py", "configs/study/cpu/pythia.yaml"]
+        assert found["train"][:2] == ["train.py", "configs/study/pythia.yaml"]
+        assert "base=configs/study/base_cpu.yaml" in found["train"]
         assert "train.seed=1" in found["train"] and "train.resume=auto" in found["train"]
         assert found["sweep"][found["sweep"].index("--lengths") + 1] == ",".join(map(str, LENGTHS))
 
@@ -461,7 +463,7 @@ class TestStudy:
 
     def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
         few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
-        monkeypatch.setattr("cat_lm.data.verified.open_verified", lambda *_: few)
+        monkeypatch.setattr("cat_lm.data.opening.open_verified", lambda *_: few)
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
         assert code == 2 and "900 held-out tokens are too few for length 1024" in err
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.data.loader import TrainLoader, validation_windows
-from cat_lm.data.verified import open_verified
+from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.training.schedule import cosine

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader
 from cat_lm.data.manifest import FORMAT_VERSION, fingerprint
 from cat_lm.data.mixture import Mixture
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import ShardWriter, token_dtype
 from eval.speed.progress import rounds, say
 from eval.speed.timing import summary, time_in_turn
@@ -44,7 +45,7 @@ def load_speed(
     parts = [_write(scratch / f"corpus-{n}", tokens // 2, seed=n) for n in range(2)]
     calls, loaders, seconds = {}, {}, {}
     for name, options in CASES.items():
-        corpora = [TokenCorpus.open(part, "train") for part in parts]
+        corpora = [open_corpus(part, "train") for part in parts]
         corpus = Mixture(corpora, [0.7, 0.3]) if name.startswith("mixture") else corpora[0]
         start = time.perf_counter()
         loaders[name] = TrainLoader(corpus, context_length, global_batch_size, 0, **options)

@@ -89,11 +89,12 @@ def _open(folder: str, global_batch_size: int, context_length: int) -> dict[str,
     """What the fresh process does."""
     import time
 
-    from cat_lm.data import TokenCorpus, TrainLoader
+    from cat_lm.data import TrainLoader
+    from cat_lm.data.opening import open_corpus
 
     imported = _resident("VmRSS")
     start = time.perf_counter()
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     opened = time.perf_counter() - start
     loader = TrainLoader(corpus, context_length, global_batch_size, seed=0, mask_documents=True)
     middle = corpus.num_tokens // (2 * global_batch_size * context_length)

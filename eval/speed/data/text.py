@@ -15,8 +15,8 @@ CHUNK_BYTES = 1 << 20  # of text: what a worker of the preparation encodes at a 
 
 def documents(path: str | None, limit: int) -> list[str]:
     """Texts of `path`, of the standard library for None, up to `limit` bytes of them."""
-    from data_prep.documents import Document, Reading
     from data_prep.sources import open_source
+    from data_prep.sources.documents import Document, Reading
 
     kind = "python-stdlib" if path is None else "files"
     source = open_source(kind, path, Reading())
