@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from cat_lm.memory import GIB
 from launch.doctor.findings import Finding
 from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
 
@@ -168,8 +169,7 @@ def deepspeed() -> Iterator[Finding]:
     on_gpu = torch.cuda.is_available()
     # As training imports it, in a process of its own: it is known to end the interpreter.
     failure = _failure_of(
-        "from cat_lm.memory import GIB
-from cat_lm.training.distributed import import_deepspeed; import_deepspeed()",
+        "from cat_lm.training.distributed import import_deepspeed; import_deepspeed()",
         DS_ACCELERATOR="cuda" if on_gpu else "cpu",
     )
     value = {
