@@ -16,7 +16,7 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 from eval.speed.data import command as data
