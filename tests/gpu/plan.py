@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cat_lm.config import load_config
 from eval.speed.choices import CONV_TYPES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Sizes at which every step takes a CPU seconds.
 _TINY_MODEL = ("--layers=1", "--hidden-size=32", "--heads=2", "--vocab-size=61", "--window=3")
+# Those of these keys that a configuration's family has.
+_TINY_KEYS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TINY_KEYS |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 61}
 _TINY_RUN = (
-    *("model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
-    *("model.intermediate_size=64", "model.vocab_size=61", "data.context_length=16"),
+    *("data.context_length=16", "train.global_batch_size=4", "train.micro_batch_size=2"),
+    "--repeats=1",
 )
 _SHORT_RUN = (
     *("train.max_tokens=null", "train.max_steps=100"),
@@ -139,13 +143,18 @@ def _engines(rehearsal: bool) -> list[Step]:
     # Smaller models first, 370M where the name holds no size; 7B is not for one GPU.
     files = [file for file in files if not file.stem.endswith("_7b")]
     files.sort(key=lambda file: file.stem.endswith("_1b4"))
-    full = ("train.global_batch_size=16", "train.micro_batch_size=8")
-    tiny = (*_TINY_RUN, "train.global_batch_size=4", "train.micro_batch_size=2", "--repeats=1")
-    sizes = tiny if rehearsal else full
+
+    def sizes(file: Path) -> tuple[str, ...]:
+        if not rehearsal:
+            return ("train.global_batch_size=16", "train.micro_batch_size=8")
+        section = load_config(file).model
+        keys = [f"model.{key}={n}" for key, n in _TINY_KEYS.items() if hasattr(section, key)]
+        return (*keys, *_TINY_RUN)
+
     return [
         _speed(
             f"engine-{file.stem}".replace("_", "-"),
-            *("engine", str(file.relative_to(REPOSITORY)), *_SHORT_RUN, *sizes),
+            *("engine", str(file.relative_to(REPOSITORY)), *_SHORT_RUN, *sizes(file)),
             minutes=2,
             needs=("deepspeed",),
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cat_lm.io.files import write_json
-from eval.provenance import provenance
+from eval.common.provenance import provenance
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

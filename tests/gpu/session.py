@@ -197,7 +197,7 @@ def about(rehearsal: bool) -> dict[str, Any]:
     """
     import torch
 
-    from eval.provenance import provenance
+    from eval.common.provenance import provenance
     from eval.speed.machine import describe
 
     if not rehearsal and not torch.cuda.is_available():
