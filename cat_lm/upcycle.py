@@ -180,10 +180,10 @@ def _target_weights(
     if source.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["gpt_neox.embed_in.weight"])
     if isinstance(source, CatConfig):
-        unchanged = identity_filters(source)
         for name in [
             name for name in skeleton(folder, source).state_dict() if name.endswith("_filter")
         ]:
+            unchanged = identity_filters(source, _stream_of(name))
             difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
             if not difference == 0:
                 raise UserError(
@@ -195,8 +195,13 @@ def _target_weights(
     dtype = weights["gpt_neox.layers.0.attention.query_key_value.weight"].dtype
     for name in skeleton(folder, target).state_dict():
         if name.endswith("_filter"):
-            weights[name] = identity_filters(target).to(dtype)
+            weights[name] = identity_filters(target, _stream_of(name)).to(dtype)
     return weights
+
+
+def _stream_of(name: str) -> str:
+    """The stream whose filters a parameter is: the `q` of `….q_filter`."""
+    return name.rpartition(".")[2].removesuffix("_filter")
 
 
 def _with_bias_in_place(weights: dict[str, Tensor], target: GPTNeoXConfig) -> dict[str, Tensor]:

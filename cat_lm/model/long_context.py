@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.model.attention import AttentionMixin
+from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.modeling import CatForCausalLM
 from cat_lm.model.rope_scaling import logit_temperature
 
 if TYPE_CHECKING:
@@ -57,14 +58,16 @@ def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
         found["rope_factor"] = rope.get("factor", 1.0)
         found["original_length"] = rope.get("original_max_position_embeddings")
         found["attention_factor"] = rotary.attention_scaling
-    if isinstance(model, CatForCausalLM):
+    if isinstance(model, CausalLanguageModel):
         found["attention_temperature"] = _logit_temperature(model)
     return found
 
 
 def _logit_temperature(model: PreTrainedModel) -> float:
-    attentions = [layer.attention for layer in model.base_model.layers]
-    factors = {attention.scaling * math.sqrt(attention.head_size) for attention in attentions}
+    width = math.sqrt(model.config.head_width)
+    factors = {
+        module.scaling * width for module in model.modules() if isinstance(module, AttentionMixin)
+    }
     expected = logit_temperature(model.config)
     if any(not math.isclose(factor * expected, 1, rel_tol=1e-9) for factor in factors):
         raise RuntimeError(f"attention scales logits by {factors}, not by 1/{expected}")

@@ -6,7 +6,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cat_lm.model import CatCache, map_mixing
-from cat_lm.model.cache import ConvStateMixin
+from cat_lm.model.cache import LayerStateMixin
 from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -104,7 +104,7 @@ def check_plain_caches(model):
         with torch.no_grad():
             logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
             torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
-        assert not any(isinstance(layer, ConvStateMixin) for layer in cache.layers)
+        assert not any(isinstance(layer, LayerStateMixin) for layer in cache.layers)
 
 
 @each_variant()
@@ -192,7 +192,7 @@ def test_crop_with_and_without_recording(variant):
     for removed in (3, 0, 7):
         decode(model, random_ids(1, removed + 2, seed=removed), [removed + 2], cache)
         cache.crop(-(removed + 2))
-        assert cache.layers[0].conv_inputs.shape[1] == 4
+        assert cache.layers[0].inputs["qkv"].shape[1] == 4
     logits, _ = decode(model, ids[:, 10:], [1, 29], cache)
     torch.testing.assert_close(logits, whole[:, 10:], **CLOSE)
 
