@@ -155,7 +155,7 @@ def export_model(
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
-        write_text(folder / CARD, model_card(model.config.to_dict(), record, _title(out)))
+        write_text(folder / CARD, model_card(model.config, record, _title(out)))
         files |= describe_files(folder, [CARD])
         write_json(folder / RECORD, record | {"files": files})
     return out

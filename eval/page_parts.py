@@ -24,15 +24,8 @@ def figure_html(draw: Callable[[tuple[float, float]], Figure], name: str, captio
 
 def run_name(run: Run) -> str:
     """The run's label and, small below it, what the model is."""
-    model = run.config.model
-    positions = "RoPE" if model.position_embedding == "rope" else "no positions"
-    kind = "no convolution"
-    if model.conv_type != "none":
-        streams = ", ".join(model.conv_streams)
-        kind = f"{model.conv_type} convolution of {streams}, W={model.conv_window}"
-        kind += ", mixing attention maps" if model.conv_mixing == "maps" else ""
-        kind += ", then SiLU" if model.conv_activation == "silu" else ""
-    return f"{escape(run.label)}<small>{kind}; {positions}</small>"
+    words = run.config.architecture.words(run.config.model)
+    return f"{escape(run.label)}<small>{escape(words)}</small>"
 
 
 def colour_key(index: int) -> str:

@@ -25,7 +25,6 @@ from cat_lm.io.files import replacing, write_json, write_text
 from cat_lm.io.folders import check_output
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import read_bytes
-from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
     from eval.runs import Run
@@ -65,7 +64,9 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
     with replacing(out / "summary.csv") as file:
-        writer = csv.DictWriter(file, list(summary[0]))
+        # Of another architecture some columns are others.
+        columns = dict.fromkeys(column for row in summary for column in row)
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows(summary)
     # Last, so that a page is only there with all that it stands for.
@@ -88,17 +89,10 @@ def final_numbers(run: Run) -> dict[str, Any]:
     """One row of the table: what the run was and where it ended."""
     from eval import table2
 
-    model = run.config.model
     return {
         "run": run.label,
-        "conv_type": model.conv_type,
-        "conv_streams": model.conv_streams if model.conv_type != "none" else None,
-        "conv_window": model.conv_window if model.conv_type != "none" else None,
-        "conv_mixing": model.conv_mixing if kinds.mixes_heads(model.conv_type) else None,
-        "conv_activation": model.conv_activation
-        if kinds.takes_activation(model.conv_type)
-        else None,
-        "position_embedding": model.position_embedding,
+        "architecture": run.config.model.architecture,
+        **run.config.architecture.facts(run.config.model),
         "parameters": run.parameters,
         "tokens": run.tokens,
         "steps": run.steps,

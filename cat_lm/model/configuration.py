@@ -16,6 +16,7 @@ from cat_lm.model.rope_scaling import (
     check_rope_parameters,
     check_temperature,
 )
+from cat_lm.model.rules import rotation_problems
 from cat_lm.model.settings import (
     NUMBERS,
     SWITCHES,
@@ -24,6 +25,7 @@ from cat_lm.model.settings import (
     check_given_once,
     check_numbers,
     check_shape,
+    refuse,
 )
 
 
@@ -87,8 +89,7 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
         check_temperature(self)
-        if self.position_embedding == "rope":
-            _check_rotary_width(self.rotary_pct, self.hidden_size, self.num_attention_heads)
+        refuse(rotation_problems(self))
 
     @property
     def rotary_pct(self) -> float:
@@ -127,12 +128,3 @@ def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
     check_shape(config, _SWITCHES)
     if config.rope_parameters:
         check_rope_numbers(config.rope_parameters)
-
-
-def _check_rotary_width(rotary_pct: float, hidden_size: int, heads: int) -> None:
-    width = int(hidden_size // heads * rotary_pct)
-    if not 0 < rotary_pct <= 1 or width < 2 or width % 2:
-        raise ValueError(
-            f"rotary_pct={rotary_pct} rotates {width} of a head's {hidden_size // heads} channels; "
-            "it must be an even number of at least 2 (position_embedding='none' rotates nothing)"
-        )

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.map_mixing import mixed_values
-from cat_lm.model.settings import STREAMS, AttentionSettings
+from cat_lm.model.rules import STREAMS
+from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
     BACKENDS,
     choose_backend,

@@ -22,14 +22,13 @@ from cat_lm.limits import (
     WINDOW,
     Range,
 )
+from cat_lm.model.rules import STREAMS, convolution_problems, head_problems
 from cat_lm.ops.convolution import kinds
 
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform")
 POSITION_EMBEDDINGS = ("rope", "none")
-STREAMS = "qkv"
-
 WHOLE_NUMBERS = {
     "hidden_size": HIDDEN_SIZE,
     "num_hidden_layers": LAYERS,
@@ -109,8 +108,7 @@ class AttentionSettings:
         check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        _check_streams(self.conv_streams)
-        _check_mixing_and_activation(self)
+        refuse(convolution_problems(self))
 
 
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
@@ -137,11 +135,7 @@ def check_shape(config: Any, switches: tuple[str, ...]) -> None:
     for name in switches:
         if not isinstance(getattr(config, name), bool):
             raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"hidden_size={config.hidden_size}: must be a multiple of num_attention_heads="
-            f"{config.num_attention_heads}"
-        )
+    refuse(head_problems(config))
     if not isinstance(config.hidden_act, str):
         raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
     _check_tokens(config)
@@ -165,35 +159,10 @@ def check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
 
 
-def _check_streams(streams: str) -> None:
-    if (
-        not isinstance(streams, str)
-        or not streams
-        or set(streams) - set(STREAMS)
-        or len(set(streams)) != len(streams)
-    ):
-        raise ValueError(
-            f"conv_streams={streams!r} must name some of q, k and v, each once, such as 'qkv' "
-            "or 'v'; for no convolution set conv_type='none'"
-        )
-
-
-def _check_mixing_and_activation(config: AttentionSettings) -> None:
-    if config.conv_mixing == "maps" and config.conv_type != "multihead":
-        raise ValueError(
-            f"conv_mixing='maps' needs conv_type='multihead', not {config.conv_type!r}; "
-            "a convolution that mixes no heads has conv_mixing='embeddings'"
-        )
-    if config.conv_mixing == "maps" and "v" not in config.conv_streams:
-        raise ValueError(
-            f"conv_mixing='maps' needs the stream v, whose filters mix the maps; "
-            f"conv_streams={config.conv_streams!r} must name it, as in 'v' or 'qkv'"
-        )
-    if config.conv_activation != "none" and not kinds.takes_activation(config.conv_type):
-        raise ValueError(
-            f"conv_activation={config.conv_activation!r} needs conv_type='depthwise', "
-            f"not {config.conv_type!r}; the others have conv_activation='none'"
-        )
+def refuse(problems: list[str]) -> None:
+    """Raise ValueError with the first of the problems, if there are any."""
+    if problems:
+        raise ValueError(problems[0])
 
 
 def check_given_once(

@@ -97,7 +97,9 @@ def _model(
         "seeds": [job.seed for job in own],
         "parameters": runs[own[0]].export.get("parameters") if own else None,
         "precision": config.train.precision if config else None,
-        "position_embedding": config.model.position_embedding if config else None,
+        "position_embedding": config.architecture.facts(config.model).get("position_embedding")
+        if config
+        else None,
         "skipped_steps": sum(runs[job].skipped for job in own),
         "validation": {job.seed: runs[job].validation for job in own},
         "tokens_per_second": stdlib_statistics.median(speeds) if speeds else None,

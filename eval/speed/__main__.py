@@ -248,7 +248,7 @@ def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def _model_size(options: argparse.Namespace, device: Any) -> Any:
-    from cat_lm.config import ModelSection
+    from cat_lm import architectures
     from eval.speed.models import ModelSize
 
     named = SIZES[options.size]
@@ -257,13 +257,7 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
     if hidden_size % heads:
         raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
     layers = options.layers or named["layers"]
-    section = ModelSection(
-        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads
-    )
-    parameters = section.num_parameters(options.vocab_size)
-    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
-    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
-    return ModelSize(
+    size = ModelSize(
         layers=layers,
         hidden_size=hidden_size,
         heads=heads,
@@ -273,6 +267,13 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
         device=str(device),
         attention=options.attention,
     )
+    # Of all models of one size the numbers are about the same.
+    section = size.section(next(iter(MODELS)))
+    architecture = architectures.get(section.architecture)
+    parameters = architecture.num_parameters(section, size.vocab_size)
+    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
+    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
+    return size
 
 
 @command

@@ -86,7 +86,7 @@ def measure(case: DecodeCase, model: nn.Module, name: str, repeats: int) -> dict
     with_cache, without = summary(cached), summary(uncached)
     return {
         "case": asdict(case),
-        "model": MODELS[name][0],
+        "model": MODELS[name].label,
         "convolution": convolution_of(model, case.size),
         "near_ties": near_ties,
         "prompt_seconds": summary(prefill),

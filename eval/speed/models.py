@@ -1,16 +1,22 @@
-"""The models whose speed is measured: one size, each convolution or none, and stock GPT-NeoX."""
+"""The models whose speed is measured: one size, each convolution or none, and transformers' own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from cat_lm import architectures
+from cat_lm.architectures import ModelSection
 from cat_lm.errors import UserError
 from eval.speed.choices import MODELS
 from eval.speed.machine import without_home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Relative to the largest logit. In bf16 the bias is added to a projection that was rounded before.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -29,18 +35,19 @@ class ModelSize:
     device: str
     attention: str = "sdpa"
 
-    def fields(self) -> dict[str, object]:
-        """The arguments of a GPT-NeoX configuration."""
-        return {
-            "vocab_size": self.vocab_size,
+    def section(self, name: str) -> ModelSection:
+        """The `model:` section of one of `MODELS`, as far as it has such keys."""
+        sizes = {
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "intermediate_size": 4 * self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "conv_window": self.window,
             "attn_implementation": self.attention,
-            "bos_token_id": None,
-            "eos_token_id": None,
         }
+        kind = architectures.get(MODELS[name].architecture).Section
+        own = {key: value for key, value in sizes.items() if key in kind.model_fields}
+        return kind(**own | MODELS[name].keys)
 
 
 def build(size: ModelSize, name: str, positions: int) -> nn.Module:
@@ -48,17 +55,13 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
 
     Only weights are cast to the dtype; rotary frequencies stay fp32.
     """
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    from cat_lm.model import CatForCausalLM
-
     torch.manual_seed(0)
     try:
-        if name == "stock":
-            fields = size.fields() | {"max_position_embeddings": positions, "use_cache": False}
-            model = GPTNeoXForCausalLM(GPTNeoXConfig(**fields))
-        else:
-            model = CatForCausalLM(cat_config(size, name, positions))
+        config = model_config(size, name, positions)
+        architecture = architectures.of_config(config)
+        if MODELS[name].stock:
+            config = architecture.library_config(config, attn_implementation=size.attention)
+        model = architecture.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
     model.to(size.device)
@@ -67,17 +70,12 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
     return model
 
 
-def cat_config(size: ModelSize, name: str, positions: int):
-    """The `CatConfig` of one of `MODELS`; stock's is Pythia's."""
-    from cat_lm.model import CatConfig
-
-    return CatConfig(
-        **size.fields(),
-        max_position_embeddings=positions,
-        use_cache=False,
-        conv_type=MODELS[name][1],
-        conv_window=size.window,
-    )
+def model_config(size: ModelSize, name: str, positions: int) -> PreTrainedConfig:
+    """The configuration of one of `MODELS`, of this project's class; stock's is Pythia's."""
+    architecture = architectures.get(MODELS[name].architecture)
+    fields = architecture.fields(size.section(name), size.vocab_size, positions)
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    return architecture.config_class()(**fields, **tokens, use_cache=False)
 
 
 def check_logits(
@@ -85,7 +83,7 @@ def check_logits(
 ) -> dict[str, float]:
     """Gives all models stock's weights; the largest difference of their logits from stock's.
 
-    With identity filters every model is GPT-NeoX.
+    With identity filters every model is what stock is.
 
     Args:
         models: "stock" and others.
@@ -133,9 +131,10 @@ def random_ids(size: ModelSize, batch: int, time: int) -> torch.Tensor:
 
 def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
     """What computes a model's convolutions and why; None for transformers' own."""
-    from cat_lm.model import CatConfig
-    from cat_lm.model.convolution import describe_backend
-
-    if not isinstance(model.config, CatConfig):
+    architecture = architectures.of_config(model.config)
+    if model.config.model_type != architecture.model_type:
         return None
-    return without_home(describe_backend(model.config, size.device, getattr(torch, size.dtype)))
+    dtype = getattr(torch, size.dtype)
+    return without_home(
+        architecture.describe_backend(model.config, torch.device(size.device), dtype, "auto")
+    )

@@ -3,7 +3,7 @@
 Models of one size take turns in one process. A step is a forward pass with its loss and a backward
 pass, and with `--optimizer` AdamW's update. Peak memory is measured in a process of its own for
 each model. Before anything is timed, every model with identity filters must give the logits of
-transformers' own `GPTNeoXForCausalLM` on the shapes to be timed; then the filters are drawn at
+transformers' own class on the shapes to be timed; then the filters are drawn at
 random.
 """
 
@@ -25,9 +25,9 @@ from eval.speed.choices import MODELS
 from eval.speed.models import (
     ModelSize,
     build,
-    cat_config,
     check_logits,
     convolution_of,
+    model_config,
     random_ids,
     randomize_filters,
 )
@@ -92,10 +92,10 @@ def train_speed(
     rows = {}
     for name in names:
         seconds = timings[name].median
-        config = cat_config(case.size, name, case.context_length)
+        config = model_config(case.size, name, case.context_length)
         flops = flops_per_token(config, parameters[name], case.context_length) * case.tokens
         rows[name] = {
-            "model": MODELS[name][0],
+            "model": MODELS[name].label,
             "convolution": convolutions[name],
             "parameters": parameters[name],
             "step_seconds": summary(timings[name].seconds),

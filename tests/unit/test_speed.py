@@ -319,7 +319,7 @@ def test_train_record(speed):
         size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
         model = models.build(size, name, 16)
         assert row["parameters"] == count_parameters(model)
-        flops = 32 * flops_per_token(models.cat_config(size, name, 16), row["parameters"], 16)
+        flops = 32 * flops_per_token(models.model_config(size, name, 16), row["parameters"], 16)
         assert row["flops_per_step"] == flops
         seconds = row["step_seconds"]["median"]
         assert row["tokens_per_second"] == pytest.approx(32 / seconds)
@@ -375,7 +375,7 @@ def test_decode_record(speed):
             assert len(measured["all"]) == 2
         assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
         assert row["near_ties"] == 0
-        assert MODELS[row["name"]][0] in out
+        assert MODELS[row["name"]].label in out
 
 
 def test_decoding_is_transformers_greedy():

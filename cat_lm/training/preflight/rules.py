@@ -216,7 +216,7 @@ def _needs(verdict: Verdict, config: RunConfig) -> None:
     except UserError as error:
         verdict.problems[str(error)] += range(len(verdict.facts))
         return
-    parameters = config.model.num_parameters(vocab_size)
+    parameters = config.num_parameters(vocab_size)
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)
