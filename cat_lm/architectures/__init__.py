@@ -1,8 +1,9 @@
 """Families of models: the one registry of them, by the value of `model.architecture`.
 
-Whatever depends on a family (the YAML's keys, classes, FLOPs, memory, words) asks its `Architecture`
-here. A family is one file in this folder and its name in `_BUILT_IN`; one of an installed package
-(`cat_lm.plugins`) or of a script is given to `register`. Imports neither torch nor transformers.
+Whatever depends on a family (the YAML's keys, classes, FLOPs, memory, words) asks its
+`Architecture` here. A family is one file in this folder and its name in `_BUILT_IN`; one of an
+installed package (`cat_lm.plugins`) or of a script is given to `register`. Imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["DEFAULT", "Architecture", "Classes", "ModelSection"]
 __all__ += ["find", "get", "names", "of_config", "register"]
 
 # Each is a module here that has an ARCHITECTURE. The first is meant where none is named.
-_BUILT_IN = ("gpt_neox",)
+_BUILT_IN = ("gpt_neox", "llama")
 DEFAULT = _BUILT_IN[0]
 
 _ARCHITECTURES: dict[str, Architecture] = {}

@@ -27,6 +27,10 @@ class AttentionMixin:
 
     eager_attention: Callable  # the family's own, of transformers
 
+    def take_earlier_names(self) -> None:
+        """Read the library's and earlier versions' names of what the convolution holds now."""
+        self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -69,7 +73,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             self.convolution = PackedConvolution(config, self.query_key_value.bias)
             self.query_key_value.register_parameter("bias", None)
             self.dense = dense
-            self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+            self.take_earlier_names()
         self.dense.writes_residual = True
         self.scaling /= logit_temperature(config)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -18,9 +19,42 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.model.cache import CatCache, attach_layer_state
+from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
+from cat_lm.model.names import renamings
 from cat_lm.ops import BACKENDS
+
+# What decides which configuration a name means.
+_HUB_OPTIONS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "trust_remote_code"),
+)
+
+
+class PreTrainedMixin:
+    """Initialises and loads the models of a family; before its `PreTrainedModel`."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize(module, self.config):
+            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as in transformers; the library's files and those of earlier versions too."""
+        config = kwargs.get("config")
+        if not isinstance(config, cls.config_class):
+            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+            config = cls.config_class.from_pretrained(name_or_path, **hub)
+        renamed = renamings(bool(config.convolved_streams)) | (
+            kwargs.pop("key_mapping", None) or {}
+        )
+        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saving would undo the renaming; files of this model have the names of its state_dict.
+        model._weight_conversions = None
+        return loaded
 
 
 class CausalBody:

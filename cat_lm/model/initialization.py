@@ -5,17 +5,20 @@ C is the model width, L the number of layers, W the window, H the number of head
 | parameter                                    | distribution                | name       |
 |----------------------------------------------|-----------------------------|------------|
 | embed_in, query_key_value, dense_h_to_4h,    | normal, std sqrt(2 / (5 C)) | small-init |
-| lm_head                                      |                             |            |
-| attention.dense, mlp.dense_4h_to_h           | normal, std 2 / (L sqrt(C)) | wang-init  |
+| lm_head; of Llama embed_tokens, q_proj,      |                             |            |
+| k_proj, v_proj, gate_proj, up_proj, lm_head  |                             |            |
+| attention.dense, mlp.dense_4h_to_h; of Llama | normal, std 2 / (L sqrt(C)) | wang-init  |
+| o_proj, down_proj                            |                             |            |
 | biases                                       | 0                           |            |
-| layer norms                                  | weight 1, bias 0            |            |
+| norms                                        | weight 1, bias 0            |            |
 | filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
 |                                              | (of the same head, channel) |            |
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
-GPT-NeoX uses them for Pythia. `uniform` is what `torch.nn.Conv1d` would draw.
+GPT-NeoX uses them for Pythia; all families start so, that under one recipe only they differ.
+`uniform` is what `torch.nn.Conv1d` would draw.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXForCausalLM,
@@ -14,19 +11,11 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 )
 
 from cat_lm.model.attention import CatAttention
-from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel
+from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import LanguageModelHead
 from cat_lm.model.masks import check_attention
-from cat_lm.model.names import renamings
 from cat_lm.model.rope import CatRotaryEmbedding
-
-# What decides which configuration a name means.
-_HUB_OPTIONS = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
-    *("token", "trust_remote_code"),
-)
 
 
 class CatLayer(GPTNeoXLayer):
@@ -38,34 +27,13 @@ class CatLayer(GPTNeoXLayer):
         self.mlp.dense_4h_to_h.writes_residual = True
 
 
-class CatPreTrainedModel(GPTNeoXPreTrainedModel):
+class CatPreTrainedModel(PreTrainedMixin, GPTNeoXPreTrainedModel):
     """What the classes below share: configuration, initialisation, what transformers may do."""
 
     config_class = CatConfig
     config: CatConfig
     _no_split_modules = ("CatLayer",)
     _can_record_outputs = {"hidden_states": CatLayer, "attentions": CatAttention}  # noqa: RUF012
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if not initialize(module, self.config):
-            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; reads Pythia's files, and those of earlier versions, too."""
-        config = kwargs.get("config")
-        if not isinstance(config, CatConfig):
-            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            config = cls.config_class.from_pretrained(name_or_path, **hub)
-        renamed = renamings(bool(config.convolved_streams)) | (
-            kwargs.pop("key_mapping", None) or {}
-        )
-        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Saving would undo the renaming; files of this model have the names of its state_dict.
-        model._weight_conversions = None
-        return loaded
 
 
 class CatModel(CausalBody, CatPreTrainedModel, GPTNeoXModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cat_lm.model.rope_scaling import rotary_magnitude
 from cat_lm.model.settings import AttentionSettings
@@ -42,3 +43,7 @@ class ExactRotaryMixin:
 
 class CatRotaryEmbedding(ExactRotaryMixin, GPTNeoXRotaryEmbedding):
     """GPT-NeoX's rotary embedding."""
+
+
+class CatLlamaRotaryEmbedding(ExactRotaryMixin, LlamaRotaryEmbedding):
+    """Llama's rotary embedding."""

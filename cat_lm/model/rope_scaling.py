@@ -69,11 +69,11 @@ _RANGES = {
 def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
     """The methods that exist for models of this configuration; the first is always `none`.
 
-    GPT-NeoX and CAT with rotary positions have `ROPE_METHODS`, CAT without positions has
-    `NOPE_METHODS`. Other architectures, and models that are scaled already (another scaling on top
+    Families that scale positions have `ROPE_METHODS`, or `NOPE_METHODS` without positions. Other
+    architectures, and models that are scaled already (another scaling on top
     would be neither's method), have only `none`: the model as it is.
     """
-    if config.model_type not in ("gpt_neox", "cat_neox") or is_scaled(config):
+    if not _scales_positions(config) or is_scaled(config):
         return ("none",)
     return ROPE_METHODS if _has_rope(config) else NOPE_METHODS
 
@@ -259,13 +259,21 @@ def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> Non
         raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
 
 
+def _scales_positions(config: PreTrainedConfig) -> bool:
+    # Families' files read this module.
+    from cat_lm import architectures
+
+    family = architectures.find(config)
+    return family is not None and family.scales_positions
+
+
 def _has_rope(config: PreTrainedConfig) -> bool:
     return getattr(config, "position_embedding", "rope") == "rope"
 
 
 def scaling_kind(config: PreTrainedConfig) -> str:
     """What decides which methods a model has, in words."""
-    if config.model_type not in ("gpt_neox", "cat_neox"):
+    if not _scales_positions(config):
         return f"model type {config.model_type}"
     if is_scaled(config):
         return "a model that is scaled already"

@@ -43,7 +43,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "use_cache")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class AttentionSettings:
     """What convolution-augmented attention adds to a configuration of transformers.
 
