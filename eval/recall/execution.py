@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
 from eval.recall import cells
 from eval.recall.estimate import hours_by_mixer
-from eval.recall.mixers import make_mixer
 from eval.recall.tasks import IGNORED, generate
 from eval.recall.training import Cell
 

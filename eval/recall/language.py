@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from cat_lm.data.loader import IGNORE, TrainLoader, validation_windows
 from cat_lm.data.verified import open_verified
 from cat_lm.errors import UserError
-from eval.recall.mixers import make_mixer
+from cat_lm.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
 
 CLIP = 1.0

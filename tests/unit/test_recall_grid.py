@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
 from eval.recall import cells, grid
 from eval.recall.__main__ import FIGURES as NAMES
 from eval.recall.execution import Execution
-from eval.recall.mixers import make_mixer
 from eval.recall.plan import FIGURES, NEGATIVE, SCALES, plan
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
 from eval.recall import cells
 from eval.recall.execution import Execution, run_unfinished
 from eval.recall.measuring import free_running, measure
-from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel
 from eval.recall.plan import Run
 from eval.recall.tasks import IGNORED, Examples, generate, make_task

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.errors import UserError
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.mixers.cat import Options
+from cat_lm.mixers.modules.projections import ConvolvedProjections
 from eval.recall import streams
 from eval.recall.language import LanguageCell, _rate
-from eval.recall.mixers import Setting, make_mixer
-from eval.recall.mixers._convolution import ConvolvedProjections
-from eval.recall.mixers.cat import Options
 from eval.recall.plan import Run
 
 
