@@ -110,7 +110,9 @@ def test_large_states_are_shared_among_warps_and_programs(kind):
         torch.rand(4, 67, heads, *rate, device="cuda"),
         -torch.rand(a, device="cuda"),
     ]
-    _, options, _ = _scan.decaying_scan_triton._launch(EVERY, *(leaves[i][None] for i in (0, 2, 3, 4)))
+    _, options, _ = _scan.decaying_scan_triton._launch(
+        EVERY, *(leaves[i][None] for i in (0, 2, 3, 4))
+    )
     assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]

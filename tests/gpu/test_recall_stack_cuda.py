@@ -9,10 +9,10 @@ import torch
 
 from cat_lm import mixers
 from cat_lm.mixers import make_mixer
-from eval.recall import estimate, execution
-from eval.recall.execution import Execution
-from eval.recall.stack import run_stack
-from eval.recall.training import Cell, run_cell
+from eval.recall.train import estimate, execution
+from eval.recall.train.execution import Execution
+from eval.recall.train.stack import run_stack
+from eval.recall.train.trial import Cell, run_cell
 
 pytestmark = [
     pytest.mark.gpu,
