@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
 from cat_lm.options import build_options, parse_specification
@@ -48,7 +49,8 @@ def register(kind: MixerKind) -> None:
 
 
 def names() -> list[str]:
-    """List the names of all mixers."""
+    """List the names of all mixers. Raises UserError where a plugin cannot be imported."""
+    plugins.load()
     return sorted(_KINDS)
 
 

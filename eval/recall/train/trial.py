@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
+from cat_lm.options import parse_specification
 from eval.recall.model import RecallModel, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
