@@ -1,51 +1,28 @@
-"""H3 (Fu et al., 2023): y = W_o (q ⊙ SSM_diagonal(SSM_shift(k) ⊙ v)), state space models of time.
-
-    shift:     s_t = s_{t−1} moved by one place + b k_t,   c·s_t + D k_t
-    diagonal:  x_t = Ā x_{t−1} + B̄ u_t,   2 Re(C·x_t) + D u_t,   bilinear steps of Δ
-
-with Zoology's parameters at the start: A_n = −1/2 + iπn (S4D-Lin) for half as many complex states
-as real ones, B = 1, Δ from 0.001 to 0.1; b = (1, 0, …). In heads wider than 1 the second model runs
-over outer products of keys and values. Both models are convolutions with filters made of time, so
-that any length has one: the shift's ends after its states, the diagonal's goes on decaying.
-"""
+"""H3's two state space models, as long convolutions, and its layer."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.recall.mixers import Setting
-from eval.recall.mixers._long_convolution import long_convolution
+from cat_lm.mixers.base import Setting
+from cat_lm.mixers.modules.context import without_padding
+from cat_lm.mixers.modules.long_convolution import long_convolution
 
-LAYERS = 2
+if TYPE_CHECKING:
+    from cat_lm.mixers import h3
+
 FASTEST, SLOWEST = 0.1, 1e-3  # Δ at the start
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of H3.
-
-    Attributes:
-        state: numbers of state of both models; even. Zoology's Figure 2 has as many as positions.
-        head_dim: width of a head, 2 in Zoology's Figure 2.
-    """
-
-    state: int = 64
-    head_dim: int = 2
-
-    def __post_init__(self) -> None:
-        if self.state < 2 or self.state % 2:
-            raise ValueError(f"state={self.state}: must be even and at least 2")
-        if self.head_dim < 1:
-            raise ValueError(f"head_dim={self.head_dim}: must be at least 1")
 
 
 class ShiftModel(nn.Module):
     """A filter as long as the state, [T, C]: f_t = Σ_j b_j c_{j+t}."""
+
+    no_decay = ("b", "c", "D")
 
     def __init__(self, width: int, state: int) -> None:
         super().__init__()
@@ -63,6 +40,8 @@ class ShiftModel(nn.Module):
 
 class DiagonalModel(nn.Module):
     """A filter of any length, [T, H]: f_t = 2 Re Σ_n C_n Ā_n^t B̄_n."""
+
+    no_decay = ("log_dt", "log_decay", "frequency", "B", "C", "D")
 
     def __init__(self, heads: int, state: int) -> None:
         super().__init__()
@@ -92,27 +71,21 @@ class DiagonalModel(nn.Module):
 class H3(nn.Module):
     """One H3 layer."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: h3.Options, setting: Setting) -> None:
         super().__init__()
         width, self.head_dim = setting.d_model, options.head_dim
-        if width % options.head_dim:
-            raise ValueError(f"head_dim={options.head_dim} does not divide d_model={width}")
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
         self.shift = ShiftModel(width, options.state)
         self.diagonal = DiagonalModel(width // options.head_dim, options.state)
         self.output_linear = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        time, k = x.shape[1], self.k_proj(x)
+    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+        time, k = x.shape[1], without_padding(self.k_proj(x), padding_mask)
         k = long_convolution(k, self.shift.filters(time)) + self.shift.D * k
         q, k, v = (
             s.unflatten(-1, (-1, self.head_dim)) for s in (self.q_proj(x), k, self.v_proj(x))
         )
-        pairs = k[..., :, None] * v[..., None, :]
+        pairs = without_padding(k[..., :, None] * v[..., None, :], padding_mask)
         moved = long_convolution(pairs, self.diagonal.filters(time)[..., None, None])
         moved = moved + self.diagonal.D[:, None, None] * pairs
         return self.output_linear((q[..., :, None] * moved).sum(dim=-2).flatten(2))
-
-
-def build(options: Options, setting: Setting) -> nn.Module:
-    return H3(options, setting)

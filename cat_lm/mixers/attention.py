@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from cat_lm.mixers.base import ALL, MixerKind, Setting
+from cat_lm.mixers.shared import attention_flops
 
-from eval.recall.mixers import Setting
-from eval.recall.mixers._attention import rotate, softmax_attention
-
-LAYERS = 2
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,35 @@ class Options:
             raise ValueError(f"position={self.position!r}: must be learned, rope or none")
 
 
-def LEARNED_POSITIONS(options: Options) -> bool:
-    return options.position == "learned"
+class Attention(MixerKind):
+    """Softmax attention."""
 
+    name = "attention"
+    Options = Options
+    supports = ALL
 
-class SoftmaxAttention(nn.Module):
-    """One attention layer."""
+    def learned_positions(self, options: Options) -> bool:
+        return options.position == "learned"
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__()
+    def check(self, options: Options, setting: Setting) -> None:
         pairs = 2 if options.position == "rope" else 1
         if setting.d_model % (pairs * options.heads):
             even = "into an even number of channels each" if pairs == 2 else "evenly"
             raise ValueError(f"heads={options.heads}: must divide d_model={setting.d_model} {even}")
-        self.options = options
-        self.projection = nn.Linear(setting.d_model, 3 * setting.d_model, bias=options.bias)
-        self.out_proj = nn.Linear(setting.d_model, setting.d_model, bias=options.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.projection(x).unflatten(-1, (3, self.options.heads, -1)).unbind(dim=2)
-        if self.options.position == "rope":
-            q, k = rotate(q), rotate(k)
-        y = softmax_attention(q, k, v, self.options.dropout if self.training else 0.0)
-        return self.out_proj(y.flatten(2))
+    def build(self, options: Options, setting: Setting) -> nn.Module:
+        from cat_lm.mixers.modules.attention import SoftmaxAttention
+
+        return SoftmaxAttention(options, setting)
+
+    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
+        return attention_flops(length, setting.d_model)
+
+    def saved_tensors(self, options: Options, setting: Setting) -> float:
+        return 6.0 if options.position == "rope" else 5.0
+
+    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
+        return 2 * setting.d_model * length
 
 
-def build(options: Options, setting: Setting) -> nn.Module:
-    return SoftmaxAttention(options, setting)
+MIXER = Attention()

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.ops import depthwise_conv
+from cat_lm.mixers.base import Setting
+from cat_lm.mixers.modules.context import (
+    State,
+    at_least_fp32,
+    from_state,
+    short_convolution,
+    without_padding,
+)
+from cat_lm.mixers.modules.projections import Filters
+from cat_lm.mixers.shared import STREAMS, DeltaOptions
 from cat_lm.ops.recurrence.delta_rule import delta_rule
-from eval.recall.mixers import Setting
-
-STREAMS = "qkv"
-
-
-@dataclass(frozen=True)
-class DeltaOptions:
-    """Options of both delta-rule layers.
-
-    Attributes:
-        streams: which of q, k, v pass a depthwise short convolution; none: none of them. SiLU
-            follows on all three in any case.
-        window: W of the short convolutions.
-        heads: H.
-        shared_kv: whether keys and values have one projection, K = V before the convolutions;
-            needs values as wide as keys.
-    """
-
-    streams: str | None = STREAMS
-    window: int = 4
-    heads: int = 2
-    shared_kv: bool = False
-
-    def __post_init__(self) -> None:
-        streams = self.streams or ""
-        if len(set(streams)) != len(streams) or not set(streams) <= set(STREAMS):
-            raise ValueError(f"streams={self.streams!r}: must be any of q, k, v, or none")
-        if self.window < 1 or self.heads < 1:
-            raise ValueError("window and heads must be at least 1")
 
 
 class DeltaRuleLayer(nn.Module):
@@ -51,6 +30,8 @@ class DeltaRuleLayer(nn.Module):
         gated: whether the state decays, α = exp(−e^A softplus(a(x) + dt)).
         operator: what computes the rule; none: `delta_rule`.
     """
+
+    no_decay = ("A_log", "dt_bias")
 
     def __init__(
         self,
@@ -63,20 +44,16 @@ class DeltaRuleLayer(nn.Module):
         super().__init__()
         self.operator = operator or delta_rule
         width, heads = setting.d_model, options.heads
-        values = int(width * expand_v)
-        if width % heads or values % heads or values < 1:
-            raise ValueError(f"heads={heads} do not divide {width} keys, {values} values")
-        if options.shared_kv and values != width:
-            raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
         self.heads, self.gated = heads, gated
         self.projected = {"q": "q", "k": "k", "v": "k" if options.shared_kv else "v"}
-        sizes = {"q": width, "k": width, "v": values}
+        sizes = options.sizes(width, expand_v)
+        values = sizes["v"]
         different = dict.fromkeys(self.projected.values())
         self.projections = nn.ModuleDict(
             {s: nn.Linear(width, sizes[s], bias=False) for s in different}
         )
         bound = 1 / math.sqrt(options.window)
-        self.filters = nn.ParameterDict(
+        self.filters = Filters(
             {
                 s: nn.Parameter(torch.empty(1, size, options.window).uniform_(-bound, bound))
                 for s, size in sizes.items()
@@ -92,16 +69,29 @@ class DeltaRuleLayer(nn.Module):
         self.norm = nn.RMSNorm(values // heads, eps=1e-5)
         self.o_proj = nn.Linear(values, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._stream(s, x).unflatten(-1, (self.heads, -1)) for s in STREAMS)
-        rates = [self.b_proj(x).sigmoid()]
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        how = {"document_ids": document_ids, "state": state}
+        streams = (self._stream(s, x, padding_mask=padding_mask, **how) for s in STREAMS)
+        q, k, v = (s.unflatten(-1, (self.heads, -1)) for s in streams)
+        # Without β and a decay a step leaves the state as it was.
+        rates = [without_padding(self.b_proj(x).sigmoid(), padding_mask)]
         if self.gated:
-            rates.append(-self.A_log.exp() * F.softplus(self.a_proj(x) + self.dt_bias))
-        y = self.operator(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, *rates)
+            steps = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
+            rates.append(without_padding(-at_least_fp32(self.A_log).exp() * steps, padding_mask))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        y = from_state(self.operator, q, k, v, *rates, **how)
         return self.o_proj(self.norm(y).flatten(2))
 
-    def _stream(self, name: str, x: Tensor) -> Tensor:
+    def _stream(self, name: str, x: Tensor, **how: Tensor | State | None) -> Tensor:
         x = self.projections[self.projected[name]](x)
         if name in self.filters:
-            x = depthwise_conv(x[:, :, None], self.filters[name]).squeeze(2)
+            x = short_convolution(x[:, :, None], self.filters[name], name=f"{name}_inputs", **how)
+            x = x.squeeze(2)
         return F.silu(x)

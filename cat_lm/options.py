@@ -1,4 +1,4 @@
-"""Options of tasks and mixers: text such as `cat:streams=k,init=identity` into a dataclass.
+"""Options of what is chosen by name: `cat:streams=k,init=identity`, or a section's, as a dataclass.
 
 A class of options is a frozen dataclass whose fields have plain types; its `__post_init__` raises
 ValueError for values that do not fit together.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def parse_specification(text: str) -> tuple[str, dict[str, str]]:
-    """`name:key=value,key=value` as (name, {key: value}).
+    """Split `name:key=value,key=value` into (name, {key: value}).
 
     Raises:
         UserError: something after the colon is not key=value.
@@ -41,31 +41,31 @@ def parse_specification(text: str) -> tuple[str, dict[str, str]]:
 def build_options(
     cls: type[T],
     what: str,
-    given: Mapping[str, str],
+    given: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
     fixed: tuple[str, ...] = (),
 ) -> T:
-    """An instance of `cls` from defaults and from text.
+    """Make an instance of `cls` from defaults and from text or values.
 
     Args:
         cls: a dataclass.
         what: names it in messages.
-        given: option -> text.
+        given: option -> value, or its text.
         defaults: option -> value, over those of the class.
         fixed: options of `defaults` that `given` may not change.
 
     Raises:
-        UserError: an unknown option, text of the wrong type, or values that do not fit.
+        UserError: an unknown option, a value of the wrong type, or values that do not fit.
     """
     kinds = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in fixed]
     values = dict(defaults or {})
-    for key, text in given.items():
+    for key, value in given.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             known = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
             raise UserError(f"{what}: unknown option {key!r}; {known}")
-        values[key] = _value(f"{what}: {key}", text, kinds[key])
+        values[key] = _value(f"{what}: {key}", value, kinds[key])
     try:
         return cls(**values)
     except ValueError as error:
@@ -73,7 +73,7 @@ def build_options(
 
 
 def changed_options(options: Any) -> dict[str, Any]:
-    """The options that differ from the class's defaults."""
+    """Give the options that differ from the class's defaults."""
     return {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(options)
@@ -81,9 +81,13 @@ def changed_options(options: Any) -> dict[str, Any]:
     }
 
 
-def _value(where: str, text: str, kind: Any) -> Any:
-    """Text as one of the types of a union, tried from the narrowest."""
+def _value(where: str, given: Any, kind: Any) -> Any:
+    """Read a value as one of the types of a union, tried from the narrowest."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    # What text means depends on the option, so that files and command lines agree.
+    text = given if isinstance(given, str) else _written(given)
+    if text is None:
+        raise UserError(f"{where}={clipped(str(given))}: must be one value, not a list or a table")
     if type(None) in kinds and text == "none":
         return None
     if bool in kinds:
@@ -103,3 +107,12 @@ def _value(where: str, text: str, kind: Any) -> Any:
         return text
     expected = " or ".join({int: "a whole number", float: "a number"}.get(k, "none") for k in kinds)
     raise UserError(f"{where}={text!r}: must be {expected}")
+
+
+def _written(value: Any) -> str | None:
+    """Write a plain value as a command line would; none for a list or a table."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else None
