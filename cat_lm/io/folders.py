@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.files import sync_directory
+from cat_lm.io.locks import Busy, hold
 from cat_lm.io.own_files import (
     MARK,
     empty_marked,
@@ -144,21 +144,14 @@ def _claimed(folder: Path, place: Path, out: Path) -> Iterator[None]:
         make_marked(folder, _PURPOSE.format(place.name))
     except UserError as error:
         raise UserError(f"OUT {out}: {error}") from None
-    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one that finished just now may have renamed the folder that was opened above.
-            ours = folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
-        except OSError as error:
-            # Network file systems may have no locks for folders: there, the work goes on.
-            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-        if not ours:
-            raise UserError(f"OUT {out}: another command is writing to it")
+        # Network file systems may have no locks for folders: there, the work goes on.
+        lock = hold(folder, wait=False)
+    except Busy:
+        raise UserError(f"OUT {out}: another command is writing to it") from None
+    with lock:
         empty_marked(folder)
         yield
-    finally:
-        os.close(handle)
 
 
 def _carry_over(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError, UserError
+from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import remove_marked
 from cat_lm.training.checkpoint import folder as leftovers
 from cat_lm.training.checkpoint import loading, saving
@@ -53,22 +53,19 @@ class Checkpoints:
         self._verifier = Verifier(ranks, say, progress)
         self._lock = ranks.on_first(self._open)
 
-    def _open(self) -> IO:
+    def _open(self) -> Lock:
         """Make the folder, for this process alone.
 
         The lock ends with the process, however it ends.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = open(self.folder / ".lock", "w")  # noqa: SIM115
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # Some cluster file systems have no locks; a run there must start all the same.
+            return hold(self.folder / ".lock", wait=False)
+        except Busy:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
             ) from None
-        except OSError:
-            pass  # some cluster file systems have no locks; a run there must start all the same
-        return lock
 
     def close(self) -> None:
         """Let another process train in the folder."""
