@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fsspec.registry import known_implementations
 
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
+from cat_lm.data import TrainLoader, open_corpus, validation_windows
 from cat_lm.data import remote as remote_module
 from cat_lm.data import storage as storage_module
 from cat_lm.data.mixture import Mixture
@@ -176,7 +176,7 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
 
 
 def test_processes_share_the_copies(local, tmp_path):
-    code = "import sys, time; from cat_lm.data import TokenCorpus, TrainLoader\n"
+    code = "import sys, time; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train', sys.argv[2])\n"
     code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
     code += "while not all(s.is_here() for s in c.shards): time.sleep(0.01)"
