@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fsspec.registry import known_implementations
 
-from cat_lm.data import TrainLoader, open_corpus, validation_windows
+from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
 from cat_lm.data import remote as remote_module
 from cat_lm.data import storage as storage_module
 from cat_lm.data.mixture import Mixture
@@ -40,7 +40,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.0001)
+    monkeypatch.setattr("cat_lm.io.retries.FIRST_WAIT", 0.0001)
 
 
 def waited_for(condition, seconds=300):
@@ -212,7 +212,7 @@ def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"^{url}: cannot be connected to \(.*refused\)$"):
         Storage(url)
     waits = []
-    monkeypatch.setattr(storage_module.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
     url = "http://127.0.0.1:9/x"
     with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
         open_corpus(url, "train", tmp_path)
