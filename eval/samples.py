@@ -115,8 +115,8 @@ def write_samples(
     Args:
         model: of a folder (see `cat_lm.pretrained.load_model`), whose hash is put into the file.
     """
-    from eval.length_sweep_cells import folder_sha256
-    from eval.provenance import provenance
+    from eval.common.models import folder_sha256
+    from eval.common.provenance import provenance
 
     check_vocabulary(tokenizer, model.config)
     prompts, documents = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)

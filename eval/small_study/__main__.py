@@ -16,8 +16,8 @@ from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
+from eval.small_study.comparison import MAX_SEEDS
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
-from eval.small_study.statistics import MAX_SEEDS
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -168,8 +168,8 @@ def prepared(study: Study, own: bool) -> str:
 
 def write_results(study: Study) -> Path:
     """summary.json, the tables, the figure and a page of the first seed's runs."""
-    from eval.figures import save_figure
-    from eval.report import report
+    from eval.common.style import save_figure
+    from eval.report.write import report
     from eval.small_study.collect import collect
     from eval.small_study.figure import study_figure
     from eval.small_study.tables import markdown, write_tables

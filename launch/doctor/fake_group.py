@@ -13,28 +13,12 @@ from typing import Any
 
 from cat_lm.config import RunConfig
 
-MOST_HEAD_CHANNELS = 256
-MOST_TAPS = 64
-
 
 def narrowed(config: RunConfig) -> RunConfig:
-    """`config` with two layers of two heads and a small vocabulary, which any machine can hold."""
-    model = config.model
-    # Rotation has no parameters; of a narrower head, the same share of channels may be odd.
-    width = model.hidden_size // model.num_attention_heads
-    wide = width > MOST_HEAD_CHANNELS
-    changes = {
-        "hidden_size": 2 * (MOST_HEAD_CHANNELS if wide else width),
-        "rotary_pct": 1.0 if wide else model.rotary_pct,
-        "conv_window": min(model.conv_window, MOST_TAPS),
-        "num_attention_heads": 2,
-        "num_hidden_layers": min(2, model.num_hidden_layers),
-        "intermediate_size": None,
-        "vocab_size": 512,
-        "attn_implementation": "eager",  # whether the asked-for one is there is another question
-    }
+    """`config` with few narrow layers and a small vocabulary, which any machine can hold."""
+    model = config.architecture.narrowed(config.model)
     train = config.train.model_copy(update={"compile": False})
-    return config.model_copy(update={"model": model.model_copy(update=changes), "train": train})
+    return config.model_copy(update={"model": model, "train": train})
 
 
 def partitions(shapes: list[list[int]], stage: int, ranks: int) -> list[int]:

@@ -18,8 +18,7 @@ ASSUMED_VOCABULARY = 32_000
 
 if TYPE_CHECKING:
     import torch
-
-    from cat_lm.model import CatForCausalLM
+    from transformers import PreTrainedModel
 
 
 def run_data(config: RunConfig) -> Iterator[Finding]:
@@ -54,7 +53,7 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
     device, config = _device(), config.with_precision(precision_here(config))
     vocab_size, on_gpu = vocabulary(config)[0], device.type == "cuda"
-    parameters = config.model.num_parameters(vocab_size)
+    parameters = config.num_parameters(vocab_size)
     memory = memory_per_rank(config, parameters, 1, vocab_size, on_gpu)
     free, problem = free_memory(device), None
     if memory.total > free:
@@ -95,7 +94,7 @@ def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     from cat_lm.training.checkpoint import complete_checkpoints
     from cat_lm.training.estimate import checkpoint_bytes
 
-    one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
+    one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
     needed = one * max(1, 2 - len(complete_checkpoints(folder / "checkpoints")))
     free, problem = shutil.disk_usage(parent).free, None
     if free < needed:
@@ -135,7 +134,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _model(config: RunConfig) -> CatForCausalLM:
+def _model(config: RunConfig) -> PreTrainedModel:
     """The configuration's model on the meta device, whatever attention it asks for."""
     from cat_lm.training.estimate import meta_model
 

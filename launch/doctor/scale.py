@@ -159,7 +159,7 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
 
     vocab_size, assumed = vocabulary(config)
     built = meta_model(config, vocab_size)
-    parameters, stage = config.model.num_parameters(vocab_size), config.train.zero_stage
+    parameters, stage = config.num_parameters(vocab_size), config.train.zero_stage
     text = f"{parameters:,} parameters"
     text += f", vocabulary taken to be {vocab_size}" if assumed else ""
     yield Finding("model", text, "parameters", parameters)
@@ -220,7 +220,7 @@ def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     from cat_lm.training.estimate import checkpoint_bytes
     from launch.doctor.run_config import vocabulary
 
-    one = checkpoint_bytes(config.model.num_parameters(vocabulary(config)[0]))
+    one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
     rule, saves = config.checkpoint, config.total_steps // config.checkpoint.every_steps
     kept = min(saves, rule.keep_last)
     if rule.keep_every_steps:

@@ -14,7 +14,8 @@ from cat_lm.errors import UserError
 from cat_lm.training.devices import Device
 
 if TYPE_CHECKING:
-    from cat_lm.model import CatConfig
+    from transformers import PreTrainedConfig
+
     from cat_lm.training.estimate import Memory
 
 # The share of a GPU's peak that a training step is taken to reach where nothing was measured.
@@ -75,7 +76,7 @@ class Run:
     """A configuration with its model counted: what does not depend on the number of GPUs."""
 
     config: RunConfig
-    model: CatConfig
+    model: PreTrainedConfig
     parameters: int
     flops_per_token: float
 
@@ -85,7 +86,7 @@ class Run:
         from cat_lm.training.estimate import flops_per_token
 
         model, length = model_config(config, vocab_size), config.data.context_length
-        parameters = config.model.num_parameters(vocab_size)
+        parameters = config.num_parameters(vocab_size)
         return cls(config, model, parameters, flops_per_token(model, parameters, length))
 
 

@@ -67,7 +67,7 @@ def read_measured(
 ) -> tuple[float, list[str]]:
     """(FLOP/s that one GPU achieved, lines for people): what it was, and how it differs.
 
-    The record's model of the same kind of convolution counts. Where its shape is another one, its
+    The record's model of the same architecture and kind counts. Where its shape is another one, its
     FLOP/s are carried over, which the lines say.
 
     Raises:
@@ -84,7 +84,7 @@ def read_measured(
             f"--measured {path}: was measured in {case.size.dtype}, not in "
             f"train.precision={config.train.precision}"
         )
-    row = _row(path, record, config.model.conv_type)
+    row = _row(path, record, config)
     seconds = case.batch_size * case.context_length / row.tokens_per_second
     flops = row.flops_per_step / seconds
     lines = [
@@ -94,34 +94,40 @@ def read_measured(
     return flops, lines + _differences(record, run)
 
 
-def _row(path: Path, record: Measured, conv_type: str) -> Row:
-    """The record's model with this convolution; its names are those of `eval.speed`."""
+def _row(path: Path, record: Measured, config: RunConfig) -> Row:
+    """The record's model of the same kind; its names are those of `eval.speed`."""
     from eval.speed.choices import MODELS
 
-    wanted = [name for name, (_, kind) in MODELS.items() if kind == conv_type and name != "stock"]
-    for name in wanted:
-        if name in record.results:
+    architecture, model = config.architecture, config.model
+    for name, measured in MODELS.items():
+        if measured.stock or measured.architecture != architecture.name:
+            continue
+        section = architecture.Section.model_construct(**measured.keys)
+        is_alike = architecture.variant(section) == architecture.variant(model)
+        if is_alike and name in record.results:
             return record.results[name]
     raise UserError(
-        f"--measured {path}: has no model with model.conv_type={conv_type}; it has "
-        f"{', '.join(record.results)}"
+        f"--measured {path}: has no model like the configuration's ({architecture.name}, "
+        f"{architecture.words(model)}); it has {', '.join(record.results)}"
     )
 
 
 def _differences(record: Measured, run: Run) -> list[str]:
-    case, model = record.case, run.model
-    train = run.config.train
+    case, train, architecture = record.case, run.config.train, run.config.architecture
+    size = case.size
+    measured = {"layers": size.layers, "hidden size": size.hidden_size, "heads": size.heads}
+    measured["window"] = size.window
     pairs = {
-        "layers": (case.size.layers, model.num_hidden_layers),
-        "hidden size": (case.size.hidden_size, model.hidden_size),
-        "heads": (case.size.heads, model.num_attention_heads),
-        "vocabulary": (case.size.vocab_size, model.vocab_size),
+        name: (measured[name], value)
+        for name, value in architecture.sizes(run.config.model).items()
+        if name in measured
+    }
+    pairs |= {
+        "vocabulary": (size.vocab_size, run.model.vocab_size),
         "context": (case.context_length, run.config.data.context_length),
         "batch": (case.batch_size, train.micro_batch_size),
         "compile": (case.compile, train.compile),
     }
-    if model.convolved_streams:
-        pairs["window"] = (case.size.window, model.conv_window)
     other = [f"{name} {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
     lines = []
     if other:

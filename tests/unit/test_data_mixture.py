@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cat_lm.data import TrainLoader, validation_windows
-from cat_lm.data.loader import IGNORE
 from cat_lm.data.mixture import BLOCK, Mixture, block_counts
 from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import random_documents, write_prepared
 
 T = 8
@@ -192,7 +192,7 @@ def test_validation_covers_every_part_and_any_beginning_is_a_fair_sample(tmp_pat
     mixture = Mixture(parts, [1, 1, 8])
     windows = validation_windows(mixture, T)
     labels = windows.batch(range(len(windows)))["labels"]
-    scored = sorted(labels[labels != IGNORE].tolist())
+    scored = sorted(labels[labels != IGNORE_INDEX].tolist())
     expected = sorted(np.concatenate([p.tokens(1, p.num_tokens) for p in parts]).tolist())
     assert scored == expected
     counts = [len(validation_windows(part, T)) for part in mixture.parts]

@@ -20,15 +20,7 @@ from data_prep.encode.encoding import chunks, split_of
 from data_prep.prepare import parse_arguments
 from data_prep.sources.documents import Document
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
-
-
-def digests(folder):
-    """Of all files that are the same wherever they are made: inodes and times are not."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".verified.jsonl")
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+from tests.prepared_data import digests
 
 
 def flags(path, *more, tokenizer="bytes"):

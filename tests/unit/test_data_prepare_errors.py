@@ -15,7 +15,8 @@ from data_prep.assemble import output_folder
 from data_prep.encode import encoding, estimate, parts
 from data_prep.prepare import main
 from tests.conftest import REPOSITORY, many_texts, write_jsonl
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import flags, texts_of
 
 
 def test_folders_of_others_are_left_alone(tmp_path, prepare, many_documents):

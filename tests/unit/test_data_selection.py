@@ -14,7 +14,8 @@ from data_prep.assemble import token_budget
 from data_prep.encode import plan
 from data_prep.encode.encoding import hash_place
 from tests.conftest import generated_text
-from tests.unit.test_data_prepare import digests, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import texts_of
 
 # Documents in train: a large set, a middle one, a small one, and some without a name.
 SETS = {"Large": 300, "Middle": 120, "Small": 30, None: 20}

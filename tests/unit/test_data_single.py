@@ -12,7 +12,8 @@ from cat_lm.errors import UserError
 from data_prep.sources import open_source, single
 from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import generated_text
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import flags, texts_of
 
 TEXT = "\n\n".join(generated_text(300)) + "\n"
 

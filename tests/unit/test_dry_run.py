@@ -112,7 +112,7 @@ def test_the_narrowed_model_is_small_whatever_the_run_asks_for():
     for conv_type in ("depthwise", "multihead"):
         config = load_config(LARGE, [*given, f"model.conv_type={conv_type}"])
         model = fake_group.narrowed(config).model
-        assert model.num_parameters(0) < 10**7
+        assert config.architecture.num_parameters(model, 0) < 10**7
         assert model.rotary_pct * (model.hidden_size // 2) % 2 == 0
     same = fake_group.narrowed(load_config(LARGE)).model
     assert same.rotary_pct == load_config(LARGE).model.rotary_pct

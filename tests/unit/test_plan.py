@@ -292,7 +292,8 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
         (record(device={"type": "cpu", "name": "cpu"}), "was measured on cpu, not on --device H1"),
         (
             record(results={"pythia": record()["results"]["pythia"]}),
-            "has no model with model.conv_type=head; it has pythia",
+            "has no model like the configuration's (gpt_neox, head convolution of q, k, v, W=21; "
+            "RoPE); it has pythia",
         ),
         (
             record(case=case_in("float32")),

@@ -27,11 +27,11 @@ from safetensors.numpy import save_file
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from eval.length_sweep_cells import folder_sha256
+from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
-from eval.small_study.execute import RESULT, Workers, commands, complete_run, held, unfinished
+from eval.small_study.comparison import T_QUANTILES, compare, summarise
+from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
-from eval.small_study.statistics import T_QUANTILES, compare, summarise
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
 DEFINITION = {
@@ -421,8 +421,12 @@ class TestStudy:
             ("settings.json", "[]", "settings.json: holds [], must be an object; remove"),
             ("settings.json", '{"configs": []}', "holds a study with another configs"),
             ("settings.json", '{"configs": {"pythia": 3}}', "holds a study with another configs"),
-            ("runs/pythia-seed0/study.json", "{", "study.json: is not JSON"),
-            ("runs/pythia-seed0/study.json", "{}", "study.json: has no diverged; remove it to"),
+            ("runs/pythia-seed0/study.json", "{", "study.json: damaged: is not JSON"),
+            (
+                "runs/pythia-seed0/study.json",
+                "{}",
+                "damaged: has no diverged; delete it",
+            ),
             ("runs/pythia-seed0/study.json", '{"diverged": 1}', "diverged is 1: should be"),
             ("runs/pythia-seed0/metrics.jsonl", b"\xff\n", "metrics.jsonl: is not UTF-8"),
             ("runs/pythia-seed0/eval/length_sweep.json", '{"rows": [3]}', "row 1: holds 3: should"),
@@ -540,7 +544,7 @@ class TestWorkers:
         imitation = Imitation()
 
         def process(workers: Workers, arguments: list[str], log: Path) -> int:
-            seen.append((job.folder / RESULT).exists())
+            seen.append(result_path(job).exists())
             return imitation(workers, arguments, log)
 
         monkeypatch.setattr(Workers, "process", process)

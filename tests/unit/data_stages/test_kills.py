@@ -17,8 +17,9 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
 from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_prepare import command, run
 from tests.unit.test_data_selection import flags as set_flags
 
 

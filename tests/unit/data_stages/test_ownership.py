@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cat_lm.errors import UserError
-from tests.unit.test_data_prepare import digests
+from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags
 
 

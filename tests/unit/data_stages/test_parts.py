@@ -8,8 +8,9 @@ import pytest
 from cat_lm.errors import UserError
 from data_prep.encode import parts
 from tests.conftest import write_jsonl
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.unit.test_data_prepare import flags, texts_of
 from tests.unit.test_data_selection import flags as set_flags
 
 

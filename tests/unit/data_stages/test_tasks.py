@@ -13,8 +13,9 @@ from data_prep.sources import open_source
 from data_prep.sources.documents import Reading
 from data_prep.sources.units import task_units, units_of
 from tests.conftest import REPOSITORY, write_jsonl
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_prepare import command, run
 from tests.unit.test_data_selection import flags as set_flags
 
 
