@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -22,6 +21,7 @@ from cat_lm.io.own_files import (
     take_over,
 )
 from cat_lm.io.readers import clipped, resolve
+from cat_lm.limits import path_problem
 
 _PURPOSE = "a folder on its way to {}"
 
@@ -58,11 +58,8 @@ def check_file(path: Path | str) -> None:
 
 
 def _check_path(path: Path | str, name: str, wanted: str) -> None:
-    text = str(path)
-    if not text or text != text.strip() or any(ord(character) < 32 for character in text):
-        raise UserError(f"{name!r}: is no path; give {wanted}")
-    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
-        raise UserError(f"{name}: {describe_os_error(OSError(errno.ENAMETOOLONG, ''))}")
+    if problem := path_problem(str(path)):
+        raise UserError(f"{name!r}: {problem}; give {wanted}")
 
 
 def _check_place(folder: Path, name: str, wanted: str) -> None:
