@@ -75,7 +75,7 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def save(self):
-            if self.step in save_at or self.stop.agreed(ranks):
+            if self.step in save_at or self.stop.agreed_exit_code(ranks):
                 super().save()
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
@@ -311,7 +311,7 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
                 assert not is_complete(checkpoint)
             seal(checkpoint)
 
-        ranks.on_first(prepare)
+        ranks.on_rank_zero(prepare)
         run = Path(folder) / f"from-damaged-{name}"
         found[name] = answer(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
     return found

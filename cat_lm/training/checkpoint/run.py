@@ -51,7 +51,7 @@ class Checkpoints:
         self._current: Path | None = None  # saved or loaded last by this process
         self._older: list[Path] = []  # candidates before the one that was chosen, newest first
         self._verifier = Verifier(ranks, say, progress)
-        self._lock = ranks.on_first(self._open)
+        self._lock = ranks.on_rank_zero(self._open)
 
     def _open(self) -> Lock:
         """Make the folder, for this process alone.
@@ -92,14 +92,14 @@ class Checkpoints:
                 that a start from there would mix with its own, or, with `auto`, none that is whole.
         """
         ranks = self.ranks
-        ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
-        found = ranks.agree_on(ranks.on_first(self._candidates))
+        ranks.on_rank_zero(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        found = ranks.broadcast(ranks.on_rank_zero(self._candidates))
         if not found:
-            ranks.on_first(lambda: self._check_mixture(None))
-            ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
+            ranks.on_rank_zero(lambda: self._check_mixture(None))
+            ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
             return None
         start = self._newest(found, lambda folder, say: self._verifier.look(folder))
-        ranks.on_first(lambda: self._check_mixture(start))
+        ranks.on_rank_zero(lambda: self._check_mixture(start))
         self._verifier.begin(start)
         return start
 
@@ -155,10 +155,10 @@ class Checkpoints:
             raise
         folder = restored.folder
         # Versions that made no checksums did not look, and this one would not save it.
-        checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))
-        if not self.ranks.agree_on(checked) and (found := self._not_finite(engine)):
+        checked = self.ranks.on_rank_zero(lambda: bool(read_marker(folder).checksums))
+        if not self.ranks.broadcast(checked) and (found := self._not_finite(engine)):
             raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
-        self.ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
+        self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder
         return restored
 
@@ -222,7 +222,7 @@ class Checkpoints:
         self._current = final
         if prune:
             rule = self.config.checkpoint
-            self.ranks.on_first(lambda: leftovers.prune(self.folder, rule, final, self._say))
+            self.ranks.on_rank_zero(lambda: leftovers.prune(self.folder, rule, final, self._say))
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
@@ -231,16 +231,16 @@ class Checkpoints:
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         try:
-            ranks.on_first(lambda: saving.prepare(temporary))
+            ranks.on_rank_zero(lambda: saving.prepare(temporary))
             weights = full_precision_weights(engine)
             progress("gathering the weights")
-            files = ranks.everywhere(
+            files = ranks.on_all_ranks(
                 lambda: saving.write_own_files(
                     temporary, engine, weights, state, tokenizer, progress
                 )
             )
             written = {name: file for part in ranks.gather(files) for name, file in part.items()}
-            ranks.on_first(lambda: saving.publish(temporary, final, written, engine, self._say))
+            ranks.on_rank_zero(lambda: saving.publish(temporary, final, written, engine, self._say))
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):
