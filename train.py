@@ -83,7 +83,7 @@ class Trainer:
             convolution_backend,
             resolve_precision,
         )
-        from cat_lm.training.initial import load_initial_weights, vocab_size
+        from cat_lm.training.init_from import load_initial_weights, vocab_size
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation

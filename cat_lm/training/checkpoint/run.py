@@ -182,7 +182,7 @@ class Checkpoints:
 
     def _not_finite(self, engine: Engine) -> str:
         """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
-        from cat_lm.training.state import not_finite
+        from cat_lm.training.optimizer_state import not_finite
 
         names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
         if not names:
@@ -226,7 +226,7 @@ class Checkpoints:
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
-        from cat_lm.training.state import full_precision_weights
+        from cat_lm.training.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
