@@ -218,5 +218,5 @@ def _changed(path: Path, found: str, expected: str) -> UserError:
     return UserError(
         f"{path}: {found}, {RECORD} lists {expected}: it was damaged or changed; {_AGAIN}, or, if "
         f"the change is meant, remove {RECORD} (or give "
-        "--skip-checksums, where the command has it)"
+        "--skip-checksums, in training train.init_checksums=false)"
     )

@@ -222,12 +222,14 @@ def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """
     import torch
     from transformers import GPTNeoXForCausalLM
+    from transformers.initialization import no_init_weights
 
     from cat_lm.model import CatConfig, CatForCausalLM
 
     kind = CatForCausalLM if isinstance(config, CatConfig) else GPTNeoXForCausalLM
     try:
-        with torch.device("meta"):
+        # Without weights there is nothing to draw, and drawing would take half of the time.
+        with torch.device("meta"), no_init_weights():
             return kind(config)
     except Exception as error:
         raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error

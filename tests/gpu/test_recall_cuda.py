@@ -7,8 +7,9 @@ import importlib.util
 import pytest
 import torch
 
+from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
-from eval.recall.mixers import Setting, _scan, make_mixer, mixer_names
+from eval.recall.mixers import Setting, make_mixer, mixer_names
 from tests.unit.scans import SHAPES, in_torch, inputs
 
 pytestmark = [

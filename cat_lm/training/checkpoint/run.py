@@ -71,7 +71,8 @@ class Checkpoints:
         return lock
 
     def close(self) -> None:
-        """Let another process train in the folder."""
+        """Let another process train in the folder; nothing of it is read any more."""
+        self._verifier.stop()
         if self._lock:
             self._lock.close()
 
