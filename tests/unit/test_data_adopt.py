@@ -13,7 +13,7 @@ import pytest
 
 from cat_lm.data import TokenCorpus
 from cat_lm.errors import UserError
-from data_prep import text_bytes
+from data_prep import adoption, text_bytes
 from data_prep.adopt import parse_arguments
 from data_prep.adoption import adopt
 from tests.conftest import REPOSITORY, generated_text
@@ -230,6 +230,22 @@ def test_bad_pairs_are_one_clear_error_and_leave_nothing(tmp_path, pairs, name):
         run(tmp_path / "out", [pairs[0], train], pairs[1])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+
+
+def test_two_adoptions_into_one_folder_do_not_meet(tmp_path, pairs, monkeypatch):
+    real, said = adoption.build_tokenizer, []
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(adoption, "build_tokenizer", real)
+        with pytest.raises(UserError, match="another adoption is writing to it") as error:
+            run(tmp_path / "out", *pairs)
+        said.append(error.value)
+        return real(*arguments)
+
+    monkeypatch.setattr(adoption, "build_tokenizer", meanwhile)
+    folder = run(tmp_path / "out", *pairs)
+    assert said and texts_of(folder, "train") == TRAIN
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
