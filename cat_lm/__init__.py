@@ -1,7 +1,7 @@
 """Convolution-augmented transformer language models.
 
-After `import cat_lm`, transformers' Auto classes know the model type `cat_neox`, whichever of the
-two packages is imported first. The import itself loads neither torch nor transformers.
+After `import cat_lm`, transformers' Auto classes know the models of all architectures, whichever of
+the two packages is imported first. The import itself loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Makes transformers' Auto classes know the model type `cat_neox`, at no cost for the import.
+"""Makes transformers' Auto classes know the architectures' models, at no cost for the import.
 
-Registering needs the model's classes, hence torch and transformers, and the modules of transformers
+Registering needs the models' classes, hence torch and transformers, and the modules of transformers
 import each other in circles, so it can be done neither on `import cat_lm` nor while one loads.
 Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_model`) are wrapped:
-their first call registers the model and puts the original methods back. Auto modules that are not
+their first call registers the models and puts the original methods back. Auto modules that are not
 loaded yet are awaited by a finder on `sys.meta_path`.
 
 setup.cfg names `install` as an entry point that torch calls at the end of its own import. Programs
-that know nothing of cat_lm, such as lm_eval, then open the model too.
+that know nothing of cat_lm, such as lm_eval, then open the models too.
 """
 
 from __future__ import annotations
@@ -15,32 +15,52 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from inspect import getattr_static
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cat_lm.architectures import Architecture
 
 
-def _register_config() -> None:
+def _architectures() -> list[Architecture]:
+    """List all families; those of a plugin that is broken are missed, and that is said.
+
+    A program that opens other models must go on.
+    """
+    from cat_lm import architectures
+    from cat_lm.errors import UserError
+
+    try:
+        names = architectures.names()
+    except UserError as error:
+        warnings.warn(f"cat_lm: {error}", stacklevel=2)
+        return list(architectures.built_in())
+    return [architectures.get(name) for name in names]
+
+
+def _register_configs() -> None:
     from transformers import AutoConfig
 
-    from cat_lm.model.configuration import CatConfig
-
-    AutoConfig.register(CatConfig.model_type, CatConfig, exist_ok=True)
+    for architecture in _architectures():
+        AutoConfig.register(architecture.model_type, architecture.config_class(), exist_ok=True)
 
 
 def _register_models() -> None:
     from transformers import AutoModel, AutoModelForCausalLM
 
-    from cat_lm.model.configuration import CatConfig
-    from cat_lm.model.modeling import CatForCausalLM, CatModel
-
-    _register_config()
-    AutoModel.register(CatConfig, CatModel, exist_ok=True)
-    AutoModelForCausalLM.register(CatConfig, CatForCausalLM, exist_ok=True)
+    _register_configs()
+    for architecture in _architectures():
+        kinds = architecture.classes()
+        AutoModelForCausalLM.register(kinds.config, kinds.causal_lm, exist_ok=True)
+        if kinds.base_model is not None:
+            AutoModel.register(kinds.config, kinds.base_model, exist_ok=True)
 
 
 def _await_config_use(auto: ModuleType) -> None:
-    _register_on_first_call([auto.AutoConfig], ("from_pretrained", "for_model"), _register_config)
+    _register_on_first_call([auto.AutoConfig], ("from_pretrained", "for_model"), _register_configs)
 
 
 def _await_model_use(auto: ModuleType) -> None:

@@ -1,8 +1,9 @@
 """The run's configuration: typed and validated YAML, `a.b=c` overrides, DeepSpeed's config.
 
 A run is one YAML file. `base: other.yaml` (relative to the file) takes another file's values
-first. Overrides come last. All errors are gathered and shown at once; an unknown key is an error
-that names the nearest known one. This module imports neither torch nor transformers.
+first; the override `base=FILE` puts another base in its place. Overrides come last. All errors are
+gathered and shown at once; an unknown key is an error that names the nearest known one. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ValidationError
+from pydantic import SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from cat_lm import architectures
+from cat_lm.architectures import Architecture, ModelSection
 from cat_lm.config_rules import inconsistencies
 from cat_lm.config_sections import (
     CheckpointSection,
     DataSection,
     LoggingSection,
-    ModelSection,
     OptimizerSection,
     Section,
     TrainSection,
@@ -35,19 +38,42 @@ from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve
 
 # A chain of files; more of them are a mistake.
 _MOST_BASES = 32
+_BASE = "base="  # begins the override that names another base
 _MOST_LINES = 20
+
+
+def _by_architecture(values: Any, check: ValidatorFunctionWrapHandler) -> ModelSection:
+    """Read `model:` as the section of the architecture that it names."""
+    if not isinstance(values, dict):
+        return check(values)
+    name = values.get("architecture", architectures.DEFAULT)
+    if name in architectures.names():
+        return architectures.get(name).Section.model_validate(values)
+    known = ", ".join(architectures.names())
+    problem = PydanticCustomError("architecture", "must be one of {known}", {"known": known})
+    details = InitErrorDetails(type=problem, loc=("architecture",), input=name)
+    raise ValidationError.from_exception_data("model", [details])
 
 
 class RunConfig(Section):
     """Everything that decides a run. `load_config` makes one; `save` writes it resolved."""
 
-    model: ModelSection
+    model: Annotated[SerializeAsAny[ModelSection], WrapValidator(_by_architecture)]
     data: DataSection
     optimizer: OptimizerSection
     train: TrainSection
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+
+    @property
+    def architecture(self) -> Architecture:
+        """The family of the model."""
+        return architectures.get(self.model.architecture)
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Count the model's parameters; `model.vocab_size` comes before the tokenizer's."""
+        return self.architecture.num_parameters(self.model, vocab_size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -143,14 +169,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: a YAML file; its `base:` names another one to start from.
         overrides: strings `section.key=value`, the value in YAML syntax; the last one wins.
+            `base=FILE`, from the working directory, takes the place of the file's own `base:`.
 
     Raises:
         UserError: with one line for every error found.
     """
-    values = _read_with_bases(Path(path), seen=())
+    bases = [text for text in overrides if text.startswith(_BASE)]
+    other = bases[-1].removeprefix(_BASE) if bases else None
+    values = _read_with_bases(Path(path), (), other)
     errors: list[str] = []
-    for override in overrides:
-        _apply_override(values, override, errors)
+    # What architecture it is decides which keys there are.
+    for override in sorted(overrides, key=lambda o: not o.startswith("model.architecture=")):
+        if not override.startswith(_BASE):
+            _apply_override(values, override, errors)
     errors += _unknown_keys(values)
     config = None
     try:
@@ -182,7 +213,10 @@ def changed_values(
     return changes
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_bases(
+    path: Path, seen: tuple[Path, ...], other: str | None = None
+) -> dict[str, Any]:
+    """Read a file's values over those of its base, or of `other` in its base's place."""
     place = resolve(path)
     if place in seen:
         raise UserError(f"{place}: 'base' leads back to the file itself")
@@ -194,10 +228,13 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: {found}; must hold sections such as 'model:' and 'train:'")
     base = values.pop("base", None)
     if base is None:
+        if other is not None:
+            raise UserError(f"override {short(_BASE + other)}: {path} has no base: to replace")
         return values
+    base, folder = (base, place.parent) if other is None else (other, Path())
     if not isinstance(base, str) or not base.strip():
         raise UserError(f"{path}: base={short(base)}: must be a file name")
-    return _merged(_read_with_bases(place.parent / base, (*seen, place)), values)
+    return _merged(_read_with_bases(folder / base, (*seen, place)), values)
 
 
 def _kind(value: Any) -> str:
@@ -220,7 +257,7 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
         errors.append(f"override {short(override)}: must have the form section.key=value")
         return
     try:
-        value = text if _is_text(section, key, text) else parse_yaml(text, short(override))
+        value = text if _is_text(values, section, key, text) else parse_yaml(text, short(override))
     except UserError as error:
         errors.append(f"override {error}")
         return
@@ -229,24 +266,29 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
     values[section] = {**values.get(section, {}), key: value}
 
 
-def _is_text(section: str, key: str, text: str) -> bool:
+def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
     """Whether a key takes any text, such as a path, in which `#` and `:` mean nothing to YAML."""
-    field = RunConfig.model_fields.get(section)
-    known = field.annotation.model_fields.get(key) if field else None
+    if section not in RunConfig.model_fields:
+        return False
+    known = _section_of(values, section).model_fields.get(key)
     if known is None:
         return False
     # A key that may be left out is still emptied by YAML's word for it.
     return known.annotation is str or (known.annotation == str | None and text != "null")
 
 
-def _known_keys() -> dict[str, list[str]]:
-    return {
-        name: list(field.annotation.model_fields) for name, field in RunConfig.model_fields.items()
-    }
+def _section_of(values: dict[str, Any], name: str) -> type[Section]:
+    """Find a section's class; of an architecture that is not known, what all have."""
+    content = values.get(name)
+    if name == "model" and isinstance(content, dict):
+        asked = content.get("architecture", architectures.DEFAULT)
+        if asked in architectures.names():
+            return architectures.get(asked).Section
+    return RunConfig.model_fields[name].annotation
 
 
 def _unknown_keys(values: dict[str, Any]) -> list[str]:
-    known = _known_keys()
+    known = {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
     dotted = [f"{section}.{key}" for section, keys in known.items() for key in keys]
     errors = []
     for section, content in values.items():
@@ -254,17 +296,28 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
             errors.append(_unknown(section, list(known)))
         elif not isinstance(content, dict):
             errors.append(f"{clipped(section)}: must be a section with keys, not {short(content)}")
-        else:
-            names = (f"{section}.{key}" for key in content if key not in known[section])
-            errors += [_unknown(name, dotted) for name in names]
+        elif _section_of(values, section) is not ModelSection:
+            names = [f"{section}.{key}" for key in content if key not in known[section]]
+            errors += [_unknown(name, dotted, _owner(name)) for name in names]
     return errors
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _owner(name: str) -> str:
+    """Name the architectures that have a key of `model:`, for the error of one that has not."""
+    section, _, key = name.partition(".")
+    owners = [
+        other
+        for other in architectures.names()
+        if section == "model" and key in architectures.get(other).Section.model_fields
+    ]
+    return f" (it is one of model.architecture={' or '.join(owners)})" if owners else ""
+
+
+def _unknown(name: str, known: list[str], owner: str = "") -> str:
     # A right key in the wrong section is nearer than a similar key in this one.
     same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
     near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)
-    return f"{clipped(name)}: unknown key; the nearest known one is {near[0]}"
+    return f"{clipped(name)}: unknown key{owner}; the nearest known one is {near[0]}"
 
 
 def _describe(error: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.io.readers import short
-from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
@@ -14,49 +12,15 @@ if TYPE_CHECKING:
 
 def inconsistencies(config: RunConfig) -> list[str]:
     """Say what does not go together, a line each."""
-    errors = [*_shape(config), *_convolution(config), *_training(config), *_schedule(config)]
+    errors = [*_model(config), *_training(config), *_schedule(config)]
     if not errors:
         errors = [*_size(config), *_length(config)]
     return errors
 
 
-def _shape(config: RunConfig) -> list[str]:
-    model, errors = config.model, []
-    if model.hidden_size % model.num_attention_heads:
-        errors.append(
-            f"model.hidden_size={model.hidden_size}: must be a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}"
-        )
-    rotated = int(model.hidden_size // model.num_attention_heads * model.rotary_pct)
-    if model.position_embedding == "rope" and (rotated < 2 or rotated % 2):
-        errors.append(
-            f"model.rotary_pct={model.rotary_pct}: rotates {rotated} channels of a head; "
-            "must rotate an even number of at least 2"
-        )
-    return errors
-
-
-def _convolution(config: RunConfig) -> list[str]:
-    model, errors = config.model, []
-    streams = model.conv_streams
-    if not streams or set(streams) - set("qkv") or len(set(streams)) != len(streams):
-        errors.append(f"model.conv_streams={short(streams)}: must be some of q, k and v, as in qkv")
-    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
-        errors.append(
-            f"model.conv_mixing=maps: needs conv_type=multihead and the stream v, not "
-            f"conv_type={model.conv_type} and conv_streams={short(streams)}"
-        )
-    if model.conv_activation != "none" and not kinds.takes_activation(model.conv_type):
-        errors.append(
-            f"model.conv_activation={model.conv_activation}: goes with conv_type=depthwise only, "
-            f"not with conv_type={model.conv_type}"
-        )
-    if model.conv_type != "none" and model.conv_window > config.data.context_length:
-        errors.append(
-            f"model.conv_window={model.conv_window}: is beyond "
-            f"data.context_length={config.data.context_length}; its last taps would read nothing"
-        )
-    return errors
+def _model(config: RunConfig) -> list[str]:
+    found = config.architecture.problems(config.model, config.data.context_length)
+    return [f"model.{problem}" for problem in found]
 
 
 def _training(config: RunConfig) -> list[str]:
@@ -106,7 +70,7 @@ def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> 
 def _size(config: RunConfig) -> list[str]:
     """A model that no machine holds; the vocabulary may not be known yet."""
     model = config.model
-    parameters = model.num_parameters(vocab_size=1)
+    parameters = config.num_parameters(vocab_size=1)
     if limits.PARAMETERS.problem(parameters) is None:
         return []
     return [

@@ -1,6 +1,7 @@
 """The sections of a run's YAML: every key with its kind, its range and what it means.
 
-The ranges are those of `cat_lm.limits`. This module imports neither torch nor transformers.
+The keys of `model:` are its architecture's (`cat_lm.architectures`). The ranges are those of
+`cat_lm.limits`. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cat_lm import limits
 from cat_lm.limits import Range
-from cat_lm.model.rope_scaling import check_rope_parameters
-from cat_lm.ops.convolution import kinds
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBT]?)")
@@ -114,27 +113,12 @@ def _check_name(name: str | None) -> str | None:
     return name
 
 
-def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
-    check_rope_parameters(rope)
-    return rope
-
-
 Steps = Annotated[int, whole(limits.STEPS)]
 PositiveSteps = Annotated[int, whole(limits.STEPS.at_least(1))]
 Tokens = Annotated[int, whole(limits.TOKENS)]
 PositiveTokens = Annotated[int, whole(limits.TOKENS.at_least(1))]
 Batch = Annotated[int, whole(limits.BATCH)]
 Share = Annotated[float, number(limits.SHARE)]
-
-
-def _known_kind(name: str) -> str:
-    if name not in ("none", *kinds.names()):
-        raise ValueError(f"must be one of none, {', '.join(kinds.names())}")
-    return name
-
-
-ConvType = Annotated[str, AfterValidator(_known_kind)]
-Dropout = Annotated[float, number(limits.FRACTION, below=1)]
 LearningRate = Annotated[float, number(limits.LEARNING_RATE)]
 PathText = Annotated[str, AfterValidator(_check_path)]
 OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
@@ -142,65 +126,6 @@ OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelSection(Section):
-    """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
-
-    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)]
-    num_hidden_layers: Annotated[int, whole(limits.LAYERS)]
-    num_attention_heads: Annotated[int, whole(limits.HEADS)]
-    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
-        None, description="default: 4 x hidden_size"
-    )
-    vocab_size: Annotated[int, whole(limits.VOCABULARY)] | None = Field(
-        None, description="default: the tokenizer's"
-    )
-    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = 0.25
-    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = 10000.0
-    position_embedding: Literal["rope", "none"] = "rope"
-    conv_type: ConvType = "none"
-    conv_window: Annotated[int, whole(limits.WINDOW)] = 21
-    conv_streams: str = "qkv"
-    conv_init: Literal["identity", "uniform"] = "identity"
-    conv_mixing: Literal["embeddings", "maps"] = Field(
-        "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
-    )
-    conv_activation: Literal["none", "silu"] = Field(
-        "none", description="after a depthwise convolution"
-    )
-    rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
-        None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
-    )
-    attention_temperature: Annotated[float, number(limits.TEMPERATURE)] = Field(
-        1.0, description="logits are divided by it"
-    )
-    temperature_scope: Literal["logits", "rotary"] = "logits"
-    use_parallel_residual: bool = True
-    tie_word_embeddings: bool = False
-    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
-    hidden_dropout: Dropout = 0.0
-    attention_dropout: Dropout = 0.0
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-
-    def num_parameters(self, vocab_size: int) -> int:
-        """Count the parameters of the model that `build_model` makes, without making it.
-
-        Args:
-            vocab_size: the tokenizer's; `model.vocab_size` comes before it.
-        """
-        width, heads = self.hidden_size, self.num_attention_heads
-        inner = self.intermediate_size or 4 * width
-        vocabulary = (self.vocab_size or vocab_size) * width
-        filters = 0
-        if self.conv_type != "none":
-            kind = kinds.get(self.conv_type)
-            filters = kind.filter_parameters(heads, width // heads, self.conv_window)
-        norm, attention = 2 * width, 4 * width * (width + 1)
-        mlp = 2 * width * inner + inner + width
-        layer = 2 * norm + attention + mlp + filters * len(self.conv_streams)
-        tables = 1 if self.tie_word_embeddings else 2
-        return self.num_hidden_layers * layer + norm + tables * vocabulary
 
 
 class DataSection(Section):

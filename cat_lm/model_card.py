@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cat_lm import architectures
 from cat_lm.export_record import RECORD
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def model_card(config: Mapping[str, Any], record: Mapping[str, Any], name: str) -> str:
+
+def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -> str:
     """The README.md of an exported model: what it is, how it was trained, how to load it."""
-    kind = describe_model(config)
+    architecture = architectures.of_config(config)
+    sizes = architecture.sizes(architecture.section(config)) | {"vocabulary": config.vocab_size}
     rows = {
         "parameters": f"{record['parameters']:,}",
-        "shape": f"{config['num_hidden_layers']} layers of width {config['hidden_size']} with "
-        f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']:,}",
+        "shape": ", ".join(f"{name} {size:,}" for name, size in sizes.items()),
         "weights": f"{record['dtype']}, sha256 `{record['sha256'][:16]}…`",
     }
     labels = {"tokens": "training tokens", "step": "training steps"}
@@ -29,12 +33,12 @@ def model_card(config: Mapping[str, Any], record: Mapping[str, Any], name: str) 
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [cat, gpt_neox]
+tags: [cat, {architecture.name}]
 ---
 
 # {name}
 
-A {kind}, trained with cat_lm.
+A {describe_model(config)}, trained with cat_lm.
 
 | | |
 |---|---|
@@ -64,21 +68,7 @@ def _shown(value: float | str) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
-def describe_model(config: Mapping[str, Any]) -> str:
-    """A configuration in a few words, as in "CAT language model (head convolution, W=21, …)"."""
-    positions = {"none": "no position embedding", "rope": "rotary positions"}[
-        config.get("position_embedding", "rope")
-    ]
-    conv_type = config.get("conv_type", "none")
-    if conv_type == "none":
-        return f"GPT-NeoX (Pythia) language model with {positions}"
-    streams = ", ".join(config["conv_streams"])
-    details = ""
-    if config.get("conv_mixing", "embeddings") == "maps":
-        details += ", mixing attention maps in place of values"
-    if config.get("conv_activation", "none") != "none":
-        details += f", then {config['conv_activation']}"
-    return (
-        f"convolution-augmented (CAT) GPT-NeoX language model: {conv_type} convolution of "
-        f"{streams} with window {config['conv_window']}{details}, {positions}"
-    )
+def describe_model(config: PreTrainedConfig) -> str:
+    """A model in a few words, as in "GPT-NeoX language model (no convolution; RoPE)"."""
+    architecture = architectures.of_config(config)
+    return architecture.describe(architecture.section(config))

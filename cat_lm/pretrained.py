@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.export_record import CARD, verify, verifying
 from cat_lm.io.readers import read_object
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Models whose files this program writes itself.
-OWN_KINDS = ("gpt_neox", "cat_neox")
 SETTINGS = ("config.json", "generation_config.json")
 # No folder runs its code here, and none is looked for on the Hub.
 _AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
@@ -62,6 +61,12 @@ def model_folder(path: Path | str) -> Path:
             f"run: python -m cat_lm.export {path} {path / 'model'}"
         )
     raise UserError(f"model {path}: not a model folder (no config.json, and no model/ in it)")
+
+
+def model_label(folder: Path) -> str:
+    """Name a model by its folder, or by its run where that is RUN/model."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def quiet_transformers() -> None:
@@ -102,16 +107,15 @@ def model_config(path: Path | str) -> PreTrainedConfig:
     """The configuration at `path` (see `model_folder`). Raises UserError where it is none."""
     from transformers import AutoConfig
 
-    from cat_lm.model.configuration import check_settings
-
     folder = model_folder(path)
     verify(folder, SETTINGS.__contains__)
     settings = read_settings(folder)
+    architecture = architectures.find(settings)
     try:
-        if settings["model_type"] in OWN_KINDS:
-            check_settings(settings)
+        if architecture is not None:
+            architecture.check_settings(settings)
         config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
-        if config.model_type in OWN_KINDS:
+        if architecture is not None:
             _check_activation(config.hidden_act)
     except Exception as error:
         said = asks_for_code(settings) or reason(error)
@@ -191,7 +195,7 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel
 def load_weights(
     folder: Path, config: PreTrainedConfig, names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The weights of a GPT-NeoX or CAT folder as they are stored, all or those of `names`.
+    """The weights of a folder of a known architecture as they are stored, all or those of `names`.
 
     Raises UserError as `load_model` does.
     """
@@ -207,12 +211,13 @@ def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     """Compare names and shapes before anything of their size is made."""
     files = weight_files(folder)
     stored = read_headers(files, _has_convolution(config))
-    if config.model_type not in OWN_KINDS:
+    architecture = architectures.find(config)
+    if architecture is None:
         return
-    last = f"gpt_neox.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    last = architecture.layer_weight.format(layer=config.num_hidden_layers - 1)
     # A model of a thousand layers that are not there would take long to build.
     expected = skeleton(folder, config).state_dict() if last in stored else {last: None}
-    tied = {"lm_head.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {}
+    tied = {"lm_head.weight": architecture.embedding} if config.tie_word_embeddings else {}
     check_fit(folder, stored, expected, tied)
 
 
@@ -221,21 +226,17 @@ def _has_convolution(config: PreTrainedConfig) -> bool:
 
 
 def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The GPT-NeoX or CAT model of a configuration without memory for its weights.
+    """The model of a configuration of a known architecture without memory for its weights.
 
     Raises UserError, which names `folder`, where it cannot be built.
     """
     import torch
-    from transformers import GPTNeoXForCausalLM
     from transformers.initialization import no_init_weights
 
-    from cat_lm.model import CatConfig, CatForCausalLM
-
-    kind = CatForCausalLM if isinstance(config, CatConfig) else GPTNeoXForCausalLM
     try:
         # Without weights there is nothing to draw, and drawing would take half of the time.
         with torch.device("meta"), no_init_weights():
-            return kind(config)
+            return architectures.of_config(config).classes_of(config).causal_lm(config)
     except Exception as error:
         raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error
 

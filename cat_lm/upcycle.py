@@ -1,20 +1,20 @@
-"""`python -m cat_lm.upcycle FOLDER OUT`: a GPT-NeoX (Pythia) folder as a CAT model, or back.
+"""`python -m cat_lm.upcycle FOLDER OUT`: a folder of a plain model (Pythia) as CAT, or back.
 
 The filters of the new model are the identity, so that it computes what the original computes;
 training then goes on from it (`train.init_from`). `--conv none` turns a CAT model whose filters are
-all still the identity into plain GPT-NeoX. Tensors keep their dtype, the tokenizer comes along. The
-logits of both folders are compared before OUT appears, which is never half a model.
+all still the identity into the library's plain one. Tensors keep their dtype, the tokenizer comes
+along. The logits of both folders are compared before OUT appears, which is never half a model.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import architectures
 from cat_lm.cli import Parser, add_skip_checksums, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
@@ -22,11 +22,9 @@ from cat_lm.export_record import comparing_files, verify
 from cat_lm.io.folders import check_output, replaced_folder
 from cat_lm.io.readers import read_object
 from cat_lm.limits import WINDOW
-from cat_lm.model.names import current_name
 from cat_lm.model_card import describe_model
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import (
-    OWN_KINDS,
     is_of_tokenizer,
     load_model,
     load_tokenizer,
@@ -39,12 +37,13 @@ from cat_lm.pretrained import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import GPTNeoXConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from cat_lm.architectures import Architecture
 
 TOLERANCE = 1e-5  # of the largest logit
 CHECKED_TOKENS = (2, 48)
 
-_NOT_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
 _BESIDE_THE_MODEL = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,7 +59,7 @@ _BESIDE_THE_MODEL = (
 
 @dataclass(frozen=True)
 class Convolution:
-    """The convolutions of the new model, in the terms of `CatConfig`; `conv_type` none for none."""
+    """The convolutions of the new model, in the terms of `model:`; `conv_type` none for none."""
 
     conv_type: str = "head"
     window: int = 21
@@ -73,8 +72,9 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     """Writes the model in `folder` with other convolutions, all of them the identity, to `out`.
 
     Args:
-        folder: GPT-NeoX, or a CAT model whose filters are the identity: a transformers folder with
-            safetensors or torch weights, in one file or in shards.
+        folder: a model of an architecture that takes convolutions, its own filters, if it has any,
+            being the identity: a transformers folder with safetensors or torch weights, in one
+            file or in shards.
         out: a new folder, or an empty one.
 
     Returns:
@@ -89,10 +89,10 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     refuse_checkpoints(out)
     _refuse_used(out)
     folder = model_folder(folder)
-    source = _read_config(folder)
-    _refuse_active(folder, source, convolution)
-    target = _target_config(source, convolution)
-    model = _model_with(folder, target, _target_weights(folder, source, target))
+    source, architecture = _read_config(folder)
+    _refuse_active(folder, source, convolution, architecture)
+    target = _target_config(source, convolution, architecture)
+    model = _model_with(folder, target, _target_weights(folder, source, target, architecture))
     with replaced_folder(out) as new:
         model.save_pretrained(new)
         _copy_tokenizer(folder, new)
@@ -110,17 +110,24 @@ def _refuse_used(out: Path) -> None:
         raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
 
 
-def _read_config(folder: Path) -> GPTNeoXConfig:
+def _read_config(folder: Path) -> tuple[PreTrainedConfig, Architecture]:
     config = model_config(folder)
-    if config.model_type not in OWN_KINDS:
+    able = [
+        a for name in architectures.names() if (a := architectures.get(name)).takes_convolutions
+    ]
+    architecture = architectures.find(config)
+    if architecture not in able:
+        known = ", ".join(kind for other in able for kind in other.model_types)
         raise UserError(
-            f"model {folder}: model_type is {config.model_type!r}; only GPT-NeoX ('gpt_neox', as "
-            "Pythia is) and CAT ('cat_neox') models can be given convolutions"
+            f"model {folder}: model_type is {config.model_type!r}; only models of {known} can be "
+            "given convolutions"
         )
-    return config
+    return config, architecture
 
 
-def _refuse_active(folder: Path, source: GPTNeoXConfig, convolution: Convolution) -> None:
+def _refuse_active(
+    folder: Path, source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
+) -> None:
     """What makes source or target compute something that no choice of filters undoes."""
     fields = source.to_dict()
     if "silu" in (convolution.activation, fields.get("conv_activation")):
@@ -133,29 +140,29 @@ def _refuse_active(folder: Path, source: GPTNeoXConfig, convolution: Convolution
         )
     if convolution.conv_type != "none":
         return
-    if source.model_type == "gpt_neox":
-        raise UserError(f"model {folder}: is plain GPT-NeoX already; --conv none has nothing to do")
-    for key, plain in (("position_embedding", "rope"), ("attention_temperature", 1)):
-        value = getattr(source, key)
-        if value != plain:
-            raise UserError(f"model {folder}: has {key}={value!r}; plain GPT-NeoX has {plain!r}")
+    if source.model_type != architecture.model_type:
+        raise UserError(
+            f"model {folder}: is plain {architecture.title} already; --conv none has nothing to do"
+        )
+    if architecture.library_type is None:
+        raise UserError(
+            f"model {folder}: --conv none: transformers has no model of {architecture.name}"
+        )
+    for problem in architecture.library_problems(source):
+        raise UserError(f"model {folder}: {problem}")
 
 
-def _target_config(source: GPTNeoXConfig, convolution: Convolution) -> GPTNeoXConfig:
-    from transformers import GPTNeoXConfig
-
-    from cat_lm.model import CatConfig
-
-    fields = {key: value for key, value in source.to_dict().items() if key not in _NOT_FIELDS}
+def _target_config(
+    source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
+) -> PreTrainedConfig:
     if convolution.conv_type == "none":
-        known = GPTNeoXConfig().to_dict().keys()
-        return GPTNeoXConfig(**{key: value for key, value in fields.items() if key in known})
+        return architecture.library_config(source)
     if convolution.window > source.max_position_embeddings:
         raise UserError(
             f"--window {convolution.window}: the model reads at most "
             f"{source.max_position_embeddings} tokens; use a window within them"
         )
-    fields |= {
+    changes = {
         "conv_type": convolution.conv_type,
         "conv_window": convolution.window,
         "conv_streams": convolution.streams,
@@ -164,53 +171,44 @@ def _target_config(source: GPTNeoXConfig, convolution: Convolution) -> GPTNeoXCo
         "conv_init": "identity",
     }
     try:
-        return CatConfig(**fields)
+        return architecture.own_config(source, **changes)
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
 
 
 def _target_weights(
-    folder: Path, source: GPTNeoXConfig, target: GPTNeoXConfig
+    folder: Path, source: PreTrainedConfig, target: PreTrainedConfig, architecture: Architecture
 ) -> dict[str, Tensor]:
     """The tensors of the new model, by the names of its state_dict."""
-    from cat_lm.model import CatConfig
-    from cat_lm.model.convolution import identity_filters
-
     weights = load_weights(folder, source)
     if source.tie_word_embeddings:
-        weights.setdefault("lm_head.weight", weights["gpt_neox.embed_in.weight"])
-    if isinstance(source, CatConfig):
-        unchanged = identity_filters(source)
-        for name in [
-            name for name in skeleton(folder, source).state_dict() if name.endswith("_filter")
-        ]:
-            difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
-            if not difference == 0:
-                raise UserError(
-                    f"model {folder}: {name} is no longer the identity (it differs by "
-                    f"{difference:.1e}); only convolutions that are all still the identity can be "
-                    "taken away or replaced"
-                )
-    weights = _with_bias_in_place(weights, target)
-    dtype = weights["gpt_neox.layers.0.attention.query_key_value.weight"].dtype
-    for name in skeleton(folder, target).state_dict():
-        if name.endswith("_filter"):
-            weights[name] = identity_filters(target).to(dtype)
+        weights.setdefault("lm_head.weight", weights[architecture.embedding])
+    for name in _filters(folder, source):
+        unchanged = architecture.identity_filter(source, name)
+        difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
+        if not difference == 0:
+            raise UserError(
+                f"model {folder}: {name} is no longer the identity (it differs by "
+                f"{difference:.1e}); only convolutions that are all still the identity can be "
+                "taken away or replaced"
+            )
+    dtype = weights[architecture.layer_weight.format(layer=0)].dtype
+    added = _filters(folder, target)
+    weights = {
+        architecture.parameter_name(name, bool(added)): tensor for name, tensor in weights.items()
+    }
+    for name in added:
+        weights[name] = architecture.identity_filter(target, name).to(dtype)
     return weights
 
 
-def _with_bias_in_place(weights: dict[str, Tensor], target: GPTNeoXConfig) -> dict[str, Tensor]:
-    """Name the projections' biases as the target does: they follow its convolutions."""
-    convolved = bool(getattr(target, "convolved_streams", ""))
-    if convolved:
-        return {current_name(name, convolved): tensor for name, tensor in weights.items()}
-    return {
-        re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name): tensor
-        for name, tensor in weights.items()
-    }
+def _filters(folder: Path, config: PreTrainedConfig) -> list[str]:
+    return [name for name in skeleton(folder, config).state_dict() if name.endswith("_filter")]
 
 
-def _model_with(folder: Path, config: GPTNeoXConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
+def _model_with(
+    folder: Path, config: PreTrainedConfig, weights: dict[str, Tensor]
+) -> PreTrainedModel:
     model = skeleton(folder, config)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
@@ -250,38 +248,31 @@ def _difference_of_logits(folder: Path, new: Path, vocab_size: int) -> float:
     return float((logits(new) - expected).abs().max() / expected.abs().max())
 
 
-def model_section(config: GPTNeoXConfig) -> dict[str, Any]:
+def model_section(config: PreTrainedConfig) -> dict[str, Any]:
     """The `model:` section of a training configuration that goes on from this model."""
-    from cat_lm.config import ModelSection
-
-    values = config.to_dict() | {
-        "rotary_pct": config.rope_parameters["partial_rotary_factor"],
-        "rope_theta": config.rope_parameters["rope_theta"],
-    }
-    if config.rope_parameters["rope_type"] == "default":
-        values["rope_parameters"] = None  # the two above say it all
-    defaults = {name: field.default for name, field in ModelSection.model_fields.items()}
-    return {
-        name: values[name]
-        for name, default in defaults.items()
-        if name in values and values[name] != default
-    }
+    architecture = architectures.of_config(config)
+    fields = architecture.Section.model_fields
+    values = architecture.section_values(config)
+    said = {name: value for name, value in values.items() if value != fields[name].default}
+    if architecture.name != architectures.DEFAULT:
+        said = {"architecture": architecture.name} | said
+    return said
 
 
 @command
 def main() -> None:
     parser = Parser(
         prog="python -m cat_lm.upcycle",
-        description="Gives a GPT-NeoX (Pythia) model convolutions that change nothing yet, ready "
+        description="Gives a plain model (Pythia) convolutions that change nothing yet, ready "
         "for further training, or takes such convolutions away again.",
     )
-    parser.add_argument("folder", help="transformers folder of a GPT-NeoX or CAT model")
+    parser.add_argument("folder", help="transformers folder of the model")
     parser.add_argument("out", help="folder to write; must be new or empty")
     parser.add_argument(
         "--conv",
         choices=(*kinds.names(), "none"),
         default="head",
-        help="kind of convolution; none makes plain GPT-NeoX (default: head)",
+        help="kind of convolution; none makes the plain model (default: head)",
     )
     parser.add_argument("--window", type=whole(WINDOW), help="taps of a filter (default: 21)")
     parser.add_argument("--streams", metavar="qkv", help="some of q, k and v (default: qkv)")
@@ -314,17 +305,16 @@ def main() -> None:
 def _print_result(out: Path, difference: float) -> None:
     import yaml
 
-    from cat_lm.model import CatConfig
-    from cat_lm.training.initial import UNOFFERED_KEYS
-
-    config = _read_config(out)
-    print(f"{out}: {describe_model(config.to_dict())}")
+    config, architecture = _read_config(out)
+    print(f"{out}: {describe_model(config)}")
     print(f"logits equal the original's to {difference:.1e} of the largest")
-    usual = CatConfig()
-    other = [key for key in UNOFFERED_KEYS if getattr(config, key) != getattr(usual, key)]
+    usual = architecture.config_class()()
+    other = [
+        key for key in architecture.unoffered_keys if getattr(config, key) != getattr(usual, key)
+    ]
     if other:
         print(f"train.py cannot go on training it: it has no key for {', '.join(other)}")
-    elif config.model_type == "cat_neox":
+    elif config.model_type == architecture.model_type:
         section = yaml.safe_dump({"model": model_section(config)}, sort_keys=False)
         print(f"to go on training, with train.init_from={out}:\n{section}", end="")
 

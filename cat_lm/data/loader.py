@@ -21,7 +21,6 @@ from cat_lm.data.mixture import Mixture
 from cat_lm.data.order import EpochOrder, MixtureOrder
 from cat_lm.data.packing import PackedWindows
 from cat_lm.data.windows import (
-    IGNORE,
     Batch,
     JoinedWindows,
     StreamWindows,
@@ -32,7 +31,6 @@ from cat_lm.data.windows import (
 from cat_lm.errors import UserError
 
 __all__ = [
-    "IGNORE",
     "Batch",
     "Prefetch",
     "TrainLoader",

@@ -20,16 +20,19 @@ from typing import IO, Literal
 import numpy as np
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
-from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
+from cat_lm.data.storage import cache_folder
 from cat_lm.data.verified import verify
-from cat_lm.data.windows import IGNORE, Batch, check_batch
+from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
+from cat_lm.labels import IGNORE_INDEX
 
+PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 1
 GROUP = 100_000
 _PURPOSE = "a packing plan on its way"
@@ -89,7 +92,7 @@ class PackedWindows:
         views = self.corpus.gather(starts, stops)
         shape = (len(numbers), self.context_length)
         input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         document_ids = np.zeros(shape, dtype=np.int64) if mask_documents else None
         row, column, number = -1, 0, 0
         for place, length, flag, tokens in zip(

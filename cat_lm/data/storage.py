@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ftplib
 import logging
+import re
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
@@ -13,6 +15,7 @@ from cat_lm.errors import UserError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+DEFAULT_CACHE = "~/.cache/cat_lm/data"
 _log = logging.getLogger(__name__)
 
 # About three minutes in all: longer outages are the job script's to requeue after.
@@ -44,6 +47,16 @@ _REFUSALS = (
     "DefaultCredentialsError",
     "RefreshError",
 )
+
+
+def is_remote(folder: Path | str) -> bool:
+    """Tell whether it is an address, such as s3://bucket/data, and no path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
+
+
+def cache_folder(cache_dir: Path | str | None) -> Path:
+    """Give the folder of copies and plans that cannot be beside the data (`data.cache_dir`)."""
+    return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
 class Storage:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cat_lm.data.corpus import TokenCorpus, cache_folder
 from cat_lm.data.manifest import Count, Digest
+from cat_lm.data.storage import cache_folder
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import checksums
 from cat_lm.io.readers import Record, parse_json, resolve
 
 if TYPE_CHECKING:
+    from cat_lm.data.corpus import TokenCorpus
     from cat_lm.data.mixture import Mixture
 
 NOTE = ".verified.jsonl"
@@ -262,16 +263,3 @@ def verify(
     if problems:
         raise UserError(problems[0])
     check.note(check.todo)
-
-
-def open_verified(
-    folder: Path | str, split: str, cache_dir: Path | str | None = None
-) -> TokenCorpus:
-    """Open a split of prepared data as `TokenCorpus.open` does, and verify its shards.
-
-    Raises:
-        UserError: as `TokenCorpus.open`, or a shard is not what the manifest says.
-    """
-    corpus = TokenCorpus.open(folder, split, cache_dir)
-    verify([corpus], cache_dir)
-    return corpus

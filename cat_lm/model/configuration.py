@@ -27,13 +27,18 @@ from cat_lm.model.rope_scaling import (
     check_rope_parameters,
     check_temperature,
 )
+from cat_lm.model.rules import (
+    STREAMS,
+    convolution_problems,
+    head_problems,
+    rotation_problems,
+)
 from cat_lm.ops.convolution import kinds
 
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform")
 POSITION_EMBEDDINGS = ("rope", "none")
-STREAMS = "qkv"
 
 
 @strict
@@ -103,14 +108,12 @@ class CatConfig(GPTNeoXConfig):
         _check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         _check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        _check_streams(self.conv_streams)
-        _check_mixing_and_activation(self)
+        _refuse(convolution_problems(self))
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
         check_temperature(self)
-        if self.position_embedding == "rope":
-            _check_rotary_width(self.rotary_pct, self.hidden_size, self.num_attention_heads)
+        _refuse(rotation_problems(self))
 
     @property
     def rotary_pct(self) -> float:
@@ -190,11 +193,7 @@ def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
     for name in _SWITCHES:
         if not isinstance(getattr(config, name), bool):
             raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"hidden_size={config.hidden_size}: must be a multiple of num_attention_heads="
-            f"{config.num_attention_heads}"
-        )
+    _refuse(head_problems(config))
     if not isinstance(config.hidden_act, str):
         raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
     _check_tokens(config)
@@ -219,35 +218,9 @@ def _check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
 
 
-def _check_streams(streams: str) -> None:
-    if (
-        not isinstance(streams, str)
-        or not streams
-        or set(streams) - set(STREAMS)
-        or len(set(streams)) != len(streams)
-    ):
-        raise ValueError(
-            f"conv_streams={streams!r} must name some of q, k and v, each once, such as 'qkv' "
-            "or 'v'; for no convolution set conv_type='none'"
-        )
-
-
-def _check_mixing_and_activation(config: CatConfig) -> None:
-    if config.conv_mixing == "maps" and config.conv_type != "multihead":
-        raise ValueError(
-            f"conv_mixing='maps' needs conv_type='multihead', not {config.conv_type!r}; "
-            "a convolution that mixes no heads has conv_mixing='embeddings'"
-        )
-    if config.conv_mixing == "maps" and "v" not in config.conv_streams:
-        raise ValueError(
-            f"conv_mixing='maps' needs the stream v, whose filters mix the maps; "
-            f"conv_streams={config.conv_streams!r} must name it, as in 'v' or 'qkv'"
-        )
-    if config.conv_activation != "none" and not kinds.takes_activation(config.conv_type):
-        raise ValueError(
-            f"conv_activation={config.conv_activation!r} needs conv_type='depthwise', "
-            f"not {config.conv_type!r}; the others have conv_activation='none'"
-        )
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(problems[0])
 
 
 def _check_given_once(rope: dict | None, kwargs: dict[str, Any]) -> None:
@@ -256,12 +229,3 @@ def _check_given_once(rope: dict | None, kwargs: dict[str, Any]) -> None:
         stored, given = (rope or {}).get(key), kwargs.get(name)
         if stored is not None and given is not None and stored != given:
             raise ValueError(f"{name}={given} contradicts rope_parameters[{key!r}]={stored}")
-
-
-def _check_rotary_width(rotary_pct: float, hidden_size: int, heads: int) -> None:
-    width = int(hidden_size // heads * rotary_pct)
-    if not 0 < rotary_pct <= 1 or width < 2 or width % 2:
-        raise ValueError(
-            f"rotary_pct={rotary_pct} rotates {width} of a head's {hidden_size // heads} channels; "
-            "it must be an even number of at least 2 (position_embedding='none' rotates nothing)"
-        )

@@ -6,17 +6,19 @@ import math
 import os
 import shutil
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.model.convolution import describe_backend
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.training import state
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Batch = dict[str, np.ndarray]
 
@@ -30,27 +32,22 @@ class StepResult:
     skipped: bool
 
 
-def model_config(config: RunConfig, vocab_size: int) -> CatConfig:
+def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
     """The model's own configuration. Raises UserError where the model cannot be."""
-    section = config.model
-    fields = section.model_dump() | {
-        "vocab_size": section.vocab_size or vocab_size,
-        "intermediate_size": section.intermediate_size or 4 * section.hidden_size,
-        "max_position_embeddings": config.data.context_length,
-    }
+    architecture = config.architecture
+    fields = architecture.fields(config.model, vocab_size, config.data.context_length)
     try:
-        # The section's keys are CatConfig's, so that a new one cannot be forgotten here.
-        return CatConfig(**fields, use_cache=False)
+        return architecture.config_class()(**fields, use_cache=False)
     except ValueError as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
 
 
-def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
+def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
-        model = CatForCausalLM(fields)
+        model = config.architecture.classes().causal_lm(fields)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
@@ -59,17 +56,18 @@ def build_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     return model
 
 
-def convolution_backend(config: RunConfig, model: CatForCausalLM, device: torch.device) -> str:
+def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
     """What will compute the convolutions of this run, and why.
 
     Raises:
         UserError: the backend that the configuration names cannot serve.
     """
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    backend = config.train.conv_backend
     try:
-        return describe_backend(model.config, device, dtype, config.train.conv_backend)
+        return config.architecture.describe_backend(model.config, device, dtype, backend)
     except ValueError as error:
-        raise UserError(f"train.conv_backend={config.train.conv_backend}: {error}") from error
+        raise UserError(f"train.conv_backend={backend}: {error}") from error
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -109,7 +107,7 @@ class Engine:
     accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
     """
 
-    def __init__(self, model: CatForCausalLM, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, model: PreTrainedModel, config: RunConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
@@ -142,7 +140,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
-        (scored,) = self.ranks.sum(int((batch["labels"] != -100).sum()))
+        (scored,) = self.ranks.sum(int((batch["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
         share = max(scored, 1) / (self.ranks.world_size * self.accumulation_steps)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
@@ -171,7 +169,7 @@ class Engine:
         total, scored = 0.0, 0
         for micro_batch in self._micro_batches(batch):
             total += self._loss(micro_batch, num_items_in_batch=1).item()
-            scored += int((micro_batch["shift_labels"] != -100).sum())
+            scored += int((micro_batch["shift_labels"] != IGNORE_INDEX).sum())
         self.deepspeed.train()
         return total, scored
 
@@ -206,7 +204,3 @@ class Engine:
             for parameter in self.model.parameters():
                 parameter.grad = None
         return norm
-
-    def full_precision_weights(self) -> dict[str, torch.Tensor]:
-        """As `state.full_precision_weights`."""
-        return state.full_precision_weights(self)

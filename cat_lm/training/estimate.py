@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.model import CatConfig
 from cat_lm.model.loss import CHUNK_ELEMENTS
-from cat_lm.ops.convolution import kinds
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
-    from cat_lm.model import CatForCausalLM
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # What a rank really took was within this factor of the estimate wherever it was measured: in 39
 # runs on CPUs, of all stages, both precisions and every kind of model (tests/distributed has some).
@@ -33,35 +32,22 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
-def lookup_parameters(config: CatConfig) -> int:
+def lookup_parameters(config: PreTrainedConfig) -> int:
     """Parameters of the input embedding where it multiplies nothing: untied from the head."""
-    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    architecture = architectures.of_config(config)
+    return architecture.lookup_parameters(architecture.section(config))
 
 
-def flops_per_token(config: CatConfig, parameters: int, context_length: int) -> float:
+def flops_per_token(config: PreTrainedConfig, parameters: int, context_length: int) -> float:
     """Floating-point operations of forward and backward per token.
 
-    6 per parameter that multiplies once (all but the embedding that is only looked up and the
-    filters), 12·L·T·C for the attention products over the full square (Chowdhery et al., 2022,
-    appendix B), and 6·W per channel of each convolved stream, H times that where heads are mixed.
-    Mixed attention maps multiply the values of all heads: the half of the attention products that
-    belongs to the values counts H times.
+    6 per parameter that multiplies once (all but the embedding that is only looked up and those
+    that belong to no matrix, such as filters), and what mixes positions: see the architecture's
+    `mixing_flops`.
     """
-    layers, width, heads = (
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-    )
-    values_read = heads if config.mixes_maps else 1
-    attention = 6 * layers * context_length * width * (1 + values_read)
-    convolution = filters = 0
-    if config.conv_type != "none":
-        convolved = layers * len(config.convolved_streams)
-        kind = kinds.get(config.conv_type)
-        convolution = 6 * kind.fan_in(heads, config.conv_window) * width * convolved
-        filters = kind.filter_parameters(heads, width // heads, config.conv_window) * convolved
-    matrices = parameters - lookup_parameters(config) - filters
-    return 6 * matrices + attention + convolution
+    architecture = architectures.of_config(config)
+    section = architecture.section(config)
+    return architecture.flops_per_token(section, parameters, context_length)
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:
@@ -79,7 +65,7 @@ def device_peak_flops(device: torch.device) -> float | None:
     return found.tflops * 1e12 if found else None
 
 
-def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
+def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """The configuration's model without its weights (on the meta device), in milliseconds.
 
     For counting, so it does not matter whether the attention that it asks for is installed.
@@ -92,7 +78,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> CatForCausalLM:
     """
     from cat_lm.training.engine import build_model
 
-    section = config.model.model_copy(update={"attn_implementation": "eager"})
+    section = config.architecture.portable(config.model)
     config = config.model_copy(update={"model": section})
     # Building draws from the generator, which is the run's.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -190,32 +176,17 @@ def memory_per_rank(
 def _activations(config: RunConfig) -> float:
     """Bytes that the backward pass finds kept by the layers, for one micro-batch.
 
-    Counted in tensors of [B, T, C] that autograd saves in a layer: the layer's input, two norms'
-    outputs, the projection (3), queries, keys and values (3), attention's output, and the MLP's
-    two of width I. No fused attention keeps its maps; `eager` keeps them in fp32 and rounded.
+    The architecture counts the tensors of [B, T, C] and the maps of [B, T, T] of a layer.
     """
-    model, train = config.model, config.train
+    model, train, architecture = config.model, config.train, config.architecture
     bf16 = train.precision == "bf16"
     compute = 2.0 if bf16 else 4.0
     # Under autocast (stage 0) the residual stream and the norms stay fp32.
     size = 2.13 if bf16 and train.zero_stage == 0 else compute
-    inner = model.intermediate_size or 4 * model.hidden_size
-    tensors = 10.0 + 2.0 * inner / model.hidden_size
-    if model.position_embedding == "none" and model.conv_type == "none":
-        tensors -= 3  # attention reads the projection where it lies
-    if model.conv_type == "head":
-        tensors += 2 if model.position_embedding == "rope" else 1
-    if model.conv_activation == "silu":
-        tensors += len(model.conv_streams)
-    if model.conv_mixing == "maps":
-        tensors += 2 * model.num_attention_heads  # values mixed for every head, and what they give
-    tensors += 0 if model.use_parallel_residual else 1
-    tensors += 2 if model.hidden_dropout > 0 else 0
     tokens = train.micro_batch_size * config.data.context_length
-    layer = size * tokens * model.hidden_size * tensors
-    if model.attn_implementation == "eager":
-        maps = tokens * config.data.context_length * model.num_attention_heads
-        layer += (4 + compute) * maps
+    layer = size * tokens * model.hidden_size * architecture.saved_tensors(model)
+    maps = tokens * config.data.context_length * architecture.saved_maps(model)
+    layer += (4 + compute) * maps
     if train.activation_checkpointing:
         return layer + size * tokens * model.hidden_size * model.num_hidden_layers
     return layer * model.num_hidden_layers

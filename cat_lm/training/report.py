@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.data.loader import TrainLoader
-from cat_lm.model import CatForCausalLM
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import StepResult
 from cat_lm.training.estimate import (
@@ -20,11 +19,14 @@ from cat_lm.training.estimate import (
     peak_flops,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Report:
     """Turns results into records (numbers) and lines (for people)."""
 
-    def __init__(self, config: RunConfig, model: CatForCausalLM, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, model: PreTrainedModel, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.parameters = count_parameters(model)
         self.vocab_size = model.config.vocab_size
@@ -35,20 +37,17 @@ class Report:
 
     def plan(self, loader: TrainLoader, step: int) -> str:
         """What the run is about to do after `step` steps."""
-        config, model, train = self.config, self.config.model, self.config.train
+        config, train = self.config, self.config.train
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step
         epochs = steps * train.global_batch_size / loader.samples_per_epoch
-        convolution = model.conv_type
-        if convolution != "none":
-            convolution += f" over {model.conv_window} tokens on {model.conv_streams}"
         on_gpu = self.ranks.device.type == "cuda"
         memory = memory_per_rank(config, self.parameters, world_size, self.vocab_size, on_gpu).total
         return "\n".join(
             (
                 f"model: {self.parameters:,} parameters "
                 f"({self.computing:,} without what is only looked up), "
-                f"convolution: {convolution}, positions: {model.position_embedding}",
+                f"{config.model.architecture}, {config.architecture.words(config.model)}",
                 *loader.describe(step, steps),
                 f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "

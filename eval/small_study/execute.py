@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import Record, check_shape, read_object
-from eval.result_files import read_metrics
-from eval.runs import EVALUATION
+from cat_lm.io.readers import Record
+from eval.common.cell_store import CellStore
+from eval.common.result_files import read_metrics
+from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
-RESULT = "study.json"  # in a run's folder once all that is asked of it is done
+_CELL = "study"  # in a run's folder once all that is asked of it is done
 
 
 def commands(study: Study, job: Job) -> dict[str, list[str]]:
@@ -176,19 +176,29 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
                 f"{job.name}: {stage} ended with code {code}, see {log}: {last_line(log)}"
             )
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    write_json(job.folder / RESULT, result)
+    _store(job).write(_CELL, result)
     return result
 
 
+def _store(job: Job) -> CellStore:
+    return CellStore(job.folder, _Result)
+
+
+def result_path(job: Job) -> Path:
+    """FOLDER/study.json, which is there once the job is finished."""
+    return _store(job).path(_CELL)
+
+
 def unfinished(jobs: list[Job]) -> list[Job]:
-    return [job for job in jobs if not (job.folder / RESULT).is_file()]
+    """Choose the jobs that are not finished."""
+    return [job for job in jobs if not result_path(job).is_file()]
 
 
 def read_result(job: Job) -> dict[str, Any]:
-    """The record of a finished job. Raises UserError where it is damaged."""
-    path, advice = job.folder / RESULT, "remove it to make it again"
-    result = read_object(path, advice)
-    check_shape(result, _Result, str(path), advice)
+    """Read the record of a finished job. Raises UserError where it is damaged."""
+    result = _store(job).read(_CELL)
+    if result is None:
+        raise UserError(f"{result_path(job)}: no such file; start the study again")
     return result
 
 

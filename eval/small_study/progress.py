@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.own_files import make_marked, remove_marked
-from eval.result_files import read_metrics
+from eval.common.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
 from eval.small_study.plan import MODELS, Job, Study
 
@@ -30,9 +31,7 @@ class Estimate:
 
     def text(self, jobs: Sequence[Job], parallel: int) -> str:
         total = sum(self.seconds[job.model] for job in jobs) / parallel
-        return (
-            f"by {STEPS} trial steps of each kind of convolution, about {duration(total)} for all"
-        )
+        return f"by {STEPS} trial steps of each kind of model, about {duration(total)} for all"
 
 
 def measure(study: Study, workers: Workers) -> Estimate:
@@ -40,11 +39,11 @@ def measure(study: Study, workers: Workers) -> Estimate:
 
     Raises UserError where one of them cannot be trained at all.
     """
-    kinds: dict[str, Job] = {}
+    kinds: dict[tuple[str, str], Job] = {}
     folder = study.out / "trial"
     for model in study.models:
         job = Job(model, 0, folder / model)
-        kinds.setdefault(study.config(job).model.conv_type, job)
+        kinds.setdefault(_kind(study.config(job)), job)
     remove_marked(folder, TRIALS)
     make_marked(folder, TRIALS)
     print(
@@ -60,7 +59,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
     for model in study.models:
         job = Job(model, 0, folder)
         config = study.config(job)
-        rate, start = rates[kinds[config.model.conv_type].model]
+        rate, start = rates[kinds[_kind(config)].model]
         validations = config.total_steps / config.validation.every_steps
         scored = study.size.cells * study.size.sweep_tokens
         scored += validations * (config.validation.max_tokens or 0)
@@ -70,6 +69,11 @@ def measure(study: Study, workers: Workers) -> Estimate:
     write_json(study.out / "estimate.json", {"seconds": seconds, "parallel": workers.parallel})
     remove_marked(folder, TRIALS)
     return Estimate(seconds)
+
+
+def _kind(config: RunConfig) -> tuple[str, str]:
+    """What sets the speed of models of one size apart."""
+    return config.model.architecture, config.architecture.variant(config.model)
 
 
 def _trial(workers: Workers, job: Job) -> tuple[float, float]:

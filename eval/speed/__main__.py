@@ -16,9 +16,10 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
-from eval.speed import data
+from cat_lm.memory import GIB
 from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
+from eval.speed.data import command as data
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,7 +185,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.conv import ConvOptions, conv_speed
+    from eval.speed.conv.measure import ConvOptions, conv_speed
 
     options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
     shapes = options.shape or SHAPES[device.type]
@@ -203,7 +204,7 @@ def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.train import TrainCase, train_speed
+    from eval.speed.model.train import TrainCase, train_speed
 
     context_length = options.context_length or SIZES[options.size]["context_length"]
     case = TrainCase(
@@ -217,7 +218,7 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.decode import DecodeCase, decode_speed
+    from eval.speed.model.decode import DecodeCase, decode_speed
 
     size = _model_size(options, device)
     cases = [
@@ -233,12 +234,12 @@ def _check_room(what: str, size: int, device: Any) -> None:
 
     if size > (free := free_memory(device)):
         raise UserError(
-            f"{what}: takes {size / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB of memory are free"
+            f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
         )
 
 
 def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.checkpoint import checkpoint_speed
+    from eval.speed.model.checkpoint import checkpoint_speed
 
     if options.scratch is not None and not options.scratch.is_dir():
         raise UserError(f"--scratch {options.scratch}: no such folder")
@@ -248,8 +249,8 @@ def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def _model_size(options: argparse.Namespace, device: Any) -> Any:
-    from cat_lm.config import ModelSection
-    from eval.speed.models import ModelSize
+    from cat_lm import architectures
+    from eval.speed.model.build import ModelSize
 
     named = SIZES[options.size]
     hidden_size = options.hidden_size or named["hidden_size"]
@@ -257,13 +258,7 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
     if hidden_size % heads:
         raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
     layers = options.layers or named["layers"]
-    section = ModelSection(
-        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads
-    )
-    parameters = section.num_parameters(options.vocab_size)
-    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
-    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
-    return ModelSize(
+    size = ModelSize(
         layers=layers,
         hidden_size=hidden_size,
         heads=heads,
@@ -273,6 +268,13 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
         device=str(device),
         attention=options.attention,
     )
+    # Of all models of one size the numbers are about the same.
+    section = size.section(next(iter(MODELS)))
+    architecture = architectures.get(section.architecture)
+    parameters = architecture.num_parameters(section, size.vocab_size)
+    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
+    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
+    return size
 
 
 @command
@@ -282,7 +284,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cat_lm.io.files import write_json
     from cat_lm.pretrained import quiet_transformers
-    from eval.provenance import provenance
+    from eval.common.provenance import provenance
     from eval.speed import tables
     from eval.speed.machine import describe, open_device
 

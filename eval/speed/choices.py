@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from cat_lm.ops.convolution import kinds
+from typing import Any, NamedTuple
+
+from cat_lm import architectures
+from cat_lm.ops.convolution.kinds import DEPTHWISE, HEAD, MULTIHEAD
 
 DTYPES = ("float32", "bfloat16")
 # `qkv` is the whole step from the packed projection to attention's inputs.
-CONV_TYPES = (*kinds.names(), "qkv")
+CONV_TYPES = (HEAD.name, DEPTHWISE.name, MULTIHEAD.name, "qkv")
 # This project's backends, and what else convolves: `eval.speed.kernels`.
 KERNELS = ("reference", "cpu", "triton", "conv1d", "fla", "causal-conv1d")
 # [B, T, H, D] of the 370M and of the 1.4B model; on a GPU, tensors larger than its cache.
@@ -14,13 +17,30 @@ SHAPES = {
     "cpu": ((2, 2048, 16, 64), (2, 2048, 16, 128)),
     "cuda": ((32, 2048, 16, 64), (16, 2048, 16, 128)),
 }
-# What each model is called in a table, and its convolution; "stock" is transformers' own class.
+
+
+class Model(NamedTuple):
+    """A model to be timed.
+
+    Attributes:
+        label: what it is called in a table.
+        keys: of its section, beside its size's.
+        architecture: its name.
+        stock: whether it is transformers' own class, which the others must agree with.
+    """
+
+    label: str
+    keys: dict[str, Any]
+    architecture: str = architectures.DEFAULT
+    stock: bool = False
+
+
 MODELS = {
-    "pythia": ("Pythia, this code", "none"),
-    "cat": ("CAT, a filter for each head", "head"),
-    "mh_cat": ("MH-CAT, a filter for each pair of heads", "multihead"),
-    "depthwise": ("depthwise, a filter for each channel", "depthwise"),
-    "stock": ("GPTNeoXForCausalLM of transformers", "none"),
+    "pythia": Model("Pythia, this code", {}),
+    "cat": Model("CAT, a filter for each head", {"conv_type": "head"}),
+    "mh_cat": Model("MH-CAT, a filter for each pair of heads", {"conv_type": "multihead"}),
+    "depthwise": Model("depthwise, a filter for each channel", {"conv_type": "depthwise"}),
+    "stock": Model("Pythia, transformers' own class", {}, stock=True),
 }
 SIZES = {
     "small": {"layers": 8, "hidden_size": 512, "heads": 8, "context_length": 1024},

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.text_table import aligned
+from eval.common.text_table import aligned
 
 
 def data_table(record: dict[str, Any]) -> str:
     """What `eval.speed.data` measured, and its targets: met or not."""
-    from eval.speed.data_tables import data_lines
+    from eval.speed.data.tables import data_lines
 
     return "\n".join([_where(record), *data_lines(record)])
 
 
 def checkpoint_table(record: dict[str, Any]) -> str:
     """Seconds to save, load and go on from a checkpoint."""
-    from eval.speed.checkpoint import checkpoint_lines
+    from eval.speed.model.checkpoint import checkpoint_lines
 
     return "\n".join([_where(record), *checkpoint_lines(record)])
 

@@ -22,7 +22,7 @@ from tests.runs import losses, run_values
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
     "cat_lm.training.checkpoint.saving.prepare",
-    "cat_lm.training.engine.Engine.full_precision_weights",
+    "cat_lm.training.state.full_precision_weights",
     "cat_lm.training.state.write_state",
     "cat_lm.training.state.save_file",
     "cat_lm.training.generators.save_random_states",

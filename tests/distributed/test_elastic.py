@@ -360,7 +360,7 @@ def negative_zeros(ranks, data: str, folder: str) -> dict[int, bool]:
     def gather(trainer):
         for fragment in state.fragments(trainer.engine):
             fragment.of(fragment.stepped).fill_(-0.0)
-        weights = trainer.engine.full_precision_weights().values()
+        weights = state.full_precision_weights(trainer.engine).values()
         stage = trainer.config.train.zero_stage
         found[stage] = all(w.signbit().all() and not w.any() for w in weights)
 

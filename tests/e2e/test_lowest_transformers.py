@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launch.checks import requirements
+from launch.doctor.machine import requirements
 from launch.environment import explain
 
 ROOT = Path(__file__).resolve().parents[2]

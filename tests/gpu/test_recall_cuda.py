@@ -10,7 +10,7 @@ import torch
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
 from eval.recall.mixers import Setting, make_mixer, mixer_names
-from tests.unit.scans import SHAPES, in_torch, inputs
+from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,17 +74,15 @@ def like(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_the_scans_kernels_are_the_recurrence(shape, time):
     pytest.importorskip("triton", reason="triton is not installed")
     torch.manual_seed(time)
-    given, grad = inputs(*SHAPES[shape], time), torch.randn(2, 3, time, 2, 5)
-    wanted = in_torch(given, grad)
-    leaves, grad = [s.cuda() for s in given], grad.cuda()
+    given = with_state(inputs(*SHAPES[shape], time))
+    grads = [torch.randn(2, 3, time, 2, 5), state_of(given)]
+    wanted = in_torch(given, grads)
+    leaves, grads = ([s.cuda() for s in tensors] for tensors in (given, grads))
     kernels = _scan._kernels(*leaves)
     assert kernels is _scan.decaying_scan_triton
-    out, kept = kernels.forward(EVERY, *leaves)
-    for one, other in zip((out, kept), wanted[:2], strict=True):
-        like(one, other)
     # The same twice: sums are in a fixed order.
-    first, again = (kernels.backward(EVERY, kept, grad, *leaves) for _ in range(2))
-    for one, same_one, other in zip(first, again, wanted[2:], strict=True):
+    first, again = (by(kernels, leaves, grads) for _ in range(2))
+    for one, same_one, other in zip(first, again, wanted, strict=True):
         assert torch.equal(one, same_one)
         like(one, other)
 
@@ -111,9 +109,7 @@ def test_large_states_are_shared_among_warps_and_programs(kind):
         torch.rand(4, 67, heads, *rate, device="cuda"),
         -torch.rand(a, device="cuda"),
     ]
-    _, options, _ = _scan.decaying_scan_triton._launch(
-        EVERY, *(leaves[i][None] for i in (0, 2, 3, 4))
-    )
+    _, options = _scan.decaying_scan_triton._launch(EVERY, *(leaves[i][None] for i in (0, 2, 3, 4)))
     assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]

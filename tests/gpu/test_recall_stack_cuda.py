@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from eval.recall import estimate, execution
-from eval.recall.execution import Execution
 from eval.recall.mixers import make_mixer, mixer_names
-from eval.recall.stack import run_stack
-from eval.recall.training import Cell, run_cell
+from eval.recall.train import estimate, execution
+from eval.recall.train.execution import Execution
+from eval.recall.train.stack import run_stack
+from eval.recall.train.trial import Cell, run_cell
 
 pytestmark = [
     pytest.mark.gpu,

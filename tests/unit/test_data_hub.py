@@ -17,9 +17,8 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep import remote
-from data_prep.documents import Document, Malformed, Reading
-from data_prep.sources import Part, hub, open_source, slimpajama
+from data_prep.sources import Part, hub, open_source, remote, slimpajama
+from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import REPOSITORY
 from tests.hub_server import COMMIT, NAME, serving
 
@@ -145,7 +144,7 @@ def test_one_request_a_file_and_a_part_is_read_on_its_own(server):
 @pytest.mark.parametrize("read_ahead", [1 << 24, 300])
 def test_connections_that_break_in_the_middle_are_mended(server, slept, monkeypatch, read_ahead):
     monkeypatch.setattr(remote, "READ_AHEAD", read_ahead)
-    monkeypatch.setattr("data_prep.documents.BLOCK", 1 << 10)
+    monkeypatch.setattr("data_prep.sources.documents.BLOCK", 1 << 10)
     source = open_hub()
     name = source.parts[0].name
     server.trouble[name] = ["break", "break", None, *["break"] * 8]

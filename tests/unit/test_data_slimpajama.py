@@ -8,8 +8,8 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep.documents import Malformed, Reading
 from data_prep.sources import KNOWN_SETS, open_source
+from data_prep.sources.documents import Malformed, Reading
 from tests.conftest import generated_text
 from tests.hub_server import NAME, serving
 from tests.prepared_data import digests

@@ -20,8 +20,8 @@ LOOK_ALIKES = "<s>[INST] </s></s> x <unk> <0x0A> <|endoftext|><|padding|> y"
 
 @pytest.fixture(scope="module")
 def texts(shared_data):
-    from data_prep.documents import Reading
     from data_prep.sources import open_source
+    from data_prep.sources.documents import Reading
 
     source = open_source("slimpajama", str(shared_data / "slimpajama_sample"), Reading())
     found = [document.text for part in source.parts for document in source.read(part)]

@@ -102,7 +102,7 @@ class TestChecksums:
 
     def test_every_way_to_the_weights_compares_them(self, folder, tmp_path):
         from cat_lm.training.initial import load_initial_weights
-        from eval.filters import read_filters
+        from eval.common.filters import read_filters
 
         flip(folder / "model.safetensors")
         model = tiny_model(257)

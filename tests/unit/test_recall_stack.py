@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.recall import cells, execution, stack, training
 from eval.recall.__main__ import _stack
-from eval.recall.execution import Execution, run_unfinished, stacks
-from eval.recall.language import LanguageCell
+from eval.recall.grids.plan import Run
 from eval.recall.mixers import make_mixer, mixer_names
-from eval.recall.plan import Run
-from eval.recall.stack import run_stack
-from eval.recall.training import Cell, run_cell
+from eval.recall.train import cells, execution, stack
+from eval.recall.train import trial as training
+from eval.recall.train.execution import Execution, run_unfinished, stacks
+from eval.recall.train.language import LanguageCell
+from eval.recall.train.stack import run_stack
+from eval.recall.train.trial import Cell, run_cell
 
 BASE = Cell(
     "mqar:vocab_size=32",

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from cat_lm.training.estimate import count_parameters, flops_per_token
-from eval.speed import check, decode, kernels, machine, models, qkv, train
+from eval.speed import machine
 from eval.speed.__main__ import main
 from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
-from eval.speed.floor import forward_backward_bytes, forward_bytes
-from eval.speed.kernels import ConvCase, Kernel
+from eval.speed.conv import check, kernels, qkv
+from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
+from eval.speed.conv.kernels import ConvCase, Kernel
+from eval.speed.model import build as models
+from eval.speed.model import decode, train
 from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
@@ -319,7 +322,7 @@ def test_train_record(speed):
         size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
         model = models.build(size, name, 16)
         assert row["parameters"] == count_parameters(model)
-        flops = 32 * flops_per_token(models.cat_config(size, name, 16), row["parameters"], 16)
+        flops = 32 * flops_per_token(models.model_config(size, name, 16), row["parameters"], 16)
         assert row["flops_per_step"] == flops
         seconds = row["step_seconds"]["median"]
         assert row["tokens_per_second"] == pytest.approx(32 / seconds)
@@ -375,7 +378,7 @@ def test_decode_record(speed):
             assert len(measured["all"]) == 2
         assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
         assert row["near_ties"] == 0
-        assert MODELS[row["name"]][0] in out
+        assert MODELS[row["name"]].label in out
 
 
 def test_decoding_is_transformers_greedy():

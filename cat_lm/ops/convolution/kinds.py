@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cat_lm import plugins
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -116,16 +118,17 @@ def register(kind: Kind) -> None:
 
 def takes_activation(name: str) -> bool:
     """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
-    return name in _KINDS and _KINDS[name].takes_activation
+    return name in names() and _KINDS[name].takes_activation
 
 
 def mixes_heads(name: str) -> bool:
     """Tell whether convolutions of a kind, or of "none", mix heads."""
-    return name in _KINDS and _KINDS[name].mixes_heads
+    return name in names() and _KINDS[name].mixes_heads
 
 
 def names() -> tuple[str, ...]:
-    """List the kinds by name."""
+    """List the kinds by name, those of plugins (`cat_lm.plugins`) among them."""
+    plugins.load()
     return tuple(_KINDS)
 
 
@@ -135,6 +138,6 @@ def get(name: str) -> Kind:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in _KINDS:
+    if name not in names():
         raise ValueError(f"conv_type={name!r}: choose one of {', '.join(_KINDS)}")
     return _KINDS[name]

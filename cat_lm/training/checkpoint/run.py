@@ -230,11 +230,13 @@ class Checkpoints:
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
+        from cat_lm.training.state import full_precision_weights
+
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         try:
             ranks.on_first(lambda: saving.prepare(temporary))
-            weights = engine.full_precision_weights()
+            weights = full_precision_weights(engine)
             progress("gathering the weights")
             files = ranks.everywhere(
                 lambda: saving.write_own_files(

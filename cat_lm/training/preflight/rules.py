@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
+from cat_lm.memory import GIB
 from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
@@ -20,7 +21,6 @@ from cat_lm.training.estimate import (
 from cat_lm.training.preflight.bandwidth import Transport
 from cat_lm.training.preflight.facts import Facts
 
-GIB = 2**30
 HOSTS_NAMED = 8
 # A rank's device that takes so many times as long as the median one holds all others up.
 SLOW_DEVICE = 2.0
@@ -216,7 +216,7 @@ def _needs(verdict: Verdict, config: RunConfig) -> None:
     except UserError as error:
         verdict.problems[str(error)] += range(len(verdict.facts))
         return
-    parameters = config.model.num_parameters(vocab_size)
+    parameters = config.num_parameters(vocab_size)
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)

@@ -1,0 +1,286 @@
+"""What a family of models says of itself, and what families have in common.
+
+An `Architecture` answers for a model's *section*: the keys of the YAML's `model:`, which are there
+long before the model is. Of a model that is there, `Architecture.section` makes one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from cat_lm import limits
+from cat_lm.config_sections import Section, whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+# What a configuration's dictionary holds beside the arguments of its class.
+_NOT_FIELDS = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
+
+
+class ModelSection(Section):
+    """The keys that every family has; its own section adds the others."""
+
+    architecture: str
+    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)]
+    num_hidden_layers: Annotated[int, whole(limits.LAYERS)]
+    vocab_size: Annotated[int, whole(limits.VOCABULARY)] | None = Field(
+        None, description="default: the tokenizer's"
+    )
+    tie_word_embeddings: bool = False
+
+
+class Classes(NamedTuple):
+    """The classes of a model. `base_model` is what `AutoModel` makes; None where nothing does."""
+
+    config: type[PreTrainedConfig]
+    causal_lm: type[PreTrainedModel]
+    base_model: type[PreTrainedModel] | None = None
+
+
+class Architecture:
+    """A family of models. Every method that takes a `section` takes one of its `Section`.
+
+    Attributes:
+        name: the value of `model.architecture`.
+        title: what people call the family.
+        model_type: of this project's configuration class.
+        library_type: of transformers' own models that this family reads and goes on from; None
+            where there are none.
+        Section: the keys of `model:`.
+        embedding: the parameter that looks tokens up.
+        layer_weight: a matrix that every layer has, `{layer}` standing for its number.
+        scales_positions: whether longer contexts can be read by `cat_lm.model.rope_scaling`.
+        takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
+        free_keys: what a run may choose anew that starts from a model's weights.
+        unoffered_keys: what a model may have and the section has no key for.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    model_type: ClassVar[str]
+    library_type: ClassVar[str | None] = None
+    Section: ClassVar[type[ModelSection]]
+    embedding: ClassVar[str]
+    layer_weight: ClassVar[str]
+    scales_positions: ClassVar[bool] = False
+    takes_convolutions: ClassVar[bool] = False
+    free_keys: ClassVar[frozenset[str]] = frozenset()
+    unoffered_keys: ClassVar[tuple[str, ...]] = ()
+
+    # Classes
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The types that a config.json of this family can have: its own, and the library's."""
+        return (self.model_type, *([self.library_type] if self.library_type else []))
+
+    def classes(self) -> Classes:
+        """Import this project's classes."""
+        raise NotImplementedError
+
+    def config_class(self) -> type[PreTrainedConfig]:
+        """Import the configuration's class alone, which may need no torch."""
+        return self.classes().config
+
+    def library_classes(self) -> Classes:
+        """Import the classes of transformers' own models; only with a `library_type`."""
+        raise NotImplementedError
+
+    def classes_of(self, config: PreTrainedConfig) -> Classes:
+        """Import the classes that a configuration belongs to."""
+        is_own = config.model_type == self.model_type
+        return self.classes() if is_own else self.library_classes()
+
+    def own_config(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+        """Make this project's configuration of one of it or of the library's, with changes.
+
+        Raises:
+            ValueError: the class refuses them.
+        """
+        fields = {key: value for key, value in config.to_dict().items() if key not in _NOT_FIELDS}
+        return self.config_class()(**fields | changes)
+
+    def library_config(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+        """Make the library's configuration of a model that `library_problems` finds nothing in."""
+        kind = self.library_classes().config
+        known = kind().to_dict().keys() - _NOT_FIELDS
+        fields = {key: value for key, value in config.to_dict().items() if key in known}
+        return kind(**fields | changes)
+
+    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+        """Say what of a model, its convolutions aside, the library's class does not have."""
+        return []
+
+    # Sections and configurations
+
+    def fields(self, section: ModelSection, vocab_size: int, context_length: int) -> dict[str, Any]:
+        """Give the arguments of the configuration's class.
+
+        Args:
+            vocab_size: the tokenizer's; the section's comes before it.
+            context_length: of a training sequence, in tokens.
+        """
+        # The keys of both are the same, so that a new one cannot be forgotten here.
+        return section.model_dump(exclude={"architecture"}) | {
+            "vocab_size": section.vocab_size or vocab_size,
+            "max_position_embeddings": context_length,
+        }
+
+    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Give the section's keys but `architecture` for a configuration, ours or the library's.
+
+        Keys that it does not know have their defaults.
+        """
+        known = config.to_dict()
+        fields = self.Section.model_fields.items()
+        values = {name: known.get(name, field.get_default()) for name, field in fields}
+        del values["architecture"]
+        return values
+
+    def section(self, config: PreTrainedConfig) -> Any:
+        """Make the section of a model that is there, whatever its values."""
+        return self.Section.model_construct(**self.section_values(config))
+
+    def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+        """Say what makes the weights of one model unfit for another, by their `section_values`."""
+        return [
+            f"model.{key} is {value!r} there and {ours[key]!r} here"
+            for key, value in theirs.items()
+            if key not in self.free_keys and value != ours[key]
+        ]
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Check a config.json before a configuration is made of it. Raises ValueError."""
+
+    def problems(self, section: Any, context_length: int) -> list[str]:
+        """Say what does not go together in a section, in lines that begin with the key."""
+        return []
+
+    def portable(self, section: Any) -> Any:
+        """Give the same model, computed by what every machine has."""
+        return section
+
+    def narrowed(self, section: Any) -> Any:
+        """Give a model of the same parts that any machine can hold, of at most two layers."""
+        raise NotImplementedError
+
+    # Counts
+
+    def num_parameters(self, section: Any, vocab_size: int) -> int:
+        """Count the parameters of the model, without making it.
+
+        Args:
+            vocab_size: the tokenizer's; the section's comes before it.
+        """
+        raise NotImplementedError
+
+    def lookup_parameters(self, section: Any) -> int:
+        """Count the input embedding's parameters where it multiplies nothing: not tied."""
+        return 0 if section.tie_word_embeddings else section.vocab_size * section.hidden_size
+
+    def elementwise_parameters(self, section: Any) -> int:
+        """Count the other parameters that belong to no matrix product: filters, rates."""
+        return 0
+
+    def mixing_flops(self, section: Any, context_length: int) -> float:
+        """Count a token's FLOPs, forward and backward, of what mixes positions."""
+        raise NotImplementedError
+
+    def flops_per_token(self, section: Any, parameters: int, context_length: int) -> float:
+        """Count a token's FLOPs, forward and backward.
+
+        6 per parameter that multiplies once (all but the embedding that is only looked up and
+        `elementwise_parameters`), and `mixing_flops`.
+        """
+        matrices = parameters - self.lookup_parameters(section)
+        matrices -= self.elementwise_parameters(section)
+        return 6 * matrices + self.mixing_flops(section, context_length)
+
+    def saved_tensors(self, section: Any) -> float:
+        """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
+        raise NotImplementedError
+
+    def saved_maps(self, section: Any) -> int:
+        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
+        return 0
+
+    def forward_channels(self, section: Any) -> int:
+        """Count the numbers a token that a forward pass without gradients holds at once."""
+        return layer_channels(section)
+
+    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
+        """Count the bytes of the decoding state of one sequence after `length` tokens.
+
+        Args:
+            itemsize: bytes of one of its numbers.
+        """
+        raise NotImplementedError
+
+    # Words
+
+    def describe(self, section: Any) -> str:
+        """Say what a model is, for its card."""
+        return f"{self.title} language model ({self.words(section)})"
+
+    def words(self, section: Any) -> str:
+        """Say in a few words how a model differs from the others of its size."""
+        raise NotImplementedError
+
+    def facts(self, section: Any) -> dict[str, Any]:
+        """Give what a table of runs shows of a model, by column."""
+        return {}
+
+    def sizes(self, section: Any) -> dict[str, int]:
+        """Give the numbers that make a model's size, by name."""
+        return {"layers": section.num_hidden_layers, "hidden size": section.hidden_size}
+
+    def variant(self, section: Any) -> str:
+        """Name what sets the speed of models of one family and size apart; "" for nothing."""
+        return ""
+
+    def describe_backend(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say in one line what computes the convolutions of a model, and why.
+
+        Raises:
+            ValueError: the backend asked for cannot serve.
+        """
+        return "no convolutions"
+
+    # Upcycling: models with convolutions, and the same without
+
+    def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
+        """Make the filter that changes nothing, for the parameter `name`."""
+        raise NotImplementedError
+
+    def parameter_name(self, name: str, convolved: bool) -> str:
+        """Translate a parameter's name into that in a model with, or without, convolutions."""
+        return name
+
+
+def layer_channels(model: Any) -> int:
+    """Count a token's numbers in a layer of a transformer, as a forward pass holds them at once.
+
+    The residual stream and its norms, queries, keys and values as projected, convolved and rotated,
+    the attention's output, and the MLP before and after the activation.
+
+    Args:
+        model: a section, or the configuration of a model of any kind.
+    """
+    width = model.hidden_size
+    inner = getattr(model, "intermediate_size", None) or 4 * width
+    return 8 * width + 2 * inner
+
+
+def key_value_bytes(model: Any, length: int, itemsize: int) -> int:
+    """Count the bytes of keys and values of `length` tokens in all layers; `model` as above."""
+    heads = model.num_attention_heads
+    width = model.hidden_size // heads * (getattr(model, "num_key_value_heads", None) or heads)
+    return 2 * model.num_hidden_layers * width * itemsize * length

@@ -1,0 +1,143 @@
+"""GPT-NeoX, as Pythia is, and CAT on it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from cat_lm import limits
+from cat_lm.architectures.base import Classes
+from cat_lm.architectures.transformer import (
+    AttentionKeys,
+    ConvolutionKeys,
+    Dropout,
+    Transformer,
+)
+from cat_lm.config_sections import number, whole
+from cat_lm.model import rules
+from cat_lm.model.names import current_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class GPTNeoXSection(ConvolutionKeys, AttentionKeys):
+    """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
+
+    architecture: Literal["gpt_neox"] = "gpt_neox"
+    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+        None, description="default: 4 x hidden_size"
+    )
+    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = 0.25
+    use_parallel_residual: bool = True
+    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
+    hidden_dropout: Dropout = 0.0
+
+    @property
+    def inner_size(self) -> int:
+        """The width of the MLP."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+
+class GPTNeoX(Transformer):
+    """Biases everywhere, layer norms, an MLP of two matrices, attention and MLP in parallel."""
+
+    name = "gpt_neox"
+    title = "GPT-NeoX"
+    model_type = "cat_neox"
+    library_type = "gpt_neox"
+    Section = GPTNeoXSection
+    embedding = "gpt_neox.embed_in.weight"
+    layer_weight = "gpt_neox.layers.{layer}.attention.query_key_value.weight"
+    unoffered_keys = ("hidden_act", "attention_bias")
+
+    def config_class(self) -> type[PreTrainedConfig]:
+        """Import `CatConfig`."""
+        from cat_lm.model.configuration import CatConfig
+
+        return CatConfig
+
+    def classes(self) -> Classes:
+        """Import `CatConfig`, `CatForCausalLM` and `CatModel`."""
+        from cat_lm.model.modeling import CatForCausalLM, CatModel
+
+        return Classes(self.config_class(), CatForCausalLM, CatModel)
+
+    def library_classes(self) -> Classes:
+        """Import transformers' GPT-NeoX."""
+        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
+
+        return Classes(GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel)
+
+    def fields(
+        self, section: GPTNeoXSection, vocab_size: int, context_length: int
+    ) -> dict[str, Any]:
+        """Give the arguments of `CatConfig`."""
+        fields = super().fields(section, vocab_size, context_length)
+        return fields | {"intermediate_size": section.inner_size}
+
+    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Give the section's keys; `rope_parameters` holds the rotated part."""
+        part = config.rope_parameters["partial_rotary_factor"]
+        return super().section_values(config) | {"rotary_pct": part}
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Check a config.json of GPT-NeoX or CAT. Raises ValueError."""
+        from cat_lm.model.configuration import check_settings
+
+        check_settings(settings)
+
+    def problems(self, section: GPTNeoXSection, context_length: int) -> list[str]:
+        """Say what does not go together, see `cat_lm.model.rules`."""
+        found = super().problems(section, context_length)
+        return [*found, *rules.rotation_problems(section)]
+
+    def narrowed(self, section: GPTNeoXSection) -> GPTNeoXSection:
+        """Give two narrow layers."""
+        small = super().narrowed(section)
+        # Rotation has no parameters; of a narrower head, the same share of channels may be odd.
+        narrower = self.head_channels(small) < self.head_channels(section)
+        return small.model_copy(update={"rotary_pct": 1.0}) if narrower else small
+
+    def num_parameters(self, section: GPTNeoXSection, vocab_size: int) -> int:
+        """Count the parameters; the default of the MLP's width is 4·C."""
+        width, inner = section.hidden_size, section.inner_size
+        norm, attention = 2 * width, 4 * width * (width + 1)
+        layer = 2 * norm + attention + 2 * width * inner + inner + width
+        tables = 1 if section.tie_word_embeddings else 2
+        vocabulary = tables * (section.vocab_size or vocab_size) * width
+        return (
+            section.num_hidden_layers * layer
+            + self.elementwise_parameters(section)
+            + (norm + vocabulary)
+        )
+
+    def saved_tensors(self, section: GPTNeoXSection) -> float:
+        """Count what autograd keeps of a layer, in tensors of [B, T, C].
+
+        The layer's input, two norms' outputs, the projection (3), queries, keys and values (3),
+        attention's output, and the MLP's two of width I.
+        """
+        tensors = 10.0 + 2.0 * section.inner_size / section.hidden_size
+        if section.position_embedding == "none" and section.conv_type == "none":
+            tensors -= 3  # attention reads the projection where it lies
+        if section.conv_type == "head":
+            tensors += 2 if section.position_embedding == "rope" else 1
+        if section.conv_activation == "silu":
+            tensors += len(section.conv_streams)
+        if section.conv_mixing == "maps":
+            # Values mixed for every head, and what they give.
+            tensors += 2 * section.num_attention_heads
+        tensors += 0 if section.use_parallel_residual else 1
+        return tensors + (2 if section.hidden_dropout > 0 else 0)
+
+    def parameter_name(self, name: str, convolved: bool) -> str:
+        """Translate a name: the projection's bias follows its convolution."""
+        if convolved:
+            return current_name(name, convolved)
+        return re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name)
+
+
+ARCHITECTURE = GPTNeoX()

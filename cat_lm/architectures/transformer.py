@@ -1,0 +1,261 @@
+"""What the families have in common that attend and may convolve queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from cat_lm import limits
+from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
+from cat_lm.config_sections import number, whole
+from cat_lm.model import rules
+from cat_lm.model.rope_scaling import check_rope_parameters
+from cat_lm.ops.convolution import kinds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+# A narrowed model's; wider heads and longer filters show nothing more.
+_MOST_HEAD_CHANNELS = 256
+_MOST_TAPS = 64
+
+
+def _known_kind(name: str) -> str:
+    if name not in ("none", *kinds.names()):
+        raise ValueError(f"must be one of none, {', '.join(kinds.names())}")
+    return name
+
+
+def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    check_rope_parameters(rope)
+    return rope
+
+
+Dropout = Annotated[float, number(limits.FRACTION, below=1)]
+
+
+class AttentionKeys(ModelSection):
+    """Heads, positions and what computes attention."""
+
+    num_attention_heads: Annotated[int, whole(limits.HEADS)]
+    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = 10000.0
+    position_embedding: Literal["rope", "none"] = "rope"
+    rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
+        None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
+    )
+    attention_temperature: Annotated[float, number(limits.TEMPERATURE)] = Field(
+        1.0, description="logits are divided by it"
+    )
+    temperature_scope: Literal["logits", "rotary"] = "logits"
+    attention_dropout: Dropout = 0.0
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
+
+
+class ConvolutionKeys(ModelSection):
+    """The convolutions of queries, keys and values."""
+
+    conv_type: Annotated[str, AfterValidator(_known_kind)] = "none"
+    conv_window: Annotated[int, whole(limits.WINDOW)] = 21
+    conv_streams: str = "qkv"
+    conv_init: Literal["identity", "uniform"] = "identity"
+    conv_mixing: Literal["embeddings", "maps"] = Field(
+        "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
+    )
+    conv_activation: Literal["none", "silu"] = Field(
+        "none", description="after a depthwise convolution"
+    )
+
+
+class Transformer(Architecture):
+    """A family whose section has `AttentionKeys` and `ConvolutionKeys`."""
+
+    scales_positions = True
+    takes_convolutions = True
+    free_keys = frozenset(
+        # These change no weight's meaning,
+        {"attn_implementation", "hidden_dropout", "attention_dropout", "conv_init"}
+        # and these are what a run wants to train with: longer contexts than before.
+        | {"rope_parameters", "attention_temperature", "temperature_scope"}
+    )
+    # Of a model without convolutions, what the library's class has one value of.
+    _PLAIN: ClassVar[dict[str, Any]] = {"position_embedding": "rope", "attention_temperature": 1}
+
+    def heads_of(self, section: Any, stream: str) -> int:
+        """Count the heads of a stream: q, k or v."""
+        return section.num_attention_heads
+
+    def head_channels(self, section: Any) -> int:
+        """Count the channels of a head."""
+        return section.hidden_size // section.num_attention_heads
+
+    def streams(self, section: Any) -> str:
+        """Give the streams that have filters; "" without convolutions."""
+        return "" if section.conv_type == "none" else section.conv_streams
+
+    def mixes_maps(self, section: Any) -> bool:
+        """Tell whether the values' filters mix attention maps."""
+        return section.conv_type == "multihead" and section.conv_mixing == "maps"
+
+    # Sections and configurations
+
+    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """As in the base; bases and parts of the rotation stand in `rope_parameters` there."""
+        values = super().section_values(config)
+        rope = config.rope_parameters
+        values["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") == "default":
+            values["rope_parameters"] = None  # the section's other keys say it all
+        return values
+
+    def problems(self, section: Any, context_length: int) -> list[str]:
+        """Say what does not go together, see `cat_lm.model.rules`."""
+        return [
+            *rules.head_problems(section),
+            *rules.convolution_problems(section),
+            *rules.window_problems(section, context_length),
+        ]
+
+    def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+        """Compare as the base; without convolutions their other keys say nothing."""
+        if theirs["conv_type"] != "none":
+            return super().differences(theirs, ours)
+        said = {k: v for k, v in theirs.items() if k == "conv_type" or not k.startswith("conv_")}
+        found = super().differences(said, ours)
+        if ours["conv_type"] != "none":
+            found.append("python -m cat_lm.upcycle adds convolutions to a model")
+        return found
+
+    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+        """Say what of a model, its convolutions aside, the library's class does not have."""
+        return [
+            f"has {key}={value!r}; plain {self.title} has {plain!r}"
+            for key, plain in self._PLAIN.items()
+            if (value := getattr(config, key, plain)) != plain
+        ]
+
+    def portable(self, section: Any) -> Any:
+        """Give the same model with attention that needs nothing installed."""
+        return section.model_copy(update={"attn_implementation": "eager"})
+
+    def narrowed(self, section: Any) -> Any:
+        """Give two layers of two heads and a small vocabulary."""
+        width = min(_MOST_HEAD_CHANNELS, self.head_channels(section))
+        changes = {
+            "hidden_size": 2 * width,
+            "conv_window": min(section.conv_window, _MOST_TAPS),
+            "num_attention_heads": 2,
+            "num_hidden_layers": min(2, section.num_hidden_layers),
+            "intermediate_size": None,
+            "vocab_size": 512,
+        }
+        return self.portable(section).model_copy(update=changes)
+
+    # Counts
+
+    def elementwise_parameters(self, section: Any) -> int:
+        """Count the filters' taps."""
+        if not self.streams(section):
+            return 0
+        kind, channels = kinds.get(section.conv_type), self.head_channels(section)
+        return section.num_hidden_layers * sum(
+            kind.filter_parameters(self.heads_of(section, stream), channels, section.conv_window)
+            for stream in self.streams(section)
+        )
+
+    def mixing_flops(self, section: Any, context_length: int) -> float:
+        """Count a token's FLOPs of attention and convolutions, forward and backward.
+
+        12·L·T·C for the attention products over the full square (Chowdhery et al., 2022, appendix
+        B), and 6·W per channel of each convolved stream, H times that where heads are mixed. Mixed
+        attention maps multiply the values of all heads: the half of the attention products that
+        belongs to the values counts H times.
+        """
+        layers, heads = section.num_hidden_layers, section.num_attention_heads
+        channels = self.head_channels(section)
+        values_read = heads if self.mixes_maps(section) else 1
+        attention = 6 * layers * context_length * heads * channels * (1 + values_read)
+        convolution = 0
+        for stream in self.streams(section):
+            own = self.heads_of(section, stream)
+            inputs = kinds.get(section.conv_type).fan_in(own, section.conv_window)
+            convolution += 6 * layers * inputs * own * channels
+        return attention + convolution
+
+    def saved_maps(self, section: Any) -> int:
+        """Count attention's maps, which no fused attention keeps."""
+        return section.num_attention_heads if section.attn_implementation == "eager" else 0
+
+    def forward_channels(self, section: Any) -> int:
+        """Count as in the base, with the values that every head mixes for every other one."""
+        mixed = 2 * section.num_attention_heads if self.mixes_maps(section) else 0
+        return layer_channels(section) + mixed * section.hidden_size
+
+    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
+        """Count keys, values and the convolutions' last W−1 inputs of all layers."""
+        streams = self.streams(section)
+        if self.mixes_maps(section):
+            streams = streams.replace("v", "")  # whose filters read the cached values
+        heads = sum(self.heads_of(section, stream) for stream in streams)
+        inputs = heads * self.head_channels(section) * (section.conv_window - 1)
+        kept = section.num_hidden_layers * inputs * itemsize
+        return kept + key_value_bytes(section, length, itemsize)
+
+    # Words
+
+    def describe(self, section: Any) -> str:
+        """Say what a model is, for its card."""
+        name = super().describe(section)
+        return f"convolution-augmented (CAT) {name}" if self.streams(section) else name
+
+    def words(self, section: Any) -> str:
+        """Name the convolutions and the positions."""
+        kind = "no convolution"
+        if self.streams(section):
+            streams = ", ".join(self.streams(section))
+            kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
+            kind += ", mixing attention maps" if self.mixes_maps(section) else ""
+            kind += ", then SiLU" if section.conv_activation == "silu" else ""
+        positions = "RoPE" if section.position_embedding == "rope" else "no positions"
+        return f"{kind}; {positions}"
+
+    def facts(self, section: Any) -> dict[str, Any]:
+        """Give the convolutions' keys, those that say nothing as None, and the positions."""
+        kind = section.conv_type
+        convolved, mixes = kind != "none", kinds.mixes_heads(kind)
+        return {
+            "conv_type": kind,
+            "conv_streams": section.conv_streams if convolved else None,
+            "conv_window": section.conv_window if convolved else None,
+            "conv_mixing": section.conv_mixing if mixes else None,
+            "conv_activation": section.conv_activation if kinds.takes_activation(kind) else None,
+            "position_embedding": section.position_embedding,
+        }
+
+    def sizes(self, section: Any) -> dict[str, int]:
+        """Give layers, width, heads and, with convolutions, the window."""
+        sizes = super().sizes(section) | {"heads": section.num_attention_heads}
+        return sizes | ({"window": section.conv_window} if self.streams(section) else {})
+
+    def variant(self, section: Any) -> str:
+        """Name the kind of convolution."""
+        return section.conv_type
+
+    def describe_backend(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say in one line what computes the convolutions; as in the base."""
+        from cat_lm.model.convolution import describe_backend
+
+        return describe_backend(config, device, dtype, backend)
+
+    # Upcycling
+
+    def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
+        """Make the filter that changes nothing, for a parameter named `…q_filter` or so."""
+        section = self.section(config)
+        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
+        kind, window = kinds.get(section.conv_type), section.conv_window
+        return kind.identity(heads, self.head_channels(section), window)

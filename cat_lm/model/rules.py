@@ -1,0 +1,75 @@
+"""What does not go together in a model, in words that begin with the key.
+
+One definition for a run's YAML and for a model's own configuration, whose keys have the same names;
+neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cat_lm.io.readers import short
+from cat_lm.ops.convolution import kinds
+
+STREAMS = "qkv"
+
+
+def head_problems(model: Any) -> list[str]:
+    """Say whether the width divides among the heads."""
+    if model.hidden_size % model.num_attention_heads == 0:
+        return []
+    return [
+        f"hidden_size={model.hidden_size}: must be a multiple of "
+        f"num_attention_heads={model.num_attention_heads}"
+    ]
+
+
+def rotation_problems(model: Any) -> list[str]:
+    """Say whether rotary positions turn pairs of a head's channels."""
+    if model.position_embedding != "rope":
+        return []
+    channels = model.hidden_size // model.num_attention_heads
+    rotated = int(channels * model.rotary_pct)
+    if 0 < model.rotary_pct <= 1 and rotated >= 2 and rotated % 2 == 0:
+        return []
+    return [
+        f"rotary_pct={model.rotary_pct}: rotates {rotated} of a head's {channels} channels; "
+        "must be an even number of at least 2 (position_embedding=none rotates nothing)"
+    ]
+
+
+def convolution_problems(model: Any) -> list[str]:
+    """Say what the keys of the convolutions contradict in each other."""
+    problems, streams = [], model.conv_streams
+    if not is_streams(streams):
+        return [
+            f"conv_streams={short(streams)}: must name some of q, k and v, each once, as in qkv; "
+            "for no convolution set conv_type=none"
+        ]
+    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
+        problems.append(
+            "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix the "
+            f"maps, not conv_type={model.conv_type} and conv_streams={streams}"
+        )
+    if model.conv_activation != "none" and not kinds.takes_activation(model.conv_type):
+        able = [name for name in kinds.names() if kinds.takes_activation(name)]
+        problems.append(
+            f"conv_activation={model.conv_activation}: needs conv_type={' or '.join(able)}, "
+            f"not {model.conv_type}; the others have conv_activation=none"
+        )
+    return problems
+
+
+def is_streams(value: Any) -> bool:
+    """Tell whether a value names some of the streams, each once."""
+    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(STREAMS))
+
+
+def window_problems(model: Any, context_length: int) -> list[str]:
+    """Say whether a filter's last taps would read nothing."""
+    if model.conv_type == "none" or model.conv_window <= context_length:
+        return []
+    return [
+        f"conv_window={model.conv_window}: is beyond data.context_length={context_length}; its "
+        "last taps would read nothing"
+    ]
