@@ -21,7 +21,6 @@ LAYERS = {
         ("export", "generate"),
         ("training",),
         ("data",),
-        ("architectures",),
         ("model_files",),
         ("model",),
         ("ops",),
