@@ -97,7 +97,7 @@ def fixed_points(run: Run, record: dict[str, Any]) -> dict[int, float]:
 
 
 def controls(rows: Rows) -> dict[str, Any]:
-    """Whether attention learned four keys, and models without mixing stayed at chance.
+    """Check that attention learned four keys, and models without mixing stayed at chance.
 
     At chance: at most five standard deviations of a guesser's accuracy above it.
     """

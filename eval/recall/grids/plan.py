@@ -30,7 +30,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the grids are.
+    """Fix how large the grids are.
 
     Attributes:
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.

@@ -25,7 +25,7 @@ CLAIMS = {
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
-    """What must be known before the numbers are compared: a sentence for each failed control."""
+    """Warn, before the numbers are compared, of each failed control in a sentence."""
     found, positive = [], record["controls"]["positive"]
     if not positive["passed"]:
         found.append(

@@ -1,4 +1,4 @@
-"""What every task shares: splits that cannot overlap, and draws without replacement for many rows.
+"""Share what tasks need: splits that cannot overlap, draws without replacement for many rows.
 
 Rows are pure functions of (task, seed, split). A row belongs to the split that one bit of a hash of
 its inputs names, and a row of the other split is drawn again: train and test rows are disjoint

@@ -185,13 +185,13 @@ class Trial:
 
     @property
     def runs_free(self) -> bool:
-        """Whether the trained length is also tested with the model's own answers fed back."""
+        """Tell whether the trained length is also tested with the model's own answers fed back."""
         return self.task.free_running and getattr(self.task, "mode", "") == "autoregressive"
 
     def record(
         self, accuracies: dict[str, dict[str, float]], training: float, testing: float
     ) -> dict[str, Any]:
-        """What a cell's file gets, as plain values.
+        """Gather what a cell's file gets, as plain values.
 
         Args:
             accuracies: test -> what it found.

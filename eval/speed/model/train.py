@@ -37,7 +37,7 @@ from eval.speed.timing import summary, time_in_turn, times_as_fast
 
 @dataclass(frozen=True)
 class TrainCase:
-    """What is timed: models of one size on batches of `batch_size` x `context_length` tokens."""
+    """Fix what is timed: models of one size on `batch_size` x `context_length` tokens."""
 
     size: ModelSize
     batch_size: int
