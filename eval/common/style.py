@@ -83,7 +83,7 @@ def plain_label(text: str) -> str:
 
 
 def legend_key(label: str, index: int) -> Line2D:
-    """What a legend shows for a run.
+    """Make a run's key in a legend.
 
     Legends take these, not the lines themselves: among those, labels that begin with an underscore
     are left out.

@@ -155,7 +155,7 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
 
 
 def limit_note(rows: Sequence[Row]) -> str:
-    """Which rows were not measured on whole tasks; empty where all were."""
+    """Name the rows that were not measured on whole tasks; empty where all were."""
     models: dict[int, list[str]] = {}
     for row in rows:
         if row.limit:

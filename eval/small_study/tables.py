@@ -126,7 +126,7 @@ def _scaled_table(summary: dict[str, Any]) -> str:
 
 
 def _findings(summary: dict[str, Any]) -> str:
-    """What the rule says, in words, at the training length and at the longest."""
+    """Say in words what the rule finds at the training length and at the longest."""
     lines = []
     for length in dict.fromkeys(
         (summary["training_length"], max((c["length"] for c in summary["cells"]), default=0))

@@ -101,7 +101,7 @@ def left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) 
 
 
 def counted(values: Mapping[str, Any]) -> str:
-    """What was scored of a task and what was left out, in words."""
+    """Say what was scored of a task and what was left out."""
     parts = [f"{values['n']} of {values['rows']} rows scored"]
     # Absent in results of earlier versions.
     for reason, rows in values.get("left_out", {}).items():

@@ -36,6 +36,12 @@ LAYERS = {
         ("sources",),
         ("amounts", "selection_spec", "progress", "unfinished", "workers"),
     ),
+    "eval": (
+        ("quickstart", "small_study"),
+        ("report", "samples", "speed"),
+        ("length_sweep", "zero_shot", "recall"),
+        ("common",),
+    ),
     "launch": (("slurm", "doctor", "plan"), ("environment",)),
 }
 
