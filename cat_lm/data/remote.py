@@ -30,7 +30,7 @@ from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.memory import GIB
 
@@ -67,7 +67,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(folder, manifest)
-        with replacing(folder / MANIFEST, "wb") as stream:
+        with atomic_write(folder / MANIFEST, "wb") as stream:
             stream.write(text)
         _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
     except ConnectionError:

@@ -15,7 +15,7 @@ import numpy as np
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from data_prep.amounts import Limit
 from data_prep.assemble import output_folder
 from data_prep.assemble.manifest import build_manifest, print_summary
@@ -151,7 +151,7 @@ def _check_input(
     documents = sum(c["documents"] for by_split in seen.values() for c in by_split.values())
     if malformed:
         claim(job.out, [MALFORMED])
-        with replacing(job.out / MALFORMED, "wb") as log:
+        with atomic_write(job.out / MALFORMED, "wb") as log:
             for unit in units:
                 with open(part_path(job.work, unit.number, 0, "malformed"), "rb") as stream:
                     shutil.copyfileobj(stream, log)

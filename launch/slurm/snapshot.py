@@ -18,7 +18,7 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import replaced_folder
+from cat_lm.io.folders import atomic_folder
 from cat_lm.io.own_files import read_listing, set_aside, write_listing
 from launch.slurm.folder import RunFolder
 
@@ -44,7 +44,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     _check_size(project, files)
     if folder.code.exists() and not read_listing(folder.code):
         set_aside(folder.code)  # of a version that made no list of what is in it
-    with replaced_folder(folder.code, read_listing) as copy:
+    with atomic_folder(folder.code, read_listing) as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)
