@@ -10,7 +10,7 @@ from cat_lm.errors import UserError
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SelectionSpec:
     """What the command line asks for, and nothing else."""
 
     sets: tuple[str, ...] | None = None

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import AppendedFile, write_text
+from cat_lm.io.files import AppendedFile, atomic_write, write_text
 from cat_lm.io.readers import read_json_lines, short
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Cut:
+class SubsetEnd:
     """The last document of a subset; those at lower places, and it itself, are in it."""
 
     place: int
@@ -41,7 +41,7 @@ class Copies:
     """How often the training documents of a set occur: `whole` times, once more up to `cut`."""
 
     whole: int
-    cut: Cut | None = None
+    cut: SubsetEnd | None = None
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Selection:
     @classmethod
     def from_json(cls, value: dict) -> Selection:
         train = {
-            name: Copies(copies["whole"], copies["cut"] and Cut(**copies["cut"]))
+            name: Copies(copies["whole"], copies["cut"] and SubsetEnd(**copies["cut"]))
             for name, copies in value["train"].items()
         }
         ends = {split: tuple(end) for split, end in value["ends"].items()}

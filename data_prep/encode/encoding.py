@@ -137,7 +137,7 @@ class Candidate:
 
 
 @dataclass
-class Tally:
+class UnitCounts:
     """What was met in a unit, encoded or not."""
 
     text_bytes: int = 0
@@ -195,7 +195,7 @@ def _encode(task: UnitTask, report: Callable[[int], None]) -> dict:
     )
     dtype = np.dtype(encoding.dtype).newbyteorder("<")
     with PartWriter(encoding.work, task.unit.number, task.round) as writer:
-        tally, reported = Tally(), 0
+        tally, reported = UnitCounts(), 0
         for chunk in chunks(_candidates(task, tally, writer)):
             tokens, lengths = encoder.encode_documents([c.text for c in chunk], dtype)
             writer.write("bin", np.ascontiguousarray(tokens, dtype).tobytes())
@@ -212,7 +212,7 @@ def _encoder(folder: Path, eod_id: int, vocab_size: int) -> DocumentEncoder:
     return DocumentEncoder(folder, eod_id, vocab_size)
 
 
-def _candidates(task: UnitTask, tally: Tally, writer: PartWriter) -> Iterator[Candidate]:
+def _candidates(task: UnitTask, tally: UnitCounts, writer: PartWriter) -> Iterator[Candidate]:
     """The documents of a unit that this round encodes; everything else is counted."""
     encoding, split = task.encoding, task.unit.split
     held_out_below = 0 if split else encoding.validation_fraction
@@ -245,7 +245,7 @@ def _candidates(task: UnitTask, tally: Tally, writer: PartWriter) -> Iterator[Ca
                     return
 
 
-def _count(candidate: Candidate, tally: Tally, ranges: Ranges) -> bool:
+def _count(candidate: Candidate, tally: UnitCounts, ranges: Ranges) -> bool:
     """Counts a document; whether this round encodes it."""
     split = "validation" if candidate.validation else "train"
     counts = tally.seen.setdefault(candidate.set, {}).setdefault(split, Counter())
