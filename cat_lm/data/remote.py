@@ -29,10 +29,10 @@ from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import atomic_write
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
-from cat_lm.memory import GIB
 
 RANGE_THREADS = 32
 COPY_THREADS = 4

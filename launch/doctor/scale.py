@@ -14,7 +14,7 @@ from cat_lm import limits
 from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from cat_lm.training.devices import Device, device_by_option
 from launch.doctor.findings import Finding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from launch.plan.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run
 
 WIDTH = 100

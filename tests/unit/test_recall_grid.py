@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
 from eval.recall.__main__ import FIGURES as NAMES
 from eval.recall.grids import figure as grid
 from eval.recall.grids.plan import FIGURES, NEGATIVE, SCALES, plan
-from eval.recall.mixers import make_mixer
 from eval.recall.train import cells
 from eval.recall.train.execution import Execution
 

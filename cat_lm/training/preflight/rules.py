@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
-from eval.recall.mixers import make_mixer
+from cat_lm.mixers import make_mixer
 from eval.recall.train.trial import Cell
 
 # The paper's models, attention with RoPE beside its learned positions, and the negative control.

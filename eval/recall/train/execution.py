@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
-from eval.recall.mixers import make_mixer
+from cat_lm.mixers import make_mixer
 from eval.recall.tasks import generate
 from eval.recall.train import cells
 from eval.recall.train.estimate import hours_by_mixer

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
-from eval.recall.mixers import make_mixer
+from cat_lm.mixers import make_mixer
+from cat_lm.options import parse_specification
 from eval.recall.model import RecallModel, learned_filters, parameters
-from eval.recall.options import parse_specification
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.tasks.multi_query import MultiQueryRecall
