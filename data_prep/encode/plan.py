@@ -75,7 +75,7 @@ class Plan:
         return max(ranges.of(name).high for ranges in self.rounds)
 
     def further_round(self, names: Iterable[str], spec: SelectionSpec) -> Ranges | None:
-        """What the sets that occur still lack altogether, after a change of the arguments; or None."""
+        """Give what the sets that occur lack altogether after a change of arguments, or None."""
         lacking = {}
         for name in names:
             train = spec.includes(name) and self.covered(name) == 0
