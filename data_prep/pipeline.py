@@ -162,7 +162,7 @@ def _wishes(arguments: argparse.Namespace) -> SelectionSpec:
 
 
 def _encoding(arguments: argparse.Namespace, source: Source, fraction: float) -> Encoding:
-    """What is known before there is a tokenizer; `_job` completes it."""
+    """Make the settings that need no tokenizer; `_job` completes them."""
     return Encoding(
         source=source,
         work=Path(),
@@ -223,7 +223,7 @@ def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
 
 
 def _estimate(arguments: argparse.Namespace, source: Source) -> Estimate:
-    """What the work would take, from a plan that is not kept."""
+    """Estimate the work, from a plan that is not kept."""
     with tempfile.TemporaryDirectory() as folder:
         fraction = _held_out_fraction(arguments, source)
         plan = _plan(arguments, source, Path(folder) / TOKENIZER, fraction)

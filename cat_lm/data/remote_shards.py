@@ -50,7 +50,7 @@ class RemoteShard:
         self.bin_path = folder / f"{self.name}.bin"
 
     def is_cached(self) -> bool:
-        """Whether a verified copy is on this machine."""
+        """Tell whether a verified copy is on this machine."""
         if self._local is None and self._is_whole():
             self._local = open_shard(self._folder, self._entry, self.dtype.name)
         return self._local is not None
@@ -152,7 +152,7 @@ class RemoteShard:
         return f"{self._storage.url}/{self.name}{suffix}"
 
     def _is_whole(self) -> bool:
-        """Whether both files are as they were when they were verified."""
+        """Tell whether both files are as they were when they were verified."""
         return all(self._notes.holds(file) for file in self._files)
 
 

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, TensorBoard, Weights & Biases, the log."""
+"""Files of a run while it runs: metrics.jsonl, TensorBoard, Weights & Biases, the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long documents are: counts of every length, and their picture."""
+"""Lengths of documents: counts of every length, and their picture."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PLACES = 2**64  # hash places are below it
 
 
 def hash_place(text: bytes, seed: int) -> int:
-    """Where the hash of the seed and the text puts a document: uniform in [0, `PLACES`)."""
+    """Hash the seed and the text to a document's place: uniform in [0, `PLACES`)."""
     digest = hashlib.blake2b(text, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little")
 
@@ -57,7 +57,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranges:
-    """What a round encodes: a range for each set, and one for all sets not named."""
+    """The documents that a round encodes: a range for each set, and one for all others."""
 
     sets: dict[str, Range]
     other: Range
@@ -75,7 +75,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a worker needs to know of the preparation as a whole."""
+    """The settings of a preparation that every worker needs."""
 
     source: Source
     work: Path
@@ -101,7 +101,7 @@ class Encoding:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def limit_reached(self, split: str | None, documents: int, text_bytes: int) -> bool:
-        """Whether --max-documents or --max-bytes is reached.
+        """Tell whether --max-documents or --max-bytes is reached.
 
         A validation split of the source's own is limited to the validation fraction of the same.
         """
@@ -138,7 +138,7 @@ class Candidate:
 
 @dataclass
 class UnitCounts:
-    """What was met in a unit, encoded or not."""
+    """Counts of a unit's documents, encoded or not."""
 
     text_bytes: int = 0
     documents: int = 0  # with text, of any set: the number of the next one

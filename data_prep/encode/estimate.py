@@ -99,7 +99,7 @@ class Estimate:
         )
 
     def lines(self) -> list[str]:
-        """What is printed before the start."""
+        """Give the lines that are printed before the start."""
         of = "" if self.units == self.of_units else f" of {self.of_units:,}"
         size = f"input: {self.units:,}{of} units, {_bytes(self.file_bytes)} in files"
         if self.text_bytes is None:
@@ -185,7 +185,7 @@ def _encoded_share(job: Job) -> float:
 
 
 def _peak(job: Job, result: float, held_out: float, arguments: argparse.Namespace) -> float:
-    """What the output folder grows by before the parts make room, in bytes.
+    """Estimate the bytes that the output folder grows by before the parts make room.
 
     `held_out`: which share of the result that is.
     """

@@ -86,7 +86,7 @@ class Job:
                 yield self._task(unit, round_number)
 
     def _behind_limit(self, unit: Unit) -> bool:
-        """Whether earlier units of the split, as far as they are done, reach the limits."""
+        """Tell whether earlier units of the split, as far as they are done, reach the limits."""
         documents = text_bytes = 0
         if self.encoding.max_documents is None and self.encoding.max_bytes is None:
             return False

@@ -42,7 +42,7 @@ class Shortage(Exception):
 
 @dataclass
 class Plan:
-    """What all processes of a preparation agree on; the first one makes it."""
+    """The plan that all processes of a preparation share; the first one makes it."""
 
     tokenizer: TokenizerInfo
     dtype: str
@@ -88,7 +88,7 @@ class Plan:
         return Ranges(lacking, NOTHING) if lacking else None
 
     def round_for(self, names: Iterable[str], spec: SelectionSpec, shortage: Shortage) -> Ranges:
-        """What has to be encoded besides for what was found to be short."""
+        """Give the further round that a shortage asks for."""
         sets = {}
         for name in names:
             low = self.covered(name)
@@ -99,7 +99,7 @@ class Plan:
 
 
 def first_round(spec: SelectionSpec, measured: Measured, held_out: int) -> Ranges:
-    """What the first round encodes: all that is wanted, or what a budget is estimated to need.
+    """Give the first round: all that is wanted, or what a budget is estimated to need.
 
     `held_out` is the place below which all documents are held out.
     """

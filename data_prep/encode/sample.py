@@ -1,4 +1,4 @@
-"""What a look at some of the input tells beforehand: held-out share, size, time, sets."""
+"""A sample of the input, to estimate held-out share, size, time and sets."""
 
 from __future__ import annotations
 

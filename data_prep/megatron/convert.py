@@ -154,7 +154,7 @@ def _adopt_all(
 
 @dataclass(frozen=True)
 class Piece:
-    """What becomes a shard: documents that lie one behind the other in a pair."""
+    """A shard to be: documents that lie one behind the other in a pair."""
 
     pair: Pair
     split: str
@@ -300,7 +300,7 @@ def _sums(infos: list[ShardInfo]) -> dict[str, int]:
 
 
 def _describe(adopted: list[Adopted]) -> dict:
-    """What the manifest says of the files; the same wherever they lie."""
+    """Describe the files for the manifest; the same wherever they lie."""
     listing = "".join(f"{i.pair.set} {i.pair.split} {i.info.bin_sha256}\n" for i in adopted)
     return {
         "kind": "megatron",

@@ -132,7 +132,7 @@ def _git_files(project: Path) -> tuple[str, list[str]] | None:
 
 
 def _is_code(name: str) -> bool:
-    """Whether an untracked file belongs to a run: in one of the project's parts, and not hidden."""
+    """Tell whether an untracked file belongs to a run: it is in a part of ours, and not hidden."""
     return name.split("/")[0] in PARTS and not any(p.startswith(".") for p in name.split("/"))
 
 

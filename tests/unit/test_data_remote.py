@@ -144,7 +144,7 @@ def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
     message = rf"memory://data/train-00002\{suffix}: its SHA-256 is not the manifest's"
     with pytest.raises(UserError, match=message):
         loader.batch(0)  # begins to copy; whether it sees the error already depends on who is first
-        assert waited_for(lambda: corpus._copying._error is not None)
+        assert waited_for(lambda: corpus._downloader._error is not None)
         loader.batch(1)
     assert not (corpus.folder / f"train-00002{suffix}").exists()
     with pytest.raises(UserError, match=message):
