@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ class Parsed(Exception):
     """The command has read its arguments."""
 
 
+def ending(real: Callable) -> Callable:
+    """Make a method that does as `real` does and then raises `Parsed`."""
+
+    def parse_args(self, *given):
+        real(self, *given)
+        raise Parsed
+
+    return parse_args
+
+
 def parse(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a command read its arguments, and no more. Raises SystemExit where they are wrong."""
     if module == "lm_eval":  # not ours, and perhaps not installed
@@ -52,14 +63,11 @@ def parse(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
     if module == "launch.slurm":  # has a way of its own to read them
         importlib.import_module("launch.slurm.__main__").parse_arguments(arguments)
         return
-    real = argparse.ArgumentParser.parse_args
-
-    def parse_args(self, *given):
-        real(self, *given)
-        raise Parsed
-
     with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        for way in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(
+                argparse.ArgumentParser, way, ending(getattr(argparse.ArgumentParser, way))
+            )
         patch.setattr(sys, "argv", [module, *arguments])
         with pytest.raises(Parsed):
             main()
@@ -93,7 +101,9 @@ def test_its_links_modules_and_sources_are_there(path):
         assert (path.parent / link).exists(), link
     for module in re.findall(r"python -m ((?:eval|launch|cat_lm|data_prep)[\w.]*)", text):
         assert callable(main_of(module)), module
-    for name in re.findall(r"`([\w/]+\.(?:py|sh)|\w+/[\w/]+\.yaml|templates/|common/|records/)`", text):
+    for name in re.findall(
+        r"`([\w/]+\.(?:py|sh)|\w+/[\w/]+\.yaml|templates/|common/|records/)`", text
+    ):
         assert (path.parent / name).exists() or (REPOSITORY / name).exists(), name
 
 
