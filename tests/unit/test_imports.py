@@ -33,7 +33,7 @@ LAYERS = {
         ("assemble",),
         ("encode",),
         ("sources",),
-        ("amounts", "selection_spec", "progress", "unfinished", "workers"),
+        ("amounts", "locks", "selection_spec", "progress", "unfinished", "workers"),
     ),
     "launch": (("slurm", "doctor", "plan"), ("environment",)),
 }
