@@ -21,9 +21,10 @@ from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
+from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
 from data_prep.assemble.manifest import unigram_loss
-from data_prep.locks import Busy, file_lock
+from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
 from data_prep.progress import TextProgress
