@@ -34,7 +34,7 @@ LAYERS = {
         ("assemble",),
         ("encode",),
         ("sources",),
-        ("amounts", "selection_spec", "progress", "unfinished", "workers"),
+        ("amounts", "locks", "selection_spec", "progress", "unfinished", "workers"),
     ),
     "eval": (
         ("quickstart", "small_study"),
