@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
+from tests.commands import python
 from tests.conftest import REPOSITORY as ROOT
 from tests.readme import READMES, blocks, user_checkout
 
@@ -37,6 +38,12 @@ def run(command: list[str], folder: Path, timeout: int = 600) -> str:
     return done.stdout
 
 
+def call(words: list[str], folder: Path) -> str:
+    done = python(*words, cwd=folder)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def user_folder(tmp_path_factory) -> Path:
     return user_checkout(tmp_path_factory.mktemp("user"))
@@ -52,19 +59,18 @@ def test_commands_of_the_readme(user_folder):
     commands = [line for block in blocks("bash")[1:] for line in block.splitlines() if line]
     assert len(commands) >= 8
     for line in commands:
-        command = shlex.split(line)
-        assert command[0] == "python"
-        command[0] = sys.executable
-        if command[1] == "train.py":
-            command += SHORT
-        run(command, user_folder)
+        program, *words = shlex.split(line)
+        assert program == "python"
+        if words[0] == "train.py":
+            words += SHORT
+        call(words, user_folder)
     assert (user_folder / "runs/mine/report/index.html").is_file()
-    (operators,), (python,) = blocks("python", ROOT / "cat_lm/README.md"), blocks("python")
-    assert "torch.Size([2, 100, 8, 64])" in run(
-        [sys.executable, "-c", f"{operators}\nprint(y.shape)"], user_folder
+    (operators,), (example,) = blocks("python", ROOT / "cat_lm/README.md"), blocks("python")
+    assert "torch.Size([2, 100, 8, 64])" in call(
+        ["-c", f"{operators}\nprint(y.shape)"], user_folder
     )
     ids = "print(model.generate(**tokenizer('x', return_tensors='pt'), max_new_tokens=3).shape)"
-    assert "torch.Size([1, " in run([sys.executable, "-c", f"{python}\n{ids}"], user_folder)
+    assert "torch.Size([1, " in call(["-c", f"{example}\n{ids}"], user_folder)
 
 
 def test_quickstart_from_the_environment_to_the_page(tmp_path):
