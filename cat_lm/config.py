@@ -1,8 +1,9 @@
 """The run's configuration: typed and validated YAML, `a.b=c` overrides, DeepSpeed's config.
 
 A run is one YAML file. `base: other.yaml` (relative to the file) takes another file's values
-first. Overrides come last. All errors are gathered and shown at once; an unknown key is an error
-that names the nearest known one. This module imports neither torch nor transformers.
+first; the override `base=FILE` puts another base in its place. Overrides come last. All errors are
+gathered and shown at once; an unknown key is an error that names the nearest known one. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve
 
 # A chain of files; more of them are a mistake.
 _MOST_BASES = 32
+_BASE = "base="  # begins the override that names another base
 _MOST_LINES = 20
 
 
@@ -167,15 +169,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: a YAML file; its `base:` names another one to start from.
         overrides: strings `section.key=value`, the value in YAML syntax; the last one wins.
+            `base=FILE`, from the working directory, takes the place of the file's own `base:`.
 
     Raises:
         UserError: with one line for every error found.
     """
-    values = _read_with_bases(Path(path), seen=())
+    bases = [text for text in overrides if text.startswith(_BASE)]
+    other = bases[-1].removeprefix(_BASE) if bases else None
+    values = _read_with_bases(Path(path), (), other)
     errors: list[str] = []
     # What architecture it is decides which keys there are.
     for override in sorted(overrides, key=lambda o: not o.startswith("model.architecture=")):
-        _apply_override(values, override, errors)
+        if not override.startswith(_BASE):
+            _apply_override(values, override, errors)
     errors += _unknown_keys(values)
     config = None
     try:
@@ -207,7 +213,10 @@ def changed_values(
     return changes
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_bases(
+    path: Path, seen: tuple[Path, ...], other: str | None = None
+) -> dict[str, Any]:
+    """Read a file's values over those of its base, or of `other` in its base's place."""
     place = resolve(path)
     if place in seen:
         raise UserError(f"{place}: 'base' leads back to the file itself")
@@ -219,10 +228,13 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: {found}; must hold sections such as 'model:' and 'train:'")
     base = values.pop("base", None)
     if base is None:
+        if other is not None:
+            raise UserError(f"override {short(_BASE + other)}: {path} has no base: to replace")
         return values
+    base, folder = (base, place.parent) if other is None else (other, Path())
     if not isinstance(base, str) or not base.strip():
         raise UserError(f"{path}: base={short(base)}: must be a file name")
-    return _merged(_read_with_bases(place.parent / base, (*seen, place)), values)
+    return _merged(_read_with_bases(folder / base, (*seen, place)), values)
 
 
 def _kind(value: Any) -> str:
@@ -267,7 +279,7 @@ def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
 
 def _section_of(values: dict[str, Any], name: str) -> type[Section]:
     """Find a section's class; of an architecture that is not known, what all have."""
-    content = values.get(name)
+    content = values.get(name, {})
     if name == "model" and isinstance(content, dict):
         asked = content.get("architecture", architectures.DEFAULT)
         if asked in architectures.names():
@@ -275,8 +287,13 @@ def _section_of(values: dict[str, Any], name: str) -> type[Section]:
     return RunConfig.model_fields[name].annotation
 
 
+def known_keys(values: dict[str, Any]) -> dict[str, list[str]]:
+    """List the keys of every section of a configuration with these values."""
+    return {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
+
+
 def _unknown_keys(values: dict[str, Any]) -> list[str]:
-    known = {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
+    known = known_keys(values)
     dotted = [f"{section}.{key}" for section, keys in known.items() for key in keys]
     errors = []
     for section, content in values.items():

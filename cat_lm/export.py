@@ -46,6 +46,7 @@ from cat_lm.pretrained import (
     load_model,
     load_tokenizer,
     model_config,
+    model_label,
     quiet_transformers,
 )
 from cat_lm.training.checkpoint import find_checkpoint
@@ -155,7 +156,7 @@ def export_model(
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
-        write_text(folder / CARD, model_card(model.config, record, _title(out)))
+        write_text(folder / CARD, model_card(model.config, record, model_label(out)))
         files |= describe_files(folder, [CARD])
         write_json(folder / RECORD, record | {"files": files})
     return out
@@ -202,12 +203,6 @@ def _last_validation(metrics: Path, step: int) -> dict[str, float]:
         if "val_loss" in line and line["step"] <= step:
             found = {k: v for k, v in line.items() if k.startswith("val_")}
     return found
-
-
-def _title(out: Path) -> str:
-    """The folder's name, or the run's for RUN/model."""
-    out = out.resolve()
-    return out.parent.name if out.name == "model" else out.name
 
 
 def _generation_config(

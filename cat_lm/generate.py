@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.cli import Parser, add_skip_checksums, number, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
+from cat_lm.host import GIB
 from cat_lm.io.readers import decode
 from cat_lm.limits import EXTRAPOLATION, FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
 from cat_lm.memory import free_bytes, generation_bytes
@@ -180,10 +181,9 @@ def _check_memory(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -
     needed = generation_bytes(model, prompt_tokens, new_tokens)
     free = free_bytes(model.device)
     if free is not None and needed > free:
-        gib = 2**30
         raise UserError(
             f"prompt: its {prompt_tokens:,} tokens and --max-new-tokens {new_tokens:,} do not fit "
-            f"into memory (about {needed / gib:.2g} GiB needed, {free / gib:.2g} free); give fewer"
+            f"into memory (about {needed / GIB:.2g} GiB needed, {free / GIB:.2g} free); give fewer"
         )
 
 

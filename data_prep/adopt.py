@@ -91,7 +91,7 @@ def _check_validation(arguments: argparse.Namespace) -> None:
 def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from data_prep.adoption import adopt
+    from data_prep.megatron.convert import adopt
 
     adopt(arguments)
 

@@ -91,7 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
 @command
 def main() -> None:
     arguments = parse_arguments()
-    from data_prep.inspection import inspect
+    from data_prep.check.findings import inspect
 
     duplicates = inspect(arguments)
     if arguments.fail_on_duplicates and duplicates.fails(arguments.fail_on_duplicates):

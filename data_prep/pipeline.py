@@ -13,21 +13,21 @@ from cat_lm.data.manifest import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_output
-from data_prep import output
-from data_prep.assemble import UselessInput, assemble
-from data_prep.documents import Reading
-from data_prep.encode import PLACES, Encoding
-from data_prep.estimate import Estimate
-from data_prep.job import Job
+from data_prep.assemble import output_folder
+from data_prep.assemble.stage import UselessInput, assemble
+from data_prep.encode.encoding import PLACES, Encoding
+from data_prep.encode.estimate import Estimate
+from data_prep.encode.job import Job
+from data_prep.encode.parts import disk_errors
+from data_prep.encode.plan import Plan, dtype_name, first_round, make_tokenizer
+from data_prep.encode.sample import held_out_fraction, measure
+from data_prep.encode.work_folder import WorkFolder
 from data_prep.locks import file_lock
-from data_prep.measure import held_out_fraction, measure
-from data_prep.parts import disk_errors
-from data_prep.planning import Plan, dtype_name, first_round, make_tokenizer
-from data_prep.selection import Wishes
+from data_prep.selection_spec import Wishes
 from data_prep.sources import Source, open_source
+from data_prep.sources.documents import Reading
+from data_prep.sources.units import task_units, units_of
 from data_prep.unfinished import TOKENIZER
-from data_prep.units import task_units, units_of
-from data_prep.work import WorkFolder
 from data_prep.workers import tell_workers, useful_workers
 
 DEFAULT_SET_KEY = Reading().set_key
@@ -53,7 +53,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     check_output(arguments.out)
     if arguments.scratch is not None:
         check_output(arguments.scratch, "--scratch")
-    with output.locked(arguments.out, shared=arguments.stage == "encode"):
+    with output_folder.locked(arguments.out, shared=arguments.stage == "encode"):
         if _is_complete(arguments, identity):
             return
         work = WorkFolder.of(arguments.out, arguments.scratch)
@@ -62,19 +62,19 @@ def prepare(arguments: argparse.Namespace) -> None:
             try:
                 _run(arguments, job, identity, work)
             except UselessInput:
-                output.discard(arguments.out, work)
+                output_folder.discard(arguments.out, work)
                 raise
             except UserError:
                 if arguments.stage != "encode":  # others may be at work beside this one
-                    output.abandon(arguments.out, work)
+                    output_folder.abandon(arguments.out, work)
                 raise
 
 
 def _is_complete(arguments: argparse.Namespace, identity: dict) -> bool:
     folder = arguments.out
-    complete = folder.is_dir() and output.is_complete(folder, identity, arguments.overwrite)
+    complete = folder.is_dir() and output_folder.is_complete(folder, identity, arguments.overwrite)
     if complete:
-        output.tidy(folder, WorkFolder.of(folder, arguments.scratch))
+        output_folder.tidy(folder, WorkFolder.of(folder, arguments.scratch))
         print(f"{folder}: already complete with these arguments, nothing to do")
     return complete
 
@@ -82,14 +82,14 @@ def _is_complete(arguments: argparse.Namespace, identity: dict) -> bool:
 def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work: WorkFolder) -> Job:
     """Takes up what an earlier run has left, or begins; then prints the estimates."""
     start = time.monotonic()
-    with file_lock(arguments.out / output.SETUP_LOCK):
+    with file_lock(arguments.out / output_folder.SETUP_LOCK):
         if (arguments.out / MANIFEST).is_file():
             _rehearse(arguments, source, identity)
         together = arguments.stage != "all" and arguments.scratch is not None
-        output.begin(arguments.out, work, identity, arguments.overwrite, together)
+        output_folder.begin(arguments.out, work, identity, arguments.overwrite, together)
         try:
             if arguments.stage != "encode":
-                output.remove_temporary(arguments.out)
+                output_folder.remove_temporary(arguments.out)
                 work.remove_temporary()
             plan = Plan.load(work.path, arguments.out / TOKENIZER)
             fraction = _held_out_fraction(arguments, source)
@@ -102,7 +102,7 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
             if new:
                 plan.save(work.path)
         except UserError:
-            output.abandon(arguments.out, work)
+            output_folder.abandon(arguments.out, work)
             raise
     info, seconds = plan.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")

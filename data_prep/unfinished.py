@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from cat_lm.data.corpus import PACKING
 from cat_lm.data.manifest import listed_shards
-from cat_lm.data.packing import plan_files
+from cat_lm.data.packing import PACKING, plan_files
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json

@@ -39,8 +39,8 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
     Raises UserError where the run has no export, or its data are absent or too short.
     """
     from cat_lm.config import load_config
-    from eval.length_sweep import sweep, table
-    from eval.runs import EVALUATION
+    from eval.common.runs import EVALUATION
+    from eval.length_sweep.sweep import sweep, table
     from eval.samples import write_samples
 
     config = load_config(run / "config.yaml")
@@ -88,7 +88,7 @@ def main() -> None:
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
     quiet_transformers()
-    from eval.report import report
+    from eval.report.write import report
 
     with comparing_files(skip=arguments.skip_checksums):
         for run in runs:

@@ -39,7 +39,7 @@ def held_out_prompts(
     """
     import numpy as np
 
-    from cat_lm.data.verified import open_verified
+    from cat_lm.data.opening import open_verified
 
     corpus = open_verified(data, "validation")
     # Prompts from the first million tokens: a few of them need no more of a large split.
@@ -115,8 +115,8 @@ def write_samples(
     Args:
         model: of a folder (see `cat_lm.pretrained.load_model`), whose hash is put into the file.
     """
-    from eval.length_sweep_cells import folder_sha256
-    from eval.provenance import provenance
+    from eval.common.models import folder_sha256
+    from eval.common.provenance import provenance
 
     check_vocabulary(tokenizer, model.config)
     prompts, documents = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)

@@ -11,8 +11,18 @@ import numpy as np
 
 from cat_lm.data.manifest import fingerprint
 from cat_lm.data.shards import ShardWriter
+from cat_lm.data.verified import NOTE
 
 EOD = 0
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of all files that are the same wherever they are made; notes hold inodes and times"""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != NOTE
+    }
 
 
 def write_prepared(

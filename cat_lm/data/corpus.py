@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import re
 import resource
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,26 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
+from cat_lm.data.manifest import MANIFEST, SPLITS, open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 
-PACKING = "packing"  # folder of what `cat_lm.data.packing` keeps beside the shards
-DEFAULT_CACHE = "~/.cache/cat_lm/data"
 # Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
-
-
-def is_remote(folder: Path | str) -> bool:
-    """Whether it is an address, such as s3://bucket/data, and no path."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
-
-
-def cache_folder(cache_dir: Path | str | None) -> Path:
-    """Where copies and plans go that cannot be beside the data (`data.cache_dir`)."""
-    return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
 class TokenCorpus:
@@ -66,22 +53,6 @@ class TokenCorpus:
                     f"{self.name}/{MANIFEST}: splits.{split}.{key} is {counts[key]}, its shards "
                     f"have {found}"
                 )
-
-    @classmethod
-    def open(
-        cls, folder: Path | str, split: str, cache_dir: Path | str | None = None
-    ) -> TokenCorpus:
-        """Opens `split` of `folder`; reads the manifest and a header per shard, no tokens.
-
-        `folder` may be an address (s3://bucket/data): see `cat_lm.data.remote`, which keeps local
-        copies in `cache_dir`. Raises `UserError` for an unfinished folder, an unknown split, or
-        shards whose sizes disagree with the manifest.
-        """
-        if is_remote(folder):
-            from cat_lm.data.remote import open_remote
-
-            return open_remote(str(folder), split, cache_dir)
-        return cls(Path(folder), split, read_manifest(folder))
 
     def _open_shards(self, listed: list[dict]) -> list[Shard]:
         allow_open_files(len(listed))
@@ -211,19 +182,6 @@ def check_ids(tokens: np.ndarray, vocab_size: int, place: str, first: int) -> No
         f"{vocab_size}; the file is damaged or was made with another tokenizer "
         "(python -m data_prep.inspect looks at all of it)"
     )
-
-
-def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
-    """A shard that a manifest lists. Raises `UserError` where it is not what the list says."""
-    shard = Shard(folder / entry["name"])
-    found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
-    expected = (entry["documents"], entry["tokens"], dtype)
-    if found != expected:
-        raise UserError(
-            f"{shard.bin_path}: documents, tokens, dtype are {found}, "
-            f"the manifest says {expected}; prepare the data again"
-        )
-    return shard
 
 
 def allow_open_files(shards: int) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
+from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
 from cat_lm.limits import VOCABULARY
@@ -140,3 +141,16 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
     for shard in shards:
         digest.update(f"{shard['name']} {shard['bin_sha256']} {shard['idx_sha256']}\n".encode())
     return digest.hexdigest()
+
+
+def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
+    """Open a shard that a manifest lists. Raises UserError where it is not what the list says."""
+    shard = Shard(folder / entry["name"])
+    found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
+    expected = (entry["documents"], entry["tokens"], dtype)
+    if found != expected:
+        raise UserError(
+            f"{shard.bin_path}: documents, tokens, dtype are {found}, "
+            f"the manifest says {expected}; prepare the data again"
+        )
+    return shard

@@ -1,16 +1,51 @@
-"""The data that a configuration names, opened: what every rank and every check begins with."""
+"""Prepared data, opened: a split of a folder or an address, and all that a configuration names."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader
+from cat_lm.data.manifest import read_manifest
 from cat_lm.data.mixture import Mixture
+from cat_lm.data.storage import is_remote
+from cat_lm.data.verified import verify
 from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
     from cat_lm.config import DataSection, RunConfig
+
+
+def open_corpus(folder: Path | str, split: str, cache_dir: Path | str | None = None) -> TokenCorpus:
+    """Open a split of prepared data; read the manifest and a header per shard, no tokens.
+
+    Args:
+        folder: a folder, or an address (s3://bucket/data): see `cat_lm.data.remote`.
+        cache_dir: where the local copies of what is at an address are kept.
+
+    Raises:
+        UserError: the folder is unfinished, there is no such split, or shards have other sizes than
+            the manifest says.
+    """
+    if is_remote(folder):
+        from cat_lm.data.remote import open_remote
+
+        return open_remote(str(folder), split, cache_dir)
+    return TokenCorpus(Path(folder), split, read_manifest(folder))
+
+
+def open_verified(
+    folder: Path | str, split: str, cache_dir: Path | str | None = None
+) -> TokenCorpus:
+    """Open a split of prepared data as `open_corpus` does, and verify its shards.
+
+    Raises:
+        UserError: as `open_corpus`, or a shard is not what the manifest says.
+    """
+    corpus = open_corpus(folder, split, cache_dir)
+    verify([corpus], cache_dir)
+    return corpus
 
 
 def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
@@ -50,7 +85,7 @@ def open_split(data: DataSection, split: str) -> TokenCorpus | Mixture:
     Raises:
         UserError: there is no such data.
     """
-    corpora = [TokenCorpus.open(folder, split, data.cache_dir) for folder in data.folders]
+    corpora = [open_corpus(folder, split, data.cache_dir) for folder in data.folders]
     if data.mixture is None:
         return corpora[0]
     return Mixture(corpora, list(data.mixture.values()))

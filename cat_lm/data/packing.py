@@ -8,28 +8,30 @@ written to), 12 bytes a piece and 8 bytes a window; reading any window costs the
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
-from cat_lm.data.corpus import PACKING, TokenCorpus, cache_folder
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
+from cat_lm.data.storage import cache_folder
 from cat_lm.data.verified import verify
-from cat_lm.data.windows import IGNORE, Batch, check_batch
+from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.locks import hold
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
+from cat_lm.labels import IGNORE_INDEX
 
+PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 1
 GROUP = 100_000
 _PURPOSE = "a packing plan on its way"
@@ -89,7 +91,7 @@ class PackedWindows:
         views = self.corpus.gather(starts, stops)
         shape = (len(numbers), self.context_length)
         input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         document_ids = np.zeros(shape, dtype=np.int64) if mask_documents else None
         row, column, number = -1, 0, 0
         for place, length, flag, tokens in zip(
@@ -155,24 +157,17 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(place.parent / f".{name}.lock", "w")  # noqa: SIM115
+            # Where there are no locks, each process makes the same plan, and the first one stays.
+            lock = hold(place.parent / f".{name}.lock")
         except OSError:
             if place is places[-1]:
                 raise
             continue  # the data are on a disk that this user may only read
-        with lock, _held(lock):
+        with lock:
             if not _is_whole(place, identity):
                 _make(place, corpus, identity, cache_dir)
         return place
     raise AssertionError
-
-
-@contextlib.contextmanager
-def _held(lock: IO) -> Iterator[None]:
-    # Where there are no locks, each process makes the same plan, and the first one stays.
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    yield
 
 
 def _is_whole(folder: Path, identity: dict) -> bool:

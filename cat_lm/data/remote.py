@@ -14,23 +14,28 @@ import contextlib
 import os
 import shutil
 import socket
+import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.corpus import TokenCorpus, allow_open_files, cache_folder
+from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.manifest import MANIFEST, listed_shards, parse_manifest
-from cat_lm.data.remote_shards import Copying, RemoteShard, locked
+from cat_lm.data.remote_shards import RemoteShard, locked
 from cat_lm.data.shards import index_bytes
-from cat_lm.data.storage import Storage
+from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 
 RANGE_THREADS = 32
+COPY_THREADS = 4
 TOKENIZER = "tokenizer"
 _PURPOSE = "a tokenizer on its way"
 # What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
@@ -111,6 +116,40 @@ class RemoteCorpus(TokenCorpus):
         return [*super().describe(), line]
 
 
+class Copying:
+    """Threads that copy a corpus's shards here, until all are or the corpus is dropped."""
+
+    def __init__(self, corpus: RemoteCorpus) -> None:
+        self._error: UserError | OSError | None = None
+        self._missing = [shard for shard in corpus.shards if not shard.is_here()]
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        weakref.finalize(corpus, self._stop.set)
+        for number in range(COPY_THREADS):
+            name = f"copy-{corpus.split}-{number}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def check(self) -> None:
+        """Raises what ended the copying: damaged data must not be trained on by range either."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                if not self._missing:
+                    return
+                shard = self._missing.pop(0)
+            try:
+                if not shard.copy(wait=False):
+                    with self._lock:  # another process has it in hand; it may yet be killed
+                        self._missing.append(shard)
+                    time.sleep(0.2)
+            except (UserError, OSError) as error:
+                self._error = error
+                self._stop.set()
+
+
 def _check_space(folder: Path, manifest: dict) -> None:
     size = np.dtype(manifest["dtype"]).itemsize
     needed = 0
@@ -122,8 +161,8 @@ def _check_space(folder: Path, manifest: dict) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"data.cache_dir: {folder} has {free / 2**30:.1f} GiB free, the data need "
-            f"{needed / 2**30:.1f} GiB more; name a folder on a larger disk"
+            f"data.cache_dir: {folder} has {free / GIB:.1f} GiB free, the data need "
+            f"{needed / GIB:.1f} GiB more; name a folder on a larger disk"
         )
 
 

@@ -13,30 +13,23 @@ verified that way; their length is, and that their tokens are of the vocabulary.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import threading
-import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.data.corpus import check_ids, open_shard
+from cat_lm.data.corpus import check_ids
+from cat_lm.data.manifest import open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import Storage
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
+from cat_lm.io.locks import Busy, hold
 
-if TYPE_CHECKING:
-    from cat_lm.data.remote import RemoteCorpus
-
-COPY_THREADS = 4
 CHUNK = 32 * 2**20
 
 
@@ -163,52 +156,18 @@ class RemoteShard:
         return all(self._notes.holds(file) for file in self._files)
 
 
-class Copying:
-    """Threads that copy a corpus's shards here, until all are or the corpus is dropped."""
-
-    def __init__(self, corpus: RemoteCorpus) -> None:
-        self._error: UserError | OSError | None = None
-        self._missing = [shard for shard in corpus.shards if not shard.is_here()]
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        weakref.finalize(corpus, self._stop.set)
-        for number in range(COPY_THREADS):
-            name = f"copy-{corpus.split}-{number}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def check(self) -> None:
-        """Raises what ended the copying: damaged data must not be trained on by range either."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                if not self._missing:
-                    return
-                shard = self._missing.pop(0)
-            try:
-                if not shard.copy(wait=False):
-                    with self._lock:  # another process has it in hand; it may yet be killed
-                        self._missing.append(shard)
-                    time.sleep(0.2)
-            except (UserError, OSError) as error:
-                self._error = error
-                self._stop.set()
-
-
 @contextlib.contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Holds a lock file; gives whether it is held."""
-    with open(path, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            ours = True
-        except BlockingIOError:
-            ours = False
-        except OSError as error:
+    """Hold a lock file; give whether it is held. Raises UserError where there are no locks."""
+    try:
+        lock = hold(path, wait=wait)
+    except Busy:
+        yield False
+        return
+    with lock:
+        if lock.error is not None:
             raise UserError(
-                f"data.cache_dir: {path.parent} has no file locks ({error.strerror}), which ranks "
-                "need to share copies; name a folder on a local disk"
-            ) from None
-        yield ours
+                f"data.cache_dir: {path.parent} has no file locks ({lock.error.strerror}), which "
+                "ranks need to share copies; name a folder on a local disk"
+            )
+        yield True

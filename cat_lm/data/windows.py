@@ -12,8 +12,7 @@ import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus, has_outside
 from cat_lm.errors import UserError
-
-IGNORE = -100
+from cat_lm.labels import IGNORE_INDEX
 
 Batch = dict[str, np.ndarray]
 
@@ -107,19 +106,19 @@ def read_windows(
         inputs, predicted = tokens[:context_length], tokens[1:]
         # Both are copied straight from the disk's dtype: there is no wider copy in between.
         input_ids[row, : len(inputs)], input_ids[row, len(inputs) :] = inputs, corpus.eod_id
-        labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE
+        labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE_INDEX
     batch = {"input_ids": input_ids, "labels": labels}
     check_batch(corpus, batch, starts, stops)
     if mask_documents:
         ends = input_ids == corpus.eod_id
-        labels[ends] = IGNORE
+        labels[ends] = IGNORE_INDEX
         # EOD belongs to the document that it ends, so the count is of the ends before a token.
         batch["document_ids"] = np.cumsum(ends, axis=1) - ends
     return batch
 
 
 def check_batch(corpus: TokenCorpus, batch: Batch, starts: np.ndarray, stops: np.ndarray) -> None:
-    """Check that a batch, read from tokens [start, stop), holds nothing but ids and `IGNORE`.
+    """Check that a batch, read from tokens [start, stop), holds nothing but ids and `IGNORE_INDEX`.
 
     Raises:
         UserError: it does not; names the file and the place in it.
@@ -127,6 +126,6 @@ def check_batch(corpus: TokenCorpus, batch: Batch, starts: np.ndarray, stops: np
     ids, labels = batch["input_ids"], batch["labels"]
     wrong = has_outside(ids, corpus.vocab_size) or (labels >= corpus.vocab_size).any()
     if not wrong and corpus.has_signed_ids:
-        wrong = ((labels < 0) & (labels != IGNORE)).any()
+        wrong = ((labels < 0) & (labels != IGNORE_INDEX)).any()
     if wrong:
         corpus.name_outside(starts, stops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-IGNORE_INDEX = -100
+from cat_lm.labels import IGNORE_INDEX
 
 # The logits of one chunk, in elements: 64 MiB in fp32. Larger chunks are not faster.
 CHUNK_ELEMENTS = 16 * 1024 * 1024

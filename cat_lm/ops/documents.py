@@ -12,6 +12,19 @@ from torch.nn import functional as F
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def check_document_ids(document_ids: Tensor, batch: int, time: int) -> None:
+    """Check that ids are [batch, time] integers.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tuple(document_ids.shape) != (batch, time) or document_ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"document_ids must be {[batch, time]} integers, not {list(document_ids.shape)} "
+            f"{document_ids.dtype}"
+        )
+
+
 def document_starts(document_ids: Tensor) -> Tensor:
     """True where a document starts. [B, T] integers to [B, T] bool."""
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)

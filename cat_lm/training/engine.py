@@ -13,8 +13,8 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.training import state
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
-        (scored,) = self.ranks.sum(int((batch["labels"] != -100).sum()))
+        (scored,) = self.ranks.sum(int((batch["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
         share = max(scored, 1) / (self.ranks.world_size * self.accumulation_steps)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
@@ -169,7 +169,7 @@ class Engine:
         total, scored = 0.0, 0
         for micro_batch in self._micro_batches(batch):
             total += self._loss(micro_batch, num_items_in_batch=1).item()
-            scored += int((micro_batch["shift_labels"] != -100).sum())
+            scored += int((micro_batch["shift_labels"] != IGNORE_INDEX).sum())
         self.deepspeed.train()
         return total, scored
 
@@ -204,7 +204,3 @@ class Engine:
             for parameter in self.model.parameters():
                 parameter.grad = None
         return norm
-
-    def full_precision_weights(self) -> dict[str, torch.Tensor]:
-        """As `state.full_precision_weights`."""
-        return state.full_precision_weights(self)

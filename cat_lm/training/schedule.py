@@ -21,8 +21,13 @@ def learning_rate(config: RunConfig, step: int) -> float:
     if optimizer.schedule == "constant":
         return optimizer.lr
     if optimizer.schedule == "cosine":
-        done = min(1.0, (step - warmup) / max(1, config.total_steps - warmup))
-        share = (1 + math.cos(math.pi * done)) / 2
+        share = cosine(step - warmup, config.total_steps - warmup)
     else:
         share = min(1.0, max(0, config.total_steps - step) / config.steps_of("decay"))
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
+
+
+def cosine(step: int, steps: int) -> float:
+    """Fall from 1 at step 0 to 0 at `steps`, and stay there, as half a cosine."""
+    done = min(1.0, step / max(1, steps))
+    return (1 + math.cos(math.pi * done)) / 2

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.loader import IGNORE, Batch, validation_windows
+from cat_lm.data.loader import Batch, validation_windows
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import Engine
 from cat_lm.training.watchdog import Watchdog
@@ -60,5 +61,5 @@ class Validation:
         """
         numbers = start + self._ranks.rank * self._batch_size + np.arange(self._batch_size)
         batch = self._windows.batch(np.minimum(numbers, self.num_windows - 1))
-        batch["labels"][numbers >= self.num_windows] = IGNORE
+        batch["labels"][numbers >= self.num_windows] = IGNORE_INDEX
         return batch

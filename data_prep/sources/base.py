@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.checksums import sha256
-from data_prep.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
+from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
 HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
 UNKNOWN_SET = "unknown"

@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from cat_lm.errors import UserError
-from data_prep.documents import Malformed, Reading, Record, read_records, record_of, suffix_of
-from data_prep.remote import RemoteFile, retrying
 from data_prep.sources.base import Part, in_natural_order
+from data_prep.sources.documents import (
+    Malformed,
+    Reading,
+    Record,
+    read_records,
+    record_of,
+    suffix_of,
+)
+from data_prep.sources.remote import RemoteFile, read_patiently
 from data_prep.sources.slimpajama import SlimPajama, is_description
 
 HUB_PREFIX = "hub:"
@@ -55,7 +62,7 @@ class Hub(SlimPajama):
             what += (
                 f", which has not had this repository at all times since 2026; {WHOLE} is a copy"
             )
-        return retrying(action, what, OPENING_RETRIES)
+        return read_patiently(action, what, OPENING_RETRIES)
 
     def _splits(self) -> list[Part]:
         import datasets

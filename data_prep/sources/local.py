@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
-from data_prep.documents import (
+from data_prep.sources.base import Part, Source, in_natural_order, set_name
+from data_prep.sources.documents import (
     TEXT_PER_FILE_BYTE,
     Document,
     Malformed,
@@ -21,7 +22,6 @@ from data_prep.documents import (
     read_file,
     suffix_of,
 )
-from data_prep.sources.base import Part, Source, in_natural_order, set_name
 from data_prep.sources.single import Division, divide, take_piece
 
 # Parts of the standard library that Linux distributions put into packages of their own, or leave

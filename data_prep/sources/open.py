@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cat_lm.errors import UserError
-from data_prep.documents import Reading
 from data_prep.sources.base import Source
+from data_prep.sources.documents import Reading
 from data_prep.sources.hub import HUB_PREFIX, SAMPLE, WHOLE, Hub
 from data_prep.sources.local import Files, PythonStdlib
 from data_prep.sources.slimpajama import Snapshot

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cat_lm.errors import UserError
-from data_prep.documents import MAX_DOCUMENT, Malformed, Reading, Record, read_file, suffix_of
 from data_prep.sources.base import Part, Piece
+from data_prep.sources.documents import (
+    MAX_DOCUMENT,
+    Malformed,
+    Reading,
+    Record,
+    read_file,
+    suffix_of,
+)
 
 LOOKED_AT = 1000  # records without a second document: then a file is left as it is
 ENDS = (("line", rb"\n"), ("word", rb"\s"))  # of what a text may be cut at, the better one first

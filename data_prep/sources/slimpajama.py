@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Malformed, Reading, Record, read_file
 from data_prep.sources.base import UNKNOWN_SET, Part, Source, set_name
+from data_prep.sources.documents import Document, Malformed, Reading, Record, read_file
 from data_prep.sources.local import find_files
 
 # The sets that SlimPajama's documents name in meta.redpajama_set_name.

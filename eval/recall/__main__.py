@@ -12,10 +12,11 @@ from cat_lm import limits
 from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
+from cat_lm.pretrained import choose_device
 from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
-    from eval.recall.execution import Execution
+    from eval.recall.train.execution import Execution
 
 
 @command
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    from eval.recall.mixers import mixer_names
+    from cat_lm import mixers
     from eval.recall.tasks import TASKS
 
     parser = commands.add_parser(
@@ -46,11 +47,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "filters; a finished one is kept.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    tasks, mixers = ", ".join(TASKS), ", ".join(mixer_names())
+    tasks, known = ", ".join(TASKS), ", ".join(mixers.names())
     parser.add_argument(
         "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
     )
-    parser.add_argument("--mixer", required=True, help=f"{mixers}; options as cat:streams=k")
+    parser.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
     add = parser.add_argument
     add("--d-model", type=_whole("d_model"), required=True, help="model width")
     add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
@@ -96,13 +97,13 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
                 "tokens"
             )
-    from eval.recall.cells import cell_path, run
-    from eval.recall.portraits import save_portrait
-    from eval.recall.training import Cell, choose_device
+    from eval.recall.show.filter_plots import save_portrait
+    from eval.recall.train.cells import cell_path, run
+    from eval.recall.train.trial import Cell
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
-    record = run(arguments.out, cell, choose_device(arguments.device))
+    record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for name, test in record["tests"].items():
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in test.items() if k != "seq_len")
         print(f"{name} ({test['seq_len']}): {numbers}")
@@ -162,10 +163,9 @@ def _stack(text: str) -> int | None:
 
 
 def _execution(arguments: argparse.Namespace) -> Execution:
-    from eval.recall.execution import Execution
-    from eval.recall.training import choose_device
+    from eval.recall.train.execution import Execution
 
-    device, workers = choose_device(arguments.device), arguments.workers
+    device, workers = str(choose_device(arguments.device)), arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
         if device.startswith("cuda"):
@@ -184,7 +184,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
         landmark_tradeoff(arguments.out, trials)
         return
-    from eval.recall.grid import figure
+    from eval.recall.grids.figure import figure
 
     record = figure(arguments.name, arguments.scale, arguments.out, _execution(arguments))
     if record:
@@ -211,7 +211,7 @@ def _streams(arguments: argparse.Namespace) -> None:
     from cat_lm.data.manifest import read_manifest
 
     read_manifest(arguments.data)  # an error before torch loads
-    from eval.recall.streams import ablation
+    from eval.recall.grids.streams import ablation
 
     ablation(arguments.scale, arguments.data, arguments.out, _execution(arguments))
 

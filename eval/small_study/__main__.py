@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 from cat_lm import limits
 from cat_lm.cli import Parser, path, whole, whole_numbers
@@ -15,9 +14,10 @@ from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
+from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
+from eval.small_study.comparison import MAX_SEEDS
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
-from eval.small_study.statistics import MAX_SEEDS
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def run_missing(
-    study: Study, fingerprint: str, lock: IO, parallel: int | None, estimate_only: bool
+    study: Study, fingerprint: str, lock: Lock, parallel: int | None, estimate_only: bool
 ) -> bool:
     """Runs what is not finished; whether there may be results to write.
 
@@ -148,7 +148,7 @@ def prepared(study: Study, own: bool) -> str:
     Args:
         own: the data are the user's and are not made here.
     """
-    from cat_lm.data.verified import open_verified
+    from cat_lm.data.opening import open_verified
 
     if not own:
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.04"]
@@ -168,8 +168,8 @@ def prepared(study: Study, own: bool) -> str:
 
 def write_results(study: Study) -> Path:
     """summary.json, the tables, the figure and a page of the first seed's runs."""
-    from eval.figures import save_figure
-    from eval.report import report
+    from eval.common.style import save_figure
+    from eval.report.write import report
     from eval.small_study.collect import collect
     from eval.small_study.figure import study_figure
     from eval.small_study.tables import markdown, write_tables

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import statistics as stdlib_statistics
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from cat_lm.errors import UserError
-from eval.provenance import provenance
-from eval.runs import EVALUATION, Run, read_run, unigram_loss
-from eval.small_study import statistics
-from eval.small_study.execute import RESULT, commands, read_result, unfinished
+from eval.common.provenance import provenance
+from eval.common.runs import EVALUATION, Run, read_run, unigram_loss
+from eval.small_study import comparison
+from eval.small_study.execute import commands, read_result, result_path, unfinished
 from eval.small_study.plan import BASELINE, MODELS, Job, Study
 
-RULE = " ".join((statistics.__doc__ or "").split("\n\n", 1)[1].split())
+RULE = " ".join((comparison.__doc__ or "").split("\n\n", 1)[1].split())
 
 
 def collect(study: Study) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def collect(study: Study) -> dict[str, Any]:
         {**_row(row), "model": job.model, "seed": job.seed}
         for job in jobs
         if job not in diverged
-        for row in _sweep(runs[job])
+        for row in _sweep(job, runs[job])
     ]
     if len({row["tokens_sha256"] for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")
@@ -69,9 +69,9 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in keys}
 
 
-def _sweep(run: Run) -> list[dict[str, Any]]:
+def _sweep(job: Job, run: Run) -> list[dict[str, Any]]:
     if not run.sweep:
-        file, record = run.folder / EVALUATION / "length_sweep.json", run.folder / RESULT
+        file, record = run.folder / EVALUATION / "length_sweep.json", result_path(job)
         what = "is of other weights than the export's" if "sweep" in run.outdated else "is absent"
         raise UserError(f"{file}: {what}; remove {record} and start the study again")
     return run.sweep["rows"]
@@ -102,8 +102,8 @@ def _model(
         else None,
         "skipped_steps": sum(runs[job].skipped for job in own),
         "validation": {job.seed: runs[job].validation for job in own},
-        "tokens_per_second": stdlib_statistics.median(speeds) if speeds else None,
-        "seconds_per_run": stdlib_statistics.median(seconds) if seconds else None,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "seconds_per_run": statistics.median(seconds) if seconds else None,
     }
 
 
@@ -117,7 +117,7 @@ def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[s
             cell: dict[str, Any] = {"model": model, "method": method, "length": length}
             for key in ("loss", "perplexity", "bits_per_byte"):
                 values = [row[key] for row in found if row[key] is not None]
-                summary = statistics.summarise(values) if values else None
+                summary = comparison.summarise(values) if values else None
                 cell[key] = dataclasses.asdict(summary) if summary else None
             cells.append(cell)
     return cells
@@ -135,7 +135,7 @@ def _comparisons(
     for length in sorted({length for _, length in losses}):
         for index, a in enumerate(models):
             for b in models[:index]:
-                difference = statistics.compare(
+                difference = comparison.compare(
                     losses.get((a, length), {}), losses.get((b, length), {})
                 )
                 if difference:

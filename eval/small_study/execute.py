@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -15,16 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import Record, check_shape, read_object
-from eval.result_files import read_metrics
-from eval.runs import EVALUATION
+from cat_lm.io.locks import Busy, Lock, hold
+from cat_lm.io.readers import Record
+from eval.common.cell_store import CellStore
+from eval.common.result_files import read_metrics
+from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
-RESULT = "study.json"  # in a run's folder once all that is asked of it is done
+_CELL = "study"  # in a run's folder once all that is asked of it is done
 
 
 def commands(study: Study, job: Job) -> dict[str, list[str]]:
@@ -48,7 +48,7 @@ class Workers:
     them to stop, once, and waits until they have saved.
     """
 
-    def __init__(self, study: Study, parallel: int, threads: int, lock: IO | None = None) -> None:
+    def __init__(self, study: Study, parallel: int, threads: int, lock: Lock | None = None) -> None:
         self.study, self.parallel = study, parallel
         self._lock_file = lock  # of `held`, which the processes hold as long as they live
         self.environment = os.environ | {
@@ -131,7 +131,7 @@ class Workers:
 
 
 @contextmanager
-def held(study: Study) -> Iterator[IO]:
+def held(study: Study) -> Iterator[Lock]:
     """The study's folder, for one call and the processes that it starts.
 
     These inherit the lock: after a `kill -9` of this program its trainings go on, and a new call
@@ -139,17 +139,16 @@ def held(study: Study) -> Iterator[IO]:
     """
     path = study.out / ".lock"
     study.out.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--out {study.out}: another call of the study works in it, or trainings that a "
-                f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
-                f"names them)"
-            ) from None
-        except OSError:
-            pass  # some cluster file systems have no locks; a study there must start all the same
+    try:
+        # Some cluster file systems have no locks; a study there must start all the same.
+        lock = hold(path, wait=False)
+    except Busy:
+        raise UserError(
+            f"--out {study.out}: another call of the study works in it, or trainings that a "
+            f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
+            f"names them)"
+        ) from None
+    with lock:
         yield lock
 
 
@@ -176,19 +175,29 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
                 f"{job.name}: {stage} ended with code {code}, see {log}: {last_line(log)}"
             )
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    write_json(job.folder / RESULT, result)
+    _store(job).write(_CELL, result)
     return result
 
 
+def _store(job: Job) -> CellStore:
+    return CellStore(job.folder, _Result)
+
+
+def result_path(job: Job) -> Path:
+    """FOLDER/study.json, which is there once the job is finished."""
+    return _store(job).path(_CELL)
+
+
 def unfinished(jobs: list[Job]) -> list[Job]:
-    return [job for job in jobs if not (job.folder / RESULT).is_file()]
+    """Choose the jobs that are not finished."""
+    return [job for job in jobs if not result_path(job).is_file()]
 
 
 def read_result(job: Job) -> dict[str, Any]:
-    """The record of a finished job. Raises UserError where it is damaged."""
-    path, advice = job.folder / RESULT, "remove it to make it again"
-    result = read_object(path, advice)
-    check_shape(result, _Result, str(path), advice)
+    """Read the record of a finished job. Raises UserError where it is damaged."""
+    result = _store(job).read(_CELL)
+    if result is None:
+        raise UserError(f"{result_path(job)}: no such file; start the study again")
     return result
 
 

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from eval.figures import INK, MUTED, PAPER, STYLE, run_colour, run_marker
+from eval.common.style import INK, MUTED, PAPER, STYLE, run_colour, run_marker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,9 @@ from cat_lm.io.files import write_json
 from cat_lm.io.readers import read_object
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
-CONFIGS = Path("configs/study")  # a folder for each size, a file for each model, base.yaml
+CONFIGS = Path("configs/study")  # a file for each model, and one base for each size
 
-# File in configs/study/SIZE -> what tables and figures call the model, in the order they show.
+# File in configs/study -> what tables and figures call the model, in the order they show.
 MODELS = {
     "pythia": "Pythia (RoPE)",
     "nope": "no convolution, NoPE",
@@ -94,7 +94,7 @@ class Study:
         ]
 
     def config_file(self, model: str) -> Path:
-        return CONFIGS / self.size.name / f"{model}.yaml"
+        return CONFIGS / f"{model}.yaml"
 
     def overrides(self, job: Job) -> list[str]:
         """What the study sets on top of the model's file."""
@@ -104,6 +104,7 @@ class Study:
             budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
             budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
         return [
+            f"base={CONFIGS / f'base_{self.size.name}.yaml'}",
             f"data.path={self.data}",
             f"train.seed={job.seed}",
             f"train.output_dir={job.folder}",

@@ -14,7 +14,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.own_files import make_marked, remove_marked
-from eval.result_files import read_metrics
+from eval.common.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
 from eval.small_study.plan import MODELS, Job, Study
 

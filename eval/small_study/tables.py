@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.io.files import replacing, write_text
-from eval.figures import short_count
+from eval.common.style import short_count
+from eval.common.text_table import markdown_table
 
 WORDS = {
     "within spread": "within spread",
@@ -78,7 +79,7 @@ def _main_table(summary: dict[str, Any]) -> str:
     ]
     with_base = any(pair["minus"] == summary["baseline"] for pair in summary["comparisons"])
     head += [f"loss − {base}", "verdict"] if with_base else []
-    lines = [head, ["---"] * len(head)]
+    lines = []
     cells = {(c["model"], c["length"]): c for c in summary["cells"] if c["method"] == "none"}
     for model in summary["models"]:
         name = model["model"]
@@ -93,7 +94,7 @@ def _main_table(summary: dict[str, Any]) -> str:
         if with_base:
             line += _against_base(summary, name, trained)
         lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, lines)
 
 
 def _against_base(summary: dict[str, Any], model: str, length: int) -> list[str]:
@@ -116,12 +117,11 @@ def _scaled_table(summary: dict[str, Any]) -> str:
         return ""
     labels = {model["model"]: model["label"] for model in summary["models"]}
     cells = {(c["model"], c["method"], c["length"]): c["perplexity"] for c in summary["cells"]}
-    lines = [["model", "method", *(f"ppl at {length:,}" for length in lengths)]]
-    lines.append(["---"] * len(lines[0]))
+    head, lines = ["model", "method", *(f"ppl at {length:,}" for length in lengths)], []
     for model, method in dict.fromkeys((cell["model"], cell["method"]) for cell in scaled):
         values = [_value(cells.get((model, method, length)), 2) for length in lengths]
         lines.append([labels[model], method, *values])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = markdown_table(head, lines)
     return f"With positions (RoPE) or attention logits scaled to the length:\n\n{table}"
 
 

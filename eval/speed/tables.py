@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.text_table import aligned
+from eval.common.text_table import aligned
 
 
 def data_table(record: dict[str, Any]) -> str:
     """What `eval.speed.data` measured, and its targets: met or not."""
-    from eval.speed.data_tables import data_lines
+    from eval.speed.data.tables import data_lines
 
     return "\n".join([_where(record), *data_lines(record)])
 
 
 def checkpoint_table(record: dict[str, Any]) -> str:
     """Seconds to save, load and go on from a checkpoint."""
-    from eval.speed.checkpoint import checkpoint_lines
+    from eval.speed.model.checkpoint import checkpoint_lines
 
     return "\n".join([_where(record), *checkpoint_lines(record)])
+
+
+def engine_table(record: dict[str, Any]) -> str:
+    """A run's step, and its memory beside the estimate."""
+    from eval.speed.model.engine import engine_lines
+
+    return "\n".join([_where(record), *engine_lines(record)])
+
+
+def stacks_table(record: dict[str, Any]) -> str:
+    """Steps of stacked models a second, and their memory beside the estimate."""
+    from eval.speed.model.stacks import stack_lines
+
+    return "\n".join([_where(record), *stack_lines(record)])
 
 
 def conv_table(record: dict[str, Any]) -> str:

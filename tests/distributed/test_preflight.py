@@ -16,6 +16,7 @@ from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
+from cat_lm.training.optimizer_state import full_precision_weights
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
@@ -68,7 +69,7 @@ def losses_with_and_without(ranks, data, cases):
                 result = engine.train_step(loader.batch(step, ranks.rank, ranks.world_size), 1e-2)
                 assert not result.skipped
                 found.append((result.loss, result.grad_norm))
-            weights = {k: v.numpy() for k, v in engine.full_precision_weights().items()}
+            weights = {k: v.numpy() for k, v in full_precision_weights(engine).items()}
             results[stage, precision, dry] = found, weights, torch.get_rng_state().numpy()
     return results
 

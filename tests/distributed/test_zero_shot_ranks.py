@@ -12,7 +12,7 @@ import pytest
 
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_tokenizer
-from eval.zero_shot_run import Settings, run
+from eval.zero_shot.run import Settings, run
 from tests.finished_runs import tiny_model
 from tests.zero_shot_rows import ROWS, write_rows
 

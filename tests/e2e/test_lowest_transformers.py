@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launch.checks import requirements
+from launch.doctor.machine import requirements
 from launch.environment import explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,9 @@ TESTS = {
         *("test_padded_prompts", "test_generate"),
     ),
 }
+
+
+pytestmark = pytest.mark.long
 
 
 def lowest(name: str) -> str:

@@ -18,8 +18,9 @@ from tests.fuzz.privileges import adopt_orphans, drop_root
 _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
     *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.pipeline"),
-    *("data_prep.inspection", "data_prep.adoption", "data_prep.adopt", "data_prep.inspect"),
-    *("launch.plan", "launch.plan_text", "launch.measured", "launch.slurm.__main__"),
+    *("data_prep.check.findings", "data_prep.megatron.convert", "data_prep.adopt"),
+    *("data_prep.inspect", "launch.plan.__main__", "launch.plan.text"),
+    *("launch.plan.measured", "launch.slurm.__main__"),
     *("launch.slurm.local", "launch.slurm.prepare", "launch.slurm.status", "launch.slurm.submit"),
     *("eval.small_study.__main__", "eval.small_study.execute", "torch", "transformers"),
 )
@@ -29,12 +30,18 @@ _TORCH = (
     *("cat_lm.training.checkpoint", "cat_lm.training.engine", "cat_lm.training.preflight"),
     *("cat_lm.training.validation", "cat_lm.training.report", "cat_lm.training.metrics"),
     *("cat_lm.export", "cat_lm.generate", "cat_lm.upcycle", "cat_lm.data.loader"),
-    *("eval.length_sweep", "eval.report", "eval.speed.__main__", "eval.speed.train"),
-    *("eval.speed.conv", "eval.speed.decode", "eval.speed.tables", "eval.recall.__main__"),
-    *("eval.recall.portraits", "eval.recall.streams", "launch.doctor", "launch.dry_run"),
+    *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
+    *("eval.speed.conv.measure", "eval.speed.model.decode", "eval.speed.model.train"),
+    *("eval.speed.tables", "eval.recall.__main__", "eval.recall.show.filter_plots"),
+    *("eval.recall.grids.streams", "launch.doctor.__main__", "launch.doctor.scale"),
 )
-_HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot", "eval.zero_shot_run")
-_HARNESS += ("eval.zero_shot_results", "lm_eval.models.huggingface", "lm_eval.tasks")
+_HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot.__main__")
+_HARNESS += (
+    "eval.zero_shot.run",
+    "eval.zero_shot.results",
+    "lm_eval.models.huggingface",
+    "lm_eval.tasks",
+)
 FAMILIES = {"plain": _PLAIN, "torch": _TORCH, "harness": _HARNESS, "fakes": ()}
 
 

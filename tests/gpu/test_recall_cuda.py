@@ -7,9 +7,11 @@ import importlib.util
 import pytest
 import torch
 
+from cat_lm import mixers
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
-from eval.recall.mixers import Setting, _scan, make_mixer, mixer_names
-from tests.unit.scans import SHAPES, in_torch, inputs
+from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +43,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("time", [1, 67])
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", mixers.names())
 def test_mixers_are_the_same_on_the_gpu(name, time):
     layer, x = layer_and_input(name, time)
     wanted = results(layer, x, "cpu")
@@ -73,17 +75,15 @@ def like(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_the_scans_kernels_are_the_recurrence(shape, time):
     pytest.importorskip("triton", reason="triton is not installed")
     torch.manual_seed(time)
-    given, grad = inputs(*SHAPES[shape], time), torch.randn(2, 3, time, 2, 5)
-    wanted = in_torch(given, grad)
-    leaves, grad = [s.cuda() for s in given], grad.cuda()
+    given = with_state(inputs(*SHAPES[shape], time))
+    grads = [torch.randn(2, 3, time, 2, 5), state_of(given)]
+    wanted = in_torch(given, grads)
+    leaves, grads = ([s.cuda() for s in tensors] for tensors in (given, grads))
     kernels = _scan._kernels(*leaves)
     assert kernels is _scan.decaying_scan_triton
-    out, kept = kernels.forward(EVERY, *leaves)
-    for one, other in zip((out, kept), wanted[:2], strict=True):
-        like(one, other)
     # The same twice: sums are in a fixed order.
-    first, again = (kernels.backward(EVERY, kept, grad, *leaves) for _ in range(2))
-    for one, same_one, other in zip(first, again, wanted[2:], strict=True):
+    first, again = (by(kernels, leaves, grads) for _ in range(2))
+    for one, same_one, other in zip(first, again, wanted, strict=True):
         assert torch.equal(one, same_one)
         like(one, other)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cat_lm.ops import head_conv
-from eval.speed import conv, kernels
-from eval.speed.kernels import Kernel
+from eval.speed.conv import kernels
+from eval.speed.conv import measure as conv
+from eval.speed.conv.kernels import Kernel
 from eval.speed.timing import time_in_turn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, generated_text, write_jsonl
+from tests.prepared_data import digests
 from tests.slurm.cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.slurm
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_array_of_tasks(cluster: Cluster, prepare: Callable[..., Path], tmp_path: Path):
@@ -46,5 +42,5 @@ def test_array_of_tasks(cluster: Cluster, prepare: Callable[..., Path], tmp_path
     wait_for(lambda: not cluster.run(*queue).strip(), "end of the jobs", 300)
     logs = {path.name: path.read_text() for path in (tmp_path / "cluster.slurm").glob("*.log")}
     assert sorted(logs) == ["assemble.log", "encode-0.log", "encode-1.log"], logs
-    assert contents(out) == contents(local), logs
+    assert digests(out) == digests(local), logs
     assert len(json.loads((out / "manifest.json").read_text())["splits"]["train"]["shards"]) > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,14 +22,53 @@ SHAPES = {
 
 
 def inputs(rate: tuple[int, ...], a: tuple[int, ...], time: int, models: int = 2) -> list[Tensor]:
-    """q, k, v, rate and a of `models` models, 3 rows, 2 heads, 3 keys, 5 values."""
+    """Draw q, k, v, rate and a of `models` models, 3 rows, 2 heads, 3 keys, 5 values."""
     q, k = torch.randn(2, models, 3, time, 2, 3)
     v = torch.randn(models, 3, time, 2, 5)
     return [q, k, v, torch.rand(models, 3, time, 2, *rate), -3 * torch.rand(models, *a)]
 
 
-def in_torch(given: list[Tensor], grad: Tensor, every: int = EVERY) -> list[Tensor]:
-    """Outputs, kept states and gradients in fp64 by the torch path."""
-    double = [s.double() for s in given]
-    out, kept = _scan_torch.forward(every, *double)
-    return [out, kept, *_scan_torch.backward(every, kept, grad.double(), *double)]
+def state_of(given: list[Tensor]) -> Tensor:
+    """Draw a state [M, B, H, K, V] that fits."""
+    q, _, v = given[:3]
+    return torch.randn(*q.shape[:2], *q.shape[3:], v.shape[-1])
+
+
+def with_state(given: list[Tensor], *, zero: bool = False) -> list[Tensor]:
+    """Add an initial state to q, k, v, rate and a."""
+    state = state_of(given)
+    return [*given, torch.zeros_like(state) if zero else state]
+
+
+def by(kernels: Any, given: list[Tensor], grads: list[Tensor], every: int = EVERY) -> list[Tensor]:
+    """Compute outputs, last and kept states, and gradients, by one of the scan's backends.
+
+    Args:
+        given: q, k, v, rate, a and the initial state.
+        grads: of the outputs and of the last state.
+    """
+    out, last, kept = kernels.forward(every, *given)
+    return [out, last, kept, *kernels.backward(every, kept, *grads, *given[:5])]
+
+
+def in_torch(given: list[Tensor], grads: list[Tensor], every: int = EVERY) -> list[Tensor]:
+    """Compute the same in fp64 by the torch path."""
+    return by(_scan_torch, [s.double() for s in given], [s.double() for s in grads], every)
+
+
+def delta_rule_at_once(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None
+) -> Tensor:
+    """Compute the (gated) delta rule of a whole sequence as one triangular system, [T, T]."""
+    q, k, v = (s.transpose(1, 2) for s in (q * q.shape[-1] ** -0.5, k, v))
+    beta = beta.transpose(1, 2)[..., None]
+    products, scores = k @ k.transpose(2, 3), q @ k.transpose(2, 3)
+    if log_decay is not None:
+        total = log_decay.transpose(1, 2).cumsum(dim=2)
+        between = total[..., :, None] - total[..., None, :]
+        time = torch.arange(between.shape[-1], device=q.device)
+        between = between.masked_fill(time[:, None] < time, -torch.inf).exp()
+        products, scores = products * between, scores * between
+    system = (beta * products).tril(-1)
+    u = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
+    return (scores.tril() @ u).transpose(1, 2)

@@ -165,6 +165,41 @@ def test_base_is_merged_by_key(tmp_path):
     assert config.model.hidden_size == base["model"]["hidden_size"]
 
 
+def test_an_override_puts_another_base_in_its_place(tmp_path, monkeypatch):
+    values = yaml.safe_load(QUICKSTART.read_text())
+    for name, heads in (("small", 1), ("large", 8)):
+        values["model"]["num_attention_heads"] = heads
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "models").mkdir()
+    run = tmp_path / "models" / "run.yaml"
+    run.write_text("base: ../small.yaml\nmodel: {conv_type: none}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(run).model.num_attention_heads == 1
+    # Names what the user sees from the working directory, wherever it stands among the others.
+    model = load_config(run, ["base=large.yaml", "model.conv_type=head"]).model
+    assert (model.num_attention_heads, model.conv_type) == (8, "head")
+    assert load_config(run, ["base=large.yaml", "base=small.yaml"]) == load_config(run)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("base=missing.yaml", "missing.yaml: no such file"),
+        ("base=", 'base="": must be a file name'),
+        ("base=run.yaml", "leads back to the file itself"),
+        ("base", 'override "base": must have the form section.key=value'),
+    ],
+)
+def test_a_base_that_cannot_take_the_place(tmp_path, monkeypatch, override, part):
+    (tmp_path / "base.yaml").write_text(QUICKSTART.read_text())
+    (tmp_path / "run.yaml").write_text("base: base.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    assert part in error_of(tmp_path / "run.yaml", override)
+    # Of a file that stands alone there is no base to replace.
+    if override != "base":
+        assert "has no base: to replace" in error_of(tmp_path / "base.yaml", override)
+
+
 def test_a_mixture_takes_the_place_of_the_bases(tmp_path):
     base = yaml.safe_load(QUICKSTART.read_text())
     base["data"] |= {"path": None, "mixture": {"a": 1, "b": 2}}

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from cat_lm.data import corpus as corpus_module
-from cat_lm.data.corpus import OTHER_FILES, TokenCorpus
+from cat_lm.data.corpus import OTHER_FILES
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import CODES, HEADER, MAGIC, VERSION, index_bytes, token_dtype
 from cat_lm.errors import UserError
 from tests.prepared_data import bare_manifest, random_documents, write_prepared
@@ -19,8 +20,8 @@ READ = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-from cat_lm.data import TokenCorpus, TrainLoader
-corpus = TokenCorpus.open(sys.argv[1], "train")
+from cat_lm.data import TrainLoader, open_corpus
+corpus = open_corpus(sys.argv[1], "train")
 loader = TrainLoader(corpus, 2048, 256, seed=0)
 middle = loader.samples_per_epoch // 256 // 2
 for step in range(middle, middle + 20):
@@ -63,7 +64,7 @@ def test_it_is_read_in_the_middle_with_few_files_allowed(sparse):
 def test_too_low_a_limit_is_told_when_opening(sparse, monkeypatch):
     monkeypatch.setattr(corpus_module.resource, "getrlimit", lambda _: (256, 1024))
     with pytest.raises(UserError, match=r"in 1,254 shards, but only 1,024 files may be open"):
-        TokenCorpus.open(sparse, "train")
+        open_corpus(sparse, "train")
 
 
 def test_a_shard_that_is_not_as_listed_is_found_when_opening(tmp_path):
@@ -71,4 +72,4 @@ def test_a_shard_that_is_not_as_listed_is_found_when_opening(tmp_path):
     bad = sorted(folder.glob("train-*.bin"))[-2]
     bad.write_bytes(bad.read_bytes()[:-2])
     with pytest.raises(UserError, match=rf"{bad.name}: documents, tokens, dtype are"):
-        TokenCorpus.open(folder, "train")
+        open_corpus(folder, "train")

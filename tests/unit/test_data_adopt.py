@@ -11,11 +11,11 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
-from data_prep import text_bytes
 from data_prep.adopt import parse_arguments
-from data_prep.adoption import adopt
+from data_prep.megatron import convert, text_bytes
+from data_prep.megatron.convert import adopt
 from tests.conftest import REPOSITORY, generated_text
 from tests.unit import megatron_files
 
@@ -53,7 +53,7 @@ def run(out, train, validation, *flags, tokenizer="bytes"):
 
 
 def texts_of(folder, split):
-    corpus = TokenCorpus.open(folder, split)
+    corpus = open_corpus(folder, split)
     found = [corpus.tokens(*corpus.document(i)) for i in range(corpus.num_documents)]
     assert all(document[-1] == EOD for document in found)
     return [bytes(document[:-1].tolist()).decode() for document in found]
@@ -185,7 +185,7 @@ def test_bytes_of_held_out_documents_are_their_own_where_all_are_decoded(
 
 
 def test_documents_too_long_for_an_index_are_refused(tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr("data_prep.foreign.MAX_DOCUMENT_TOKENS", 20)
+    monkeypatch.setattr("data_prep.megatron.validate.MAX_DOCUMENT_TOKENS", 20)
     with pytest.raises(UserError, match=r"a document of \d+ tokens is too long"):
         run(tmp_path / "out", *pairs)
 
@@ -230,6 +230,22 @@ def test_bad_pairs_are_one_clear_error_and_leave_nothing(tmp_path, pairs, name):
         run(tmp_path / "out", [pairs[0], train], pairs[1])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+
+
+def test_two_adoptions_into_one_folder_do_not_meet(tmp_path, pairs, monkeypatch):
+    real, said = convert.build_tokenizer, []
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(convert, "build_tokenizer", real)
+        with pytest.raises(UserError, match="another adoption is writing to it") as error:
+            run(tmp_path / "out", *pairs)
+        said.append(error.value)
+        return real(*arguments)
+
+    monkeypatch.setattr(convert, "build_tokenizer", meanwhile)
+    folder = run(tmp_path / "out", *pairs)
+    assert said and texts_of(folder, "train") == TRAIN
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
@@ -336,8 +352,8 @@ def mistral_ids(path):
 def test_bytes_of_text_are_counted_exactly_without_decoding(
     tmp_path, shared_data, monkeypatch, capsys, name, code, made
 ):
-    from data_prep.documents import Reading
     from data_prep.sources import open_source
+    from data_prep.sources.documents import Reading
 
     path = shared_data / "tokenizers" / name
     source = open_source("slimpajama", str(shared_data / "slimpajama_sample"), Reading())

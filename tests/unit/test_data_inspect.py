@@ -9,7 +9,7 @@ import pytest
 from cat_lm.data.manifest import fingerprint
 from cat_lm.data.shards import ShardWriter
 from cat_lm.errors import UserError
-from data_prep import inspection, intact
+from data_prep.check import findings, integrity
 from data_prep.inspect import main, parse_arguments
 from tests.conftest import generated_text
 
@@ -50,7 +50,7 @@ def write_data(tiny_corpus, tmp_path):
 
 def inspect(folder, *flags):
     """Inspects in this process."""
-    return inspection.inspect(parse_arguments([str(folder), "--workers", "1", *map(str, flags)]))
+    return findings.inspect(parse_arguments([str(folder), "--workers", "1", *map(str, flags)]))
 
 
 def run(monkeypatch, *arguments):
@@ -87,11 +87,11 @@ def flip(file, offset):
 
 
 def test_window_edges_and_ends_of_documents_are_marked(tiny_corpus, capsys):
-    from cat_lm.data import TokenCorpus
+    from cat_lm.data.opening import open_corpus
 
     inspect(tiny_corpus, "--samples", 1, "--context-length", 64, "--no-duplicates")
     shown = capsys.readouterr().out
-    corpus = TokenCorpus.open(tiny_corpus, "train")
+    corpus = open_corpus(tiny_corpus, "train")
     _, stop = corpus.document(0)
     stream = bytes(corpus.tokens(0, min(stop - 1, 400)).tolist()).decode()
     cut = [stream[start : start + 64] for start in range(0, len(stream), 64)]
@@ -270,7 +270,7 @@ def test_a_shard_or_index_cut_short_is_damage_in_the_findings_too(copy, tmp_path
 
 
 def test_all_damage_is_listed_and_workers_find_the_same(copy, monkeypatch, capsys):
-    monkeypatch.setattr(intact, "SMALL_BYTES", 0)
+    monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
     for name in ("train-00000.bin", "validation-00000.idx"):
         flip(copy / name, 100)
     shown = []
@@ -306,7 +306,7 @@ def test_planted_duplicates_are_found(write_data, tmp_path, monkeypatch, capsys)
     assert "train document 121 is train document 60 (31 tokens)" in shown
     assert "validation document 20 is train document 122 (16 tokens)" in shown
     with monkeypatch.context() as patch:
-        patch.setattr(intact, "SMALL_BYTES", 0)
+        patch.setattr(integrity, "SMALL_BYTES", 0)
         assert inspect(folder, "--no-checksums", "--samples", 0, "--workers", 2) == found
     for kind, code in (("across", 1), ("any", 1)):
         with pytest.raises(SystemExit) as ended:
@@ -330,7 +330,7 @@ def test_equal_hashes_alone_are_no_duplicates(write_data, monkeypatch):
     """With one hash for all documents only the tokens tell them apart, in several parts too."""
     import hashlib
 
-    from data_prep import duplicates
+    from data_prep.check import duplicates
 
     folder = write_data(["aa", "ab", "aa", "abc"], ["ab", "b", "abc", "abc"])
     expected = inspect(folder)
@@ -345,7 +345,7 @@ def test_equal_hashes_alone_are_no_duplicates(write_data, monkeypatch):
 
 
 def test_parts_of_the_hashes_find_what_all_at_once_do(write_data, monkeypatch):
-    from data_prep import duplicates
+    from data_prep.check import duplicates
 
     texts = [f"{number % 37}" for number in range(150)]
     folder = write_data(texts, texts[:50], shard_tokens=40)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.data import TokenCorpus, TrainLoader
-from cat_lm.data.loader import IGNORE
+from cat_lm.data import TrainLoader
+from cat_lm.data.opening import open_corpus
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model import CatConfig, CatForCausalLM
 from tests.prepared_data import EOD, random_documents, write_prepared
 
@@ -38,7 +39,7 @@ def batch_of(folder, packing, mask_documents=True):
         for document in random_documents(60, 24)
     ]
     write_prepared(folder, documents)
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     return TrainLoader(corpus, T, 4, 0, mask_documents, packing).batch(0)
 
 
@@ -80,7 +81,7 @@ def test_documents_in_a_window_are_scored_as_if_alone(tmp_path, packing):
             alone = logits_of(model, {"input_ids": batch["input_ids"][row : row + 1, inside]})
             torch.testing.assert_close(packed[row, inside], alone[0], rtol=1e-4, atol=1e-5)
         # Labels that would cross a border are left out.
-        assert (batch["labels"][row][:-1][np.diff(numbers) > 0] == IGNORE).all()
+        assert (batch["labels"][row][:-1][np.diff(numbers) > 0] == IGNORE_INDEX).all()
 
 
 def test_without_masking_a_document_does_reach_the_next(tmp_path):

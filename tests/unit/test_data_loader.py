@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
-from cat_lm.data.loader import IGNORE
-from cat_lm.data.order import Permutation
+from cat_lm.data import TrainLoader, validation_windows
+from cat_lm.data.opening import open_corpus
+from cat_lm.data.shuffle import Permutation
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 
 
 class Stream:
@@ -130,7 +131,7 @@ def test_masked_documents():
     batch = loader.batch(0)
     assert batch["input_ids"].tolist() == [[5, 0, 6, 7, 0, 0, 8, 9]]
     assert batch["document_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 3, 3]]
-    assert batch["labels"].tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE, 9, 1]]
+    assert batch["labels"].tolist() == [[0, IGNORE_INDEX, 7, 0, IGNORE_INDEX, IGNORE_INDEX, 9, 1]]
     assert batch["document_ids"].dtype == np.int64
     plain = TrainLoader(corpus, context_length=8, global_batch_size=1, seed=0).batch(0)
     assert plain["labels"].tolist() == [[0, 6, 7, 0, 0, 8, 9, 1]]
@@ -153,9 +154,9 @@ def test_validation_scores_every_token_after_the_first_once(length):
     windows = validation_windows(counting(length), 8)
     assert len(windows) == -(-(length - 1) // 8)
     whole = windows.batch(range(len(windows)))
-    scored = whole["labels"][whole["labels"] != IGNORE]
+    scored = whole["labels"][whole["labels"] != IGNORE_INDEX]
     assert scored.tolist() == list(range(2, length + 1))
-    assert (whole["input_ids"][whole["labels"] != IGNORE] == scored - 1).all()
+    assert (whole["input_ids"][whole["labels"] != IGNORE_INDEX] == scored - 1).all()
     assert (windows[-1]["labels"] == whole["labels"][-1:]).all()
     for world_size in (1, 2, 3):
         seen = [
@@ -163,7 +164,7 @@ def test_validation_scores_every_token_after_the_first_once(length):
             for rank in range(world_size)
         ]
         labels = np.concatenate([part.ravel() for part in seen])
-        assert sorted(labels[labels != IGNORE].tolist()) == list(range(2, length + 1))
+        assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(2, length + 1))
     with pytest.raises(IndexError):
         windows[len(windows)]
 
@@ -176,7 +177,7 @@ def test_validation_without_a_token_to_predict_is_refused():
 def test_validation_of_masked_documents_does_not_score_first_tokens():
     windows = validation_windows(Stream([5, 0, 6, 7, 0, 8]), 4, mask_documents=True)
     batch = windows.batch(range(2))
-    assert batch["labels"].tolist() == [[0, IGNORE, 7, 0], [IGNORE] * 4]
+    assert batch["labels"].tolist() == [[0, IGNORE_INDEX, 7, 0], [IGNORE_INDEX] * 4]
     assert batch["document_ids"][0].tolist() == [0, 0, 1, 1]
 
 
@@ -243,7 +244,7 @@ def test_prefetch_threads_end_when_closed_or_dropped():
 
 
 def test_a_prepared_corpus_trains_on_its_own_tokens(tiny_corpus):
-    corpus = TokenCorpus.open(tiny_corpus, "train")
+    corpus = open_corpus(tiny_corpus, "train")
     loader = TrainLoader(corpus, 32, 4, seed=0)
     stream = corpus.tokens(0, corpus.num_tokens)
     windows = loader.sample_ids(3)

@@ -5,10 +5,11 @@ import re
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
-from cat_lm.data.loader import IGNORE
+from cat_lm.data import TrainLoader, validation_windows
 from cat_lm.data.mixture import BLOCK, Mixture, block_counts
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import random_documents, write_prepared
 
 T = 8
@@ -23,7 +24,7 @@ def corpora(folder, count=3, split="train"):
             held_out = random_documents(5 + 9 * i, 30, seed=9 + i, shift=1 + 10_000 * i)
             dtype = ("uint16", "int32")[i % 2]
             write_prepared(path, texts, held_out, dtype, unigram_loss=1.0 + i)
-        opened.append(TokenCorpus.open(path, split))
+        opened.append(open_corpus(path, split))
     return opened
 
 
@@ -158,7 +159,7 @@ def test_parts_that_do_not_go_together(tmp_path):
     parts = corpora(tmp_path, 2)
     other = write_prepared(tmp_path / "other", random_documents(9, 30), tokenizer="another")
     with pytest.raises(UserError, match=r"c0 and .*other were prepared with different tokenizers"):
-        Mixture([parts[0], TokenCorpus.open(other, "train")], [1, 1])
+        Mixture([parts[0], open_corpus(other, "train")], [1, 1])
     with pytest.raises(UserError, match=r"c1 and .*c1 hold the same data"):
         Mixture([parts[0], parts[1], parts[1]], [1, 1, 1])
 
@@ -191,7 +192,7 @@ def test_validation_covers_every_part_and_any_beginning_is_a_fair_sample(tmp_pat
     mixture = Mixture(parts, [1, 1, 8])
     windows = validation_windows(mixture, T)
     labels = windows.batch(range(len(windows)))["labels"]
-    scored = sorted(labels[labels != IGNORE].tolist())
+    scored = sorted(labels[labels != IGNORE_INDEX].tolist())
     expected = sorted(np.concatenate([p.tokens(1, p.num_tokens) for p in parts]).tolist())
     assert scored == expected
     counts = [len(validation_windows(part, T)) for part in mixture.parts]

@@ -9,12 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader
 from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import best_fit, pack
-from cat_lm.data.loader import IGNORE
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import EOD, random_documents, write_prepared
 
 T = 16
@@ -26,7 +27,7 @@ def corpus(request, tmp_path):
     documents = [[EOD], *random_documents(120, 3 * T), [*range(30_001, 30_001 + 6 * T), EOD], [EOD]]
     documents += [[*range(40_001, 40_000 + T), EOD], [*range(50_001, 50_000 + 2 * T), EOD]]
     write_prepared(tmp_path / "data", documents, shard_tokens=request.param)
-    return TokenCorpus.open(tmp_path / "data", "train")
+    return open_corpus(tmp_path / "data", "train")
 
 
 def documents_of(corpus):
@@ -43,7 +44,7 @@ def epoch(corpus, mask_documents=False):
 def test_every_prediction_within_a_document_is_made_exactly_once(corpus, mask_documents):
     batch = epoch(corpus, mask_documents)
     pairs = Counter(zip(batch["input_ids"].ravel(), batch["labels"].ravel(), strict=True))
-    pairs = Counter({(a, b): n for (a, b), n in pairs.items() if b != IGNORE and a != EOD})
+    pairs = Counter({(a, b): n for (a, b), n in pairs.items() if b != IGNORE_INDEX and a != EOD})
     expected = Counter(pair for document in documents_of(corpus) for pair in pairwise(document))
     assert pairs == expected
 
@@ -52,10 +53,10 @@ def test_after_an_eod_only_the_first_token_of_a_whole_document_is_a_label(corpus
     batch = epoch(corpus)
     after = batch["labels"][batch["input_ids"] == EOD]
     firsts = Counter(document[0] for document in documents_of(corpus))
-    found = Counter(after[after != IGNORE].tolist())
+    found = Counter(after[after != IGNORE_INDEX].tolist())
     assert sum(found.values()) > 40 and not found - firsts
     masked = epoch(corpus, mask_documents=True)
-    assert (masked["labels"][masked["input_ids"] == EOD] == IGNORE).all()
+    assert (masked["labels"][masked["input_ids"] == EOD] == IGNORE_INDEX).all()
 
 
 def test_windows_hold_whole_documents_and_nothing_else(corpus):
@@ -75,7 +76,7 @@ def test_windows_hold_whole_documents_and_nothing_else(corpus):
                 continue
             # What is no document is padding: at the end, without a label.
             assert set(part) == {EOD} and number == numbers[-1]
-            assert (labels[numbers == number] == IGNORE).all()
+            assert (labels[numbers == number] == IGNORE_INDEX).all()
     del parts[EOD,]
     assert not +parts
 
@@ -227,8 +228,8 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
 
 
 def test_processes_that_start_together_make_one_plan(corpus):
-    code = "import sys; from cat_lm.data import TokenCorpus, TrainLoader\n"
-    code += "c = TokenCorpus.open(sys.argv[1], 'train')\n"
+    code = "import sys; from cat_lm.data import TrainLoader, open_corpus\n"
+    code += "c = open_corpus(sys.argv[1], 'train')\n"
     code += "print(TrainLoader(c, 16, 4, 0, packing='best_fit').batch(9)['labels'].sum())"
     command = [sys.executable, "-c", code, str(corpus.folder)]
     started = [

@@ -11,23 +11,16 @@ import time
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
-from data_prep import output, pipeline
-from data_prep.documents import Document
-from data_prep.encode import chunks, split_of
+from data_prep import pipeline
+from data_prep.assemble import output_folder
+from data_prep.encode.encoding import chunks, split_of
 from data_prep.prepare import parse_arguments
+from data_prep.sources.documents import Document
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
-
-
-def digests(folder):
-    """Of all files that are the same wherever they are made: inodes and times are not."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".verified.jsonl")
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+from tests.prepared_data import digests
 
 
 def flags(path, *more, tokenizer="bytes"):
@@ -43,7 +36,7 @@ def run(*arguments):
 
 
 def texts_of(folder, split):
-    corpus = TokenCorpus.open(folder, split)
+    corpus = open_corpus(folder, split)
     encoder = DocumentEncoder(folder / "tokenizer", corpus.eod_id, corpus.vocab_size)
     for index in range(corpus.num_documents):
         ids = corpus.tokens(*corpus.document(index))
@@ -68,7 +61,7 @@ def test_every_document_is_in_one_split_whole_and_in_order(
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["empty_documents"] == 2
     for split in ("train", "validation"):
-        corpus = TokenCorpus.open(out, split)
+        corpus = open_corpus(out, split)
         texts = list(texts_of(out, split))
         assert corpus.num_documents == len(texts)
         assert corpus.num_bytes == sum(len(text.encode()) for text in texts)
@@ -92,7 +85,7 @@ def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, many_docum
 
 def test_many_small_chunks_come_back_in_order(tmp_path, prepare, many_documents, monkeypatch):
     expected = digests(prepare(tmp_path / "1", *flags(many_documents, "--workers", 1)))
-    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 70)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 70)
     assert digests(prepare(tmp_path / "2", *flags(many_documents, "--workers", 2))) == expected
 
 
@@ -103,7 +96,7 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
 
     def killed(*_):
         with pytest.raises(UserError, match="holds no finished data"):
-            TokenCorpus.open(out, "train")
+            open_corpus(out, "train")
         raise UserError("stop")
 
     monkeypatch.setattr(pipeline, "assemble", killed)
@@ -122,7 +115,7 @@ def test_again_with_the_same_arguments_does_nothing(
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     with monkeypatch.context() as patched:  # as where nothing can be written
-        patched.delattr(output, "locked")
+        patched.delattr(output_folder, "locked")
         prepare(out, *flags(many_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
         prepare(out, *flags(many_documents, "--seed", 1))
@@ -153,8 +146,8 @@ def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, p
 def test_unigram_loss_is_that_of_add_one_smoothing(tiny_corpus):
     counts = [
         collections.Counter(
-            TokenCorpus.open(tiny_corpus, split)
-            .tokens(0, TokenCorpus.open(tiny_corpus, split).num_tokens)
+            open_corpus(tiny_corpus, split)
+            .tokens(0, open_corpus(tiny_corpus, split).num_tokens)
             .tolist()
         )
         for split in ("train", "validation")
@@ -216,7 +209,7 @@ def test_limits(tmp_path, prepare, many_documents):
     found = [*texts_of(out, "train"), *texts_of(out, "validation")]
     assert sorted(found) == sorted(every[:100])
     out = prepare(tmp_path / "b", *flags(many_documents, "--max-bytes", 10_000, "--workers", 1))
-    size = sum(TokenCorpus.open(out, split).num_bytes for split in ("train", "validation"))
+    size = sum(open_corpus(out, split).num_bytes for split in ("train", "validation"))
     assert 10_000 <= size < 10_500
 
 
@@ -249,14 +242,14 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_document
         tmp_path / "out",
         *flags(many_documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
     )
-    corpus = TokenCorpus.open(out, "train")
+    corpus = open_corpus(out, "train")
     assert corpus.manifest["dtype"] == "int32"
     assert corpus.tokens(0, 2).tolist() == [70_001, 70_000]
 
 
 def test_chunks_are_bounded(monkeypatch):
-    monkeypatch.setattr("data_prep.encode.CHUNK_BYTES", 10)
-    monkeypatch.setattr("data_prep.encode.CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_BYTES", 10)
+    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 3)
     sizes = [4, 4, 4, 1, 1, 1, 1, 20, 1]
     found = list(chunks(Document("x" * size, "txt") for size in sizes))
     assert [[len(d.text) for d in chunk] for chunk in found] == [[4, 4, 4], [1, 1, 1], [1, 20], [1]]
@@ -290,5 +283,5 @@ def test_the_sample_in_slimpajamas_layout(tmp_path, prepare, shared_data):
     assert manifest["splits"]["train"]["documents"] == 300
     assert manifest["splits"]["validation"]["documents"] == 15
     assert all(name.startswith("RedPajama") for name in manifest["sources"])
-    corpus = TokenCorpus.open(out, "train")
+    corpus = open_corpus(out, "train")
     assert np.max(corpus.tokens(0, corpus.num_tokens)) < 32_000

@@ -7,13 +7,16 @@ import sys
 
 import pytest
 
-from cat_lm.data import TokenCorpus, shards
+from cat_lm.data import shards
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
-from data_prep import encode, estimate, output, parts
+from data_prep.assemble import output_folder
+from data_prep.encode import encoding, estimate, parts
 from data_prep.prepare import main
 from tests.conftest import REPOSITORY, many_texts, write_jsonl
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import flags, texts_of
 
 
 def test_folders_of_others_are_left_alone(tmp_path, prepare, many_documents):
@@ -43,7 +46,7 @@ def test_a_foreign_marker_beside_finished_data_is_kept(tmp_path, prepare, many_d
 
 def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, many_documents):
     with (
-        output.locked(tmp_path / "out"),
+        output_folder.locked(tmp_path / "out"),
         pytest.raises(UserError, match="another preparation is writing"),
     ):
         prepare(tmp_path / "out", *flags(many_documents))
@@ -95,7 +98,7 @@ def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mist
     before = digests(out)
     with pytest.raises(UserError, match=message):
         prepare(out, *given, "--overwrite", *mistake)
-    (out / output.SETUP_LOCK).unlink()
+    (out / output_folder.SETUP_LOCK).unlink()
     assert digests(out) == before
 
 
@@ -116,7 +119,7 @@ def test_where_the_source_lies_decides_nothing(tmp_path, prepare, capsys):
 def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
     given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
     out = prepare(tmp_path / "out", *given)
-    PackedWindows(TokenCorpus.open(out, "train"), 64)
+    PackedWindows(open_corpus(out, "train"), 64)
     with pytest.raises(UserError, match="the validation split comes out empty"):
         prepare(out, *given, "--overwrite", "--max-documents", 1)
     assert not list(out.iterdir()), "and the same command may begin again"
@@ -140,15 +143,15 @@ def test_a_disk_that_fills_up_stops_cleanly_and_the_same_command_continues(
 
         return write
 
-    monkeypatch.setattr(encode, "CHUNK_BYTES", 200_000)
-    monkeypatch.setattr("data_prep.parts._write", full(parts._write))
+    monkeypatch.setattr(encoding, "CHUNK_BYTES", 200_000)
+    monkeypatch.setattr("data_prep.encode.parts._write", full(parts._write))
     monkeypatch.setattr(shards.ShardWriter, "_append", full(shards.ShardWriter._append))
     with pytest.raises(UserError, match=r"the disk is full \(\d+ MiB free\); make room and run"):
         prepare(tmp_path / "out", *arguments)
     assert len(written) == calls
     assert not list((tmp_path / "out").rglob("*.tmp"))
     with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path / "out", "train")
+        open_corpus(tmp_path / "out", "train")
     prepare(tmp_path / "out", *arguments)
     assert digests(tmp_path / "out") == expected
 
@@ -172,8 +175,8 @@ def test_files_that_may_not_grow_are_one_line_and_exit_code_2(tmp_path, many_doc
 
 def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatch):
     path = write_jsonl(tmp_path / "x.jsonl", [*(f"text {n}" for n in range(40)), "x" * 1001])
-    monkeypatch.setattr("data_prep.encode.MAX_DOCUMENT", 1000)
-    monkeypatch.setattr("data_prep.measure.MAX_DOCUMENT", 1000)
+    monkeypatch.setattr("data_prep.encode.encoding.MAX_DOCUMENT", 1000)
+    monkeypatch.setattr("data_prep.encode.sample.MAX_DOCUMENT", 1000)
     with pytest.raises(
         UserError,
         match=r"1 of 41 records are malformed, more than --max-malformed 0.01%.*--document-sep",

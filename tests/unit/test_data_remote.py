@@ -13,9 +13,9 @@ from fsspec.registry import known_implementations
 from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
 from cat_lm.data import remote as remote_module
 from cat_lm.data import storage as storage_module
-from cat_lm.data.corpus import is_remote
 from cat_lm.data.mixture import Mixture
-from cat_lm.data.storage import Storage
+from cat_lm.data.opening import open_corpus
+from cat_lm.data.storage import Storage, is_remote
 from cat_lm.errors import UserError
 from tests.prepared_data import random_documents, write_prepared
 from tests.web_server import served
@@ -40,7 +40,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.0001)
+    monkeypatch.setattr("cat_lm.io.retries.FIRST_WAIT", 0.0001)
 
 
 def waited_for(condition, seconds=300):
@@ -66,14 +66,14 @@ def test_what_is_an_address():
 
 
 def test_the_same_batches_while_copying_and_after(local, memory, tmp_path, monkeypatch):
-    expected = batches(TokenCorpus.open(local, "train"))
+    expected = batches(open_corpus(local, "train"))
     with monkeypatch.context() as patch:  # nothing is copied: all by range
         patch.setattr(remote_module.Copying, "_run", lambda self: None)
-        corpus = TokenCorpus.open(memory, "train", tmp_path / "cache")
+        corpus = open_corpus(memory, "train", tmp_path / "cache")
         assert (batches(corpus) == expected).all()
         assert not any(shard.is_here() for shard in corpus.shards)
         assert f"0 of {len(corpus.shards)} shards are in" in corpus.describe()[-1]
-    corpus = TokenCorpus.open(memory, "train", tmp_path / "cache")
+    corpus = open_corpus(memory, "train", tmp_path / "cache")
     assert (batches(corpus) == expected).all()
     assert all_here(corpus)
     fsspec.filesystem("memory").rm("/data/train-00000.bin")  # from here on the copies serve
@@ -90,10 +90,10 @@ def test_the_same_batches_while_copying_and_after(local, memory, tmp_path, monke
 
 def test_opening_reads_no_shard(local, tmp_path):
     with served(local) as (server, url):
-        corpus = TokenCorpus.open(url, "train", tmp_path / "cache")
+        corpus = open_corpus(url, "train", tmp_path / "cache")
         assert {name for name, _ in server.requests if "train" in name} == set()
         names = ("num_tokens", "num_documents", "num_bytes", "fingerprint", "vocab_size", "eod_id")
-        own = TokenCorpus.open(local, "train")
+        own = open_corpus(local, "train")
         assert [getattr(corpus, n) for n in names] == [getattr(own, n) for n in names]
         assert (corpus.folder / "tokenizer/tokenizer.json").read_text() == "t"
         assert corpus.name == url
@@ -101,18 +101,18 @@ def test_opening_reads_no_shard(local, tmp_path):
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplog):
-    expected = batches(TokenCorpus.open(local, "train"), packing=packing)
+    expected = batches(open_corpus(local, "train"), packing=packing)
     with served(local, trouble=0.33) as (_, url):
-        corpus = TokenCorpus.open(url, "train", tmp_path / "cache")
+        corpus = open_corpus(url, "train", tmp_path / "cache")
         assert (batches(corpus, packing=packing) == expected).all()
         assert all_here(corpus)
-        held_out = TokenCorpus.open(url, "validation", tmp_path / "cache")
+        held_out = open_corpus(url, "validation", tmp_path / "cache")
         assert (validation_windows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
     assert any("; again in" in record.message for record in caplog.records)
 
 
 def test_documents_of_remote_data(local, memory, tmp_path):
-    own, corpus = TokenCorpus.open(local, "train"), TokenCorpus.open(memory, "train", tmp_path)
+    own, corpus = open_corpus(local, "train"), open_corpus(memory, "train", tmp_path)
     for index in (0, 70, 149):
         assert corpus.document(index) == own.document(index)
 
@@ -121,7 +121,7 @@ def test_a_mixture_of_remote_and_local_data(local, memory, tmp_path):
     other = write_prepared(tmp_path / "other", random_documents(70, 40, seed=5))
 
     def mixed(first):
-        opened = (TokenCorpus.open(f, "train", tmp_path / "cache") for f in (first, other))
+        opened = (open_corpus(f, "train", tmp_path / "cache") for f in (first, other))
         return Mixture(list(opened), [0.5, 0.5])
 
     assert mixed(memory).fingerprint == mixed(local).fingerprint
@@ -139,7 +139,7 @@ def damage(url, suffix):
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
     damage(memory, suffix)
-    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    corpus = open_corpus(memory, "train", tmp_path)
     loader = TrainLoader(corpus, T, 8, 0)
     message = rf"memory://data/train-00002\{suffix}: its SHA-256 is not the manifest's"
     with pytest.raises(UserError, match=message):
@@ -152,21 +152,21 @@ def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
 
 
 def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
-    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    corpus = open_corpus(memory, "train", tmp_path)
     expected = batches(corpus)
     assert all_here(corpus)
     path = corpus.folder / "train-00001.bin"
     good = path.read_bytes()
     for bad in (good[:-2], good[:-2] + b"\1\1", b""):
         path.write_bytes(bad)
-        again = TokenCorpus.open(memory, "train", tmp_path)
+        again = open_corpus(memory, "train", tmp_path)
         assert not again.shards[1].is_here() and again.shards[0].is_here()
         assert (batches(again) == expected).all()
         assert all_here(again) and path.read_bytes() == good
 
 
 def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
-    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    corpus = open_corpus(memory, "train", tmp_path)
     (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
     assert not corpus.shards[0].is_here() and not corpus.shards[1].is_here()
@@ -176,8 +176,8 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
 
 
 def test_processes_share_the_copies(local, tmp_path):
-    code = "import sys, time; from cat_lm.data import TokenCorpus, TrainLoader\n"
-    code += "c = TokenCorpus.open(sys.argv[1], 'train', sys.argv[2])\n"
+    code = "import sys, time; from cat_lm.data import TrainLoader, open_corpus\n"
+    code += "c = open_corpus(sys.argv[1], 'train', sys.argv[2])\n"
     code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
     code += "while not all(s.is_here() for s in c.shards): time.sleep(0.01)"
     with served(local) as (server, url):
@@ -195,7 +195,7 @@ def test_processes_share_the_copies(local, tmp_path):
 
 def test_wrong_addresses(local, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"memory://nowhere: holds no finished data \(no manifest"):
-        TokenCorpus.open("memory://nowhere", "train", tmp_path)
+        open_corpus("memory://nowhere", "train", tmp_path)
     with pytest.raises(UserError, match="nothing here reads nonsense://"):
         Storage("nonsense://x/y")
     with pytest.raises(UserError, match=r"reading zz:// needs another package: pip install zzfs"):
@@ -204,7 +204,7 @@ def test_wrong_addresses(local, tmp_path, monkeypatch):
         monkeypatch.setitem(known_implementations, "zz", known)
         Storage("zz://bucket/data")
     with pytest.raises(UserError, match="no split 'test'"), served(local) as (_, url):
-        TokenCorpus.open(url, "test", tmp_path)
+        open_corpus(url, "test", tmp_path)
 
 
 def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
@@ -212,10 +212,10 @@ def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"^{url}: cannot be connected to \(.*refused\)$"):
         Storage(url)
     waits = []
-    monkeypatch.setattr(storage_module.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
     url = "http://127.0.0.1:9/x"
     with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
-        TokenCorpus.open(url, "train", tmp_path)
+        open_corpus(url, "train", tmp_path)
     assert len(waits) == 1
 
 
@@ -237,7 +237,7 @@ def test_refused_access_is_not_retried(local, tmp_path):
     for status in (401, 403):
         with served(local, status=status) as (server, url):
             with pytest.raises(UserError, match=r"manifest.json: access is refused .* credentials"):
-                TokenCorpus.open(url, "train", tmp_path)
+                open_corpus(url, "train", tmp_path)
             assert len(server.requests) == 1
 
 
@@ -260,9 +260,9 @@ def test_refusals_of_other_storages(memory, monkeypatch, refusal):
 
 def test_an_outage_in_the_middle_ends_the_run_but_not_for_good(local, memory, tmp_path):
     """The error is none of bad input, so that the job script starts the run again."""
-    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    corpus = open_corpus(memory, "train", tmp_path)
     loader = TrainLoader(corpus, T, 8, 0)
-    expected = batches(TokenCorpus.open(local, "train"))
+    expected = batches(open_corpus(local, "train"))
 
     def fail(*_, **__):
         raise TimeoutError("no answer")
@@ -271,19 +271,19 @@ def test_an_outage_in_the_middle_ends_the_run_but_not_for_good(local, memory, tm
         patch.setattr(corpus._storage._fs, "cat_file", fail)
         with pytest.raises(ConnectionError, match="10 attempts"):
             loader.batch(0)
-    assert (batches(TokenCorpus.open(memory, "train", tmp_path)) == expected).all()
+    assert (batches(open_corpus(memory, "train", tmp_path)) == expected).all()
 
 
 def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
     with served(local, status=500) as (server, url):
         with pytest.raises(ConnectionError, match=r"manifest.json: could not be read in 10 att"):
-            TokenCorpus.open(url, "train", tmp_path)
+            open_corpus(url, "train", tmp_path)
         assert len(server.requests) == 10
 
 
 def test_a_server_without_ranges_is_told(local, tmp_path):
     with served(local) as (_, url):
-        corpus = TokenCorpus.open(url, "train", tmp_path)
+        corpus = open_corpus(url, "train", tmp_path)
         path = local / "train-00000.bin"
         storage = corpus._storage
         cat = storage._fs.cat_file
@@ -304,7 +304,7 @@ def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path, monkeypat
     manifest["tokenizer"]["vocab_size"] = 300
     fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
     monkeypatch.setattr(remote_module.Copying, "_run", lambda self: None)  # who copies is decided
-    corpus = TokenCorpus.open(memory, "train", tmp_path)
+    corpus = open_corpus(memory, "train", tmp_path)
     if here:
         for shard in corpus.shards:
             shard.copy(wait=True)
@@ -320,17 +320,17 @@ def test_a_cache_that_is_too_small_is_told_before_anything_is_copied(memory, tmp
     full = type("usage", (), {"free": 1000})
     monkeypatch.setattr(remote_module.shutil, "disk_usage", lambda _: full)
     with pytest.raises(UserError, match=r"data.cache_dir: .* has 0.0 GiB free"):
-        TokenCorpus.open(memory, "train", tmp_path)
+        open_corpus(memory, "train", tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data.cache_dir: .*file"):
-        TokenCorpus.open(memory, "train", tmp_path / "file")
+        open_corpus(memory, "train", tmp_path / "file")
 
 
 def test_a_tokenizer_that_is_not_the_manifests(memory, tmp_path):
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/data/tokenizer/tokenizer.json", b"another")
     with pytest.raises(UserError, match=r"tokenizer.json: is not the manifest's"):
-        TokenCorpus.open(memory, "train", tmp_path)
+        open_corpus(memory, "train", tmp_path)
     fs.rm("/data/tokenizer/tokenizer.json")
     with pytest.raises(UserError, match=r"tokenizer.json: is missing"):
-        TokenCorpus.open(memory, "train", tmp_path)
+        open_corpus(memory, "train", tmp_path)

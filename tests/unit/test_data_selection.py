@@ -7,13 +7,15 @@ from fractions import Fraction
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
-from data_prep import choosing, planning
 from data_prep.amounts import Limit, amount
-from data_prep.encode import hash_place
+from data_prep.assemble import token_budget
+from data_prep.encode import plan
+from data_prep.encode.encoding import hash_place
 from tests.conftest import generated_text
-from tests.unit.test_data_prepare import digests, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import texts_of
 
 # Documents in train: a large set, a middle one, a small one, and some without a name.
 SETS = {"Large": 300, "Middle": 120, "Small": 30, None: 20}
@@ -83,7 +85,7 @@ def manifest_of(out):
 def test_a_budget_is_the_documents_with_the_lowest_places(
     tmp_path, prepare, sets, monkeypatch, budget, bits
 ):
-    monkeypatch.setattr(choosing, "BUCKET_BITS", bits)  # few: many documents in each bucket
+    monkeypatch.setattr(token_budget, "BUCKET_BITS", bits)  # few: many documents in each bucket
     out = prepare(tmp_path / "out", *flags(sets, "--tokens", budget, "--seed", 3))
     every = [text for _, text in input_documents(sets)]
     expected = lowest(every, budget, seed=3)
@@ -126,7 +128,7 @@ def test_an_estimate_that_was_too_low_costs_a_round_and_changes_nothing(
 ):
     expected = digests(prepare(tmp_path / "a", *flags(sets, *wishes)))
     assert "a further round" not in capsys.readouterr().out
-    monkeypatch.setattr(planning, "MARGIN", Fraction(1, 5))
+    monkeypatch.setattr(plan, "MARGIN", Fraction(1, 5))
     assert digests(prepare(tmp_path / "b", *flags(sets, *wishes))) == expected
     assert "a further round" in capsys.readouterr().out
 
@@ -181,7 +183,9 @@ def test_too_many_repetitions_are_refused_and_a_higher_limit_continues(
     wishes = ("--tokens", "60K", "--mixture", "Large=1,Small=2")
     with pytest.raises(UserError, match=r"Small=2: 40,000 tokens .* repeated \d\.\d\d times; .*"):
         prepare(tmp_path / "out", *flags(sets, *wishes))
-    monkeypatch.setattr("data_prep.encode._encode", None)  # nothing is encoded a second time
+    monkeypatch.setattr(
+        "data_prep.encode.encoding._encode", None
+    )  # nothing is encoded a second time
     prepare(tmp_path / "out", *flags(sets, *wishes, "--max-repeats", 9))
     assert manifest_of(tmp_path / "out")["selection"]["Small"]["whole"] > 4
 
@@ -194,7 +198,7 @@ def test_another_choice_of_an_unfinished_preparation_keeps_what_is_encoded(
     wishes = flags(sets, "--sets", "Large,Middle")
     with pytest.raises(UserError, match=r"unfinished .*sets was null, now .* or --overwrite"):
         prepare(tmp_path / "out", *wishes)
-    monkeypatch.setattr("data_prep.encode._encode", None)
+    monkeypatch.setattr("data_prep.encode.encoding._encode", None)
     prepare(tmp_path / "out", *wishes, "--overwrite")
     monkeypatch.undo()
     assert digests(tmp_path / "out") == expected
@@ -263,7 +267,7 @@ def test_sets_are_taken_and_left_out_and_counted(tmp_path, prepare, sets, capsys
     middle = sum(name == "Middle" for name, _ in input_documents(sets))
     assert f"note: {middle + 1} documents of a set that SlimPajama does not have: 'Mid" in printed
     assert manifest_of(out)["input"]["Middle"]["train"]["documents"] == middle >= 120
-    assert TokenCorpus.open(out, "validation").num_documents == 3
+    assert open_corpus(out, "validation").num_documents == 3
     out = prepare(tmp_path / "b", *flags(sets, "--exclude-sets", "unknown,Small"))
     assert set(manifest_of(out)["sources"]) == {"Large", "Middle"}
     with pytest.raises(UserError, match="no such set; there are Large, Middle, Small, unk"):
@@ -281,9 +285,15 @@ def test_a_fraction_is_held_out_beside_a_budget(tmp_path, prepare, sets):
 
 
 def test_amounts_and_limits():
-    assert [amount("--tokens", text) for text in ("15B", "1.5m", "5e8", "7")] == [
-        *(15 * 10**9, 1_500_000, 500_000_000, 7)
+    assert [amount("--tokens", text) for text in ("15B", "15g", "1.5m", "5e8", "7")] == [
+        *(15 * 10**9, 15 * 10**9, 1_500_000, 500_000_000, 7)
     ]
+    for text in ("0", "-1", "0.5", "1.5", "x", "", "nan", "1e-3", "M"):
+        with pytest.raises(UserError, match="give a whole number of at least 1"):
+            amount("--tokens", text)
+    for text in ("1e16", "1e30", "9" * 5000):
+        with pytest.raises(UserError, match=r"^--tokens .*(must be from 0 to|at least 1)"):
+            amount("--tokens", text)
     assert Limit.parse("--x", "0.01%").exceeded(2, 10_000)
     assert not Limit.parse("--x", "0.01%").exceeded(1, 10_000)
     assert Limit.parse("--x", "3").exceeded(4, 10**9) and not Limit.parse("--x", "3").exceeded(3, 3)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardWriter, index_bytes, token_dtype
 from cat_lm.errors import UserError
 from tests.prepared_data import bare_manifest
@@ -28,7 +28,7 @@ def corpus_of(folder, shards, dtype="uint16"):
     """A corpus as `prepare` would leave it, as far as reading it goes."""
     listed = [shard.to_json() for shard in shards]
     (folder / "manifest.json").write_text(json.dumps(bare_manifest(listed, 100, dtype)))
-    return TokenCorpus.open(folder, "train")
+    return open_corpus(folder, "train")
 
 
 def test_the_files_follow_the_public_description_byte_for_byte(tmp_path):
@@ -171,21 +171,21 @@ def test_missing_foreign_and_cut_files_are_named(tmp_path):
     ):
         index.write_bytes(damaged)
         with pytest.raises(UserError, match=message):
-            TokenCorpus.open(tmp_path, "train")
+            open_corpus(tmp_path, "train")
     index.write_bytes(whole)
     data.write_bytes(data.read_bytes()[:-2])
     with pytest.raises(UserError, match="the manifest says"):
-        TokenCorpus.open(tmp_path, "train")
+        open_corpus(tmp_path, "train")
     data.unlink()
     with pytest.raises(UserError, match=r"train-00000\.bin: no such file"):
-        TokenCorpus.open(tmp_path, "train")
+        open_corpus(tmp_path, "train")
 
 
 def test_unfinished_and_unknown_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
-        TokenCorpus.open(tmp_path / "absent", "train")
+        open_corpus(tmp_path / "absent", "train")
     with pytest.raises(UserError, match="holds no finished data"):
-        TokenCorpus.open(tmp_path, "train")
+        open_corpus(tmp_path, "train")
     for text, message in (
         ("{", "manifest.json: is not JSON"),
         ("[]", "not a manifest"),
@@ -195,20 +195,20 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path):
     ):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(UserError, match=message):
-            TokenCorpus.open(tmp_path, "train")
+            open_corpus(tmp_path, "train")
     write(tmp_path, [[1, EOD]])
     corpus_of(tmp_path, [])
     with pytest.raises(UserError, match="no split 'test'; there are: train, validation"):
-        TokenCorpus.open(tmp_path, "test")
+        open_corpus(tmp_path, "test")
 
 
 OPEN_AND_READ = """
 import resource, sys, time
 import numpy
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader, open_corpus
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-corpus = TokenCorpus.open(sys.argv[1], "train")
+corpus = open_corpus(sys.argv[1], "train")
 loader = TrainLoader(corpus, 2048, 256, seed=0)
 batch = loader.batch(20_000)
 corpus.document(corpus.num_documents - 1)

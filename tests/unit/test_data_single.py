@@ -7,12 +7,13 @@ import shutil
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
-from data_prep.documents import Document, Malformed, Reading
 from data_prep.sources import open_source, single
+from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import generated_text
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import flags, texts_of
 
 TEXT = "\n\n".join(generated_text(300)) + "\n"
 
@@ -83,7 +84,7 @@ def test_another_fraction_or_text_is_another_preparation(tmp_path, prepare):
     with pytest.raises(UserError, match=r"source was .*contents_sha256"):
         prepare(out, *given)
     prepare(out, *given, "--overwrite", "--validation-fraction", 0.2)
-    assert 0.15 < TokenCorpus.open(out, "validation").num_bytes / len(TEXT) < 0.25
+    assert 0.15 < open_corpus(out, "validation").num_bytes / len(TEXT) < 0.25
 
 
 @pytest.mark.parametrize("name", ["one.txt", "sub/one.md", "x.jsonl", "x.jsonl.gz"])
@@ -153,7 +154,7 @@ def test_a_text_too_large_to_encode_is_told_to_be_divided_by_a_separator(
     tmp_path, prepare, monkeypatch
 ):
     (tmp_path / "one.txt").write_text(TEXT)
-    for module in ("encode", "measure", "sources.single"):
+    for module in ("encode.encoding", "encode.sample", "sources.single"):
         monkeypatch.setattr(f"data_prep.{module}.MAX_DOCUMENT", len(TEXT) - 1)
     with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
         prepare(tmp_path / "out", *flags(tmp_path / "one.txt", "--workers", 1))

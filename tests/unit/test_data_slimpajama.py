@@ -8,11 +8,12 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep.documents import Malformed, Reading
 from data_prep.sources import KNOWN_SETS, open_source
+from data_prep.sources.documents import Malformed, Reading
 from tests.conftest import generated_text
 from tests.hub_server import NAME, serving
-from tests.unit.test_data_prepare import digests, texts_of
+from tests.prepared_data import digests
+from tests.unit.test_data_prepare import texts_of
 
 TEXTS = generated_text(240)
 SETS = [KNOWN_SETS[index % len(KNOWN_SETS)] for index in range(len(TEXTS))]

@@ -18,10 +18,10 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
-from data_prep import documents as documents_module
-from data_prep.documents import Document, Malformed, Reading
 from data_prep.sources import Part, open_source, sample_texts
+from data_prep.sources import documents as documents_module
 from data_prep.sources.base import in_natural_order
+from data_prep.sources.documents import Document, Malformed, Reading
 
 TEXTS = ["one", "zwei\nZeilen", "drei \U0001f600", ""]
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from cat_lm.config import RunConfig
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows, verified
-from cat_lm.data.verified import NOTE, Check, Notes, open_verified
+from cat_lm.data import TrainLoader, validation_windows, verified
+from cat_lm.data.opening import open_corpus, open_verified
+from cat_lm.data.verified import NOTE, Check, Notes, shard_files
 from cat_lm.errors import UserError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import shards
@@ -156,7 +157,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(folder, monkeypatch):
 
 
 def test_opening_reads_nothing_to_the_end(folder, hashed):
-    TrainLoader(TokenCorpus.open(folder, "train"), 16, 4, 0).batch(0)
+    TrainLoader(open_corpus(folder, "train"), 16, 4, 0).batch(0)
     assert hashed == []
 
 
@@ -165,13 +166,13 @@ def test_a_packing_plan_is_not_made_of_a_damaged_index(folder):
         stream.seek(-8, os.SEEK_END)
         stream.write(bytes(8))
     with pytest.raises(UserError, match=r"train-00001\.idx: its SHA-256"):
-        TrainLoader(TokenCorpus.open(folder, "train"), 16, 4, 0, packing="best_fit")
+        TrainLoader(open_corpus(folder, "train"), 16, 4, 0, packing="best_fit")
     assert not list((folder / "packing").glob("[a-z]*"))
 
 
 def test_what_was_prepared_or_adopted_here_is_noted_by_its_maker(tmp_path, tiny_corpus, hashed):
     from data_prep.adopt import parse_arguments
-    from data_prep.adoption import adopt
+    from data_prep.megatron.convert import adopt
 
     open_verified(tiny_corpus, "train")
     prefix = str(tiny_corpus / "train-00000")
@@ -188,7 +189,7 @@ def test_what_was_prepared_or_adopted_here_is_noted_by_its_maker(tmp_path, tiny_
 class Together:
     """Ranks that are threads; `meet` gives every one of them what each has brought."""
 
-    everywhere = Ranks.everywhere
+    on_all_ranks = Ranks.on_all_ranks
     local_rank = 0  # each on a host of its own
 
     def __init__(self, size):
@@ -263,7 +264,7 @@ def test_what_one_rank_finds_all_ranks_say(folder):
 
 
 def test_disks_of_other_hosts_are_other_copies(folder, monkeypatch):
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     here = Check([corpus]).copy
     monkeypatch.setattr(verified.socket, "gethostname", lambda: "another")
     kind = verified._disk(folder)
@@ -275,7 +276,7 @@ def test_disks_of_other_hosts_are_other_copies(folder, monkeypatch):
 
 
 def test_notes_of_many_writers_are_all_there(folder):
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     files = [f for e in corpus.entries_here() for f in verified.shard_files(folder, e)]
     threads = [threading.Thread(target=lambda f=f: Notes(folder).add([f.stamp()])) for f in files]
     for thread in threads:
@@ -298,7 +299,7 @@ def spoil(folder, name, dtype, position, value):
 def test_ids_outside_of_the_vocabulary_are_named(tmp_path, dtype, value, packing):
     folder = write_prepared(tmp_path, random_documents(60, 40), [[1, 2, 3, 0]] * 9, dtype, 100)
     spoil(folder, "train-00001.bin", dtype, 7, value)
-    corpus = TokenCorpus.open(folder, "train")
+    corpus = open_corpus(folder, "train")
     message = rf"train-00001\.bin: token 7 is the id {value}, outside of the vocabulary of 60000"
     with pytest.raises(UserError, match=message):
         loader = TrainLoader(corpus, 16, 4, 0, packing=packing)
@@ -314,7 +315,7 @@ def test_the_last_label_is_looked_at_too(tmp_path):
     for split in ("train", "validation"):
         for value in (-7, 60_000):
             spoil(folder, f"{split}-00000.bin", "int32", 4, value)
-            corpus = TokenCorpus.open(folder, split)
+            corpus = open_corpus(folder, split)
             read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
             with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
                 read(0) if read else validation_windows(corpus, 4)[0]
@@ -334,3 +335,36 @@ def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
     rounds = shards._rounds(Sized(), list(sizes))
     assert [[sizes[path] for path in some] for some in rounds] == [[6, 4], [5, 1, 1], [20], [3]]
     assert asked == list(sizes)
+
+
+def test_notes_that_grow_are_parsed_from_where_they_ended(folder, monkeypatch):
+    open_verified(folder, "train")
+    note, parsed = folder / NOTE, []
+    whole = note.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    parse_json = verified.parse_json
+    monkeypatch.setattr(
+        verified, "parse_json", lambda text, *more: parsed.append(text) or parse_json(text, *more)
+    )
+    notes = Notes(folder)
+    corpus = open_corpus(folder, "train")
+    files = [file for entry in corpus.entries_here() for file in shard_files(folder, entry)]
+    note.write_bytes(b"")
+    for number, line in enumerate(lines, 1):
+        with open(note, "ab") as stream:
+            stream.write(line[:9])
+            stream.flush()
+            assert sum(notes.holds(file) for file in files) == number - 1
+            stream.write(line[9:])
+        assert sum(notes.holds(file) for file in files) == number
+    assert len(parsed) == len(lines)
+    # Shorter, another file of that name, or written over: nothing of before counts.
+    note.write_bytes(lines[0])
+    assert sum(notes.holds(file) for file in files) == 1
+    note.unlink()
+    assert not any(notes.holds(file) for file in files)
+    note.write_bytes(whole)
+    assert all(notes.holds(file) for file in files)
+    note.write_bytes(b" " * (len(whole) - 1) + b"\n")
+    os.utime(note, (1, 1))
+    assert not any(notes.holds(file) for file in files)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cat_lm.config import load_config
-from launch import checks, doctor, run_checks
-from launch.findings import Finding, guarded
+from launch.doctor import __main__ as doctor
+from launch.doctor import machine, run_config
+from launch.doctor.findings import Finding, guarded
 
 REPOSITORY = Path(__file__).parents[2]
 FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})
@@ -41,7 +42,7 @@ def only(monkeypatch):
     """Replaces the checks of a machine by given findings."""
 
     def use(*findings: Finding) -> None:
-        monkeypatch.setattr(checks, "ALL", (lambda: iter(findings),))
+        monkeypatch.setattr(machine, "ALL", (lambda: iter(findings),))
 
     return use
 
@@ -107,15 +108,15 @@ def test_a_failing_check_is_a_finding():
 
 
 def test_ranges_are_those_of_setup_cfg():
-    assert checks.requirements()["transformers"] == ">=5.17,<6"
-    assert checks.requirements("eval")["lm-eval"].startswith(">=0.4")
+    assert machine.requirements()["transformers"] == ">=5.17,<6"
+    assert machine.requirements("eval")["lm-eval"].startswith(">=0.4")
 
 
 def test_packages_out_of_range_and_missing(monkeypatch):
-    real = checks._installed
+    real = machine._installed
     changed = {"transformers": "4.57.1", "deepspeed": None, "tokenizers": "0.24.0"}
-    monkeypatch.setattr(checks, "_installed", lambda name: changed.get(name, real(name)))
-    found = list(checks.packages())
+    monkeypatch.setattr(machine, "_installed", lambda name: changed.get(name, real(name)))
+    found = list(machine.packages())
     assert set(problems(found)) == set(changed)
     assert all(finding.broken == (finding.name in changed) for finding in found)
     advice = problems(found)
@@ -127,8 +128,8 @@ def test_packages_out_of_range_and_missing(monkeypatch):
 
 @pytest.mark.parametrize(("version", "right"), [("3.11.2", True), ("3.10.9", False)])
 def test_python(monkeypatch, version, right):
-    monkeypatch.setattr(checks.platform, "python_version", lambda: version)
-    (finding,) = checks.python()
+    monkeypatch.setattr(machine.platform, "python_version", lambda: version)
+    (finding,) = machine.python()
     assert finding.broken is not right
 
 
@@ -136,7 +137,7 @@ def test_optional_package_that_does_not_import(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = {finding.name: finding for finding in checks.optional()}
+    found = {finding.name: finding for finding in machine.optional()}
     broken = found["flash-attn"]
     assert broken.value["imports"] is False and not broken.broken
     assert broken.problem.endswith("does not import: ImportError: undefined symbol: _ZN3c10")
@@ -152,28 +153,28 @@ def test_optional_package_that_does_not_import(monkeypatch, tmp_path):
 def test_deepspeed_that_ends_the_interpreter(monkeypatch, tmp_path, module, reason):
     (tmp_path / "deepspeed.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (finding,) = checks.deepspeed()
+    (finding,) = machine.deepspeed()
     assert finding.broken and finding.problem == f"DeepSpeed does not import: {reason}"
 
 
 def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    (finding,) = checks.compiler()
+    (finding,) = machine.compiler()
     assert "no C++ compiler (c++, g++, clang++)" in finding.problem and not finding.broken
 
 
 def test_driver_without_a_torch_that_sees_it(monkeypatch):
-    monkeypatch.setattr(checks, "_output_of", lambda *_: "580.10\n580.10")
+    monkeypatch.setattr(machine, "_output_of", lambda *_: "580.10\n580.10")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    first = next(iter(checks.device()))
+    first = next(iter(machine.device()))
     assert "the driver 580.10 shows a GPU" in first.problem and not first.broken
 
 
 def test_little_space(monkeypatch):
     usage = type("usage", (), {"free": 2**28})
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
-    assert "only 0.25 GiB disk are free" in problems(checks.space())["disk"]
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+    assert "only 0.25 GiB disk are free" in problems(machine.space())["disk"]
 
 
 # A run
@@ -221,7 +222,7 @@ def test_all_that_is_wrong_with_a_run_at_once(only, run_file, tmp_path):
 
 def test_model_is_looked_at_without_weights(run_file):
     config = load_config(run_file[0], [*run_file[1:], "model.hidden_size=8192"])
-    found = {finding.name: finding for finding in run_checks.run_model(config)}
+    found = {finding.name: finding for finding in run_config.run_model(config)}
     assert found["parameters"].value > 4e9
 
 

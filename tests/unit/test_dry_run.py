@@ -11,8 +11,9 @@ import pytest
 
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
-from launch import doctor, dry_run, fake_group
-from launch.dry_run import DryRun
+from launch.doctor import __main__ as doctor
+from launch.doctor import fake_group, scale
+from launch.doctor.scale import DryRun
 
 ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs/pretrain/cat_rope_7b.yaml")
@@ -37,8 +38,8 @@ def command(monkeypatch, capsys):
 @pytest.fixture
 def without_engine(monkeypatch):
     """Without DeepSpeed's start, which takes seconds and has a test of its own."""
-    checks = tuple(check for check in dry_run.ALL if check is not dry_run.engine)
-    monkeypatch.setattr(dry_run, "ALL", checks)
+    checks = tuple(check for check in scale.ALL if check is not scale.engine)
+    monkeypatch.setattr(scale, "ALL", checks)
 
 
 def test_a_large_run(command, without_engine, tmp_path):
@@ -83,7 +84,7 @@ def test_wrong_samples_are_found():
         def sample_ids(self, step, rank=0, world_size=1):
             return np.arange(2048 // world_size) + (rank if world_size == 4 else rank * 1024)
 
-    found = dry_run._samples(load_config(LARGE), Overlapping(), 4)
+    found = scale._samples(load_config(LARGE), Overlapping(), 4)
     assert found.broken and "step 0 among 4 ranks" in found.problem
     assert "among 2 ranks" not in found.problem
 
@@ -102,7 +103,7 @@ def test_of_very_many_ranks_some_are_looked_at():
     given = ["train.global_batch_size=1048576", "train.micro_batch_size=1", "train.max_steps=2"]
     given += ["train.max_tokens=null", "optimizer.warmup_steps=0", "data.context_length=64"]
     loader = Counting()
-    found = dry_run._samples(load_config(LARGE, given), loader, 2**20)
+    found = scale._samples(load_config(LARGE, given), loader, 2**20)
     assert "step 0 among 1048576 ranks" in found.problem and loader.drawn < 2000
 
 
@@ -148,13 +149,13 @@ def test_a_configuration_is_needed(command):
 def test_deepspeed_partitions_as_computed(stage, precision):
     """The real engine on a fake group of 64; a wrong formula would be reported as broken."""
     config = load_config(LARGE, [f"train.zero_stage={stage}", f"train.precision={precision}"])
-    (found,) = dry_run.engine(config, DryRun(64))
+    (found,) = scale.engine(config, DryRun(64))
     assert found.problem is None and "starts with 64 ranks" in found.text
     assert len(found.value) == 2, "decayed and exempt parameters"
 
 
 def test_deepspeed_is_told_of_a_share_of_very_many_ranks():
-    assert [dry_run.started_ranks(n) for n in (1, 64, 4096, 2**20, 10**6)] == [
+    assert [scale.started_ranks(n) for n in (1, 64, 4096, 2**20, 10**6)] == [
         *(1, 64, 4096, 4096, 4000)
     ]
 

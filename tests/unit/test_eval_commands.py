@@ -58,7 +58,8 @@ def command(monkeypatch, capsys, module: str, *arguments: object) -> tuple[int, 
     monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
     code = 0
     try:
-        importlib.import_module(module).main()
+        package = module in ("eval.length_sweep", "eval.report")
+        importlib.import_module(f"{module}.__main__" if package else module).main()
     except SystemExit as exit_:
         code = exit_.code or 0
     output = capsys.readouterr()
@@ -218,10 +219,10 @@ class TestReport:
         code, _, err = command(monkeypatch, capsys, "eval.samples", *arguments)
         assert code == 0
         found = json.loads((runs[0] / "eval/samples.json").read_text())["documents"]
-        from cat_lm.data import TokenCorpus
+        from cat_lm.data.opening import open_corpus
 
         data = load_config(runs[0] / "config.yaml").data.folders[0]
-        corpus = TokenCorpus.open(data, "validation")
+        corpus = open_corpus(data, "validation")
         lengths = document_lengths(corpus)
         assert (
             found["looked_at"]
@@ -312,7 +313,7 @@ def test_help_imports_nothing_heavy(module):
 
 
 def test_loss_picture_shows_every_validation_and_the_reference():
-    from eval.figures import loss_figure
+    from eval.report.figures import loss_figure
 
     def limits(validation: list[float], unigram: float | None) -> tuple[float, float]:
         steps = [(step, 9.0 - step / 50) for step in range(200)]

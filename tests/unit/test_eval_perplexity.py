@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval import perplexity
-from eval.perplexity import (
+from eval.length_sweep import perplexity
+from eval.length_sweep.perplexity import (
     document_spans,
     position_curve,
     score_tokens,
@@ -222,8 +222,8 @@ def test_memory_stays_small_at_a_long_length():
 import resource
 import numpy as np
 from tests.finished_runs import tiny_model
-from eval.memory import forward_bytes
-from eval.perplexity import Window, token_nlls
+from eval.length_sweep.memory import forward_bytes
+from eval.length_sweep.perplexity import Window, token_nlls
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 model = tiny_model(50304)

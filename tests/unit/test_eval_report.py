@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from cat_lm.io.files import write_json
-from eval import table2
-from eval.filters import Filters, filters_figure, own_taps, read_filters, views
-from eval.length_sweep_cells import folder_sha256
-from eval.tasks.table2 import COLUMNS as TASK_COLUMNS
+from eval.common.filters import Filters, own_taps, read_filters
+from eval.common.models import folder_sha256
+from eval.report import table2
+from eval.report.filters import filters_figure, views
+from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.finished_runs import finished_run, tiny_model
 
 # What the paper underlines, column by column; bold is the best of each column.
@@ -55,7 +56,7 @@ def run(runs, tmp_path) -> Path:
 
 
 def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
-    from eval.report import main
+    from eval.report.__main__ import main
 
     monkeypatch.setattr(sys, "argv", ["eval.report", *map(str, arguments)])
     code = 0
@@ -200,7 +201,8 @@ class TestFilters:
 
 class TestLengths:
     def test_methods_differ_by_line_and_runs_by_colour(self):
-        from eval.figures import length_figure, run_colour
+        from eval.common.style import run_colour
+        from eval.length_sweep.figures import length_figure
 
         rows = [
             {
@@ -222,7 +224,7 @@ class TestLengths:
         assert [line.get_color() for line in lines] == [run_colour(1)] * 3 + [run_colour(2)] * 2
 
     def test_command_for_a_missing_sweep_is_complete(self, run, tmp_path, monkeypatch, capsys):
-        from eval.runs import read_run
+        from eval.common.runs import read_run
 
         assert report(monkeypatch, capsys, run, "--out", tmp_path / "out")[0] == 0
         page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
@@ -250,6 +252,24 @@ class TestPage:
         referred = set(re.findall(r"(?:url\(#|href=\"#)([^\")]+)", page))
         ids = [i for i in re.findall(r' id="([^"]+)"', page) if i in referred]
         assert referred and sorted(ids) == sorted(referred), "each is there once"
+
+    def test_names_and_texts_are_no_elements(self, run, tmp_path, monkeypatch, capsys):
+        run = run.rename(tmp_path / 'cat <i>&"x')
+        written = samples(run)
+        written["samples"][0] |= {"prompt": "<i>a&", "reference": "<i>b", "continuation": "<i>c"}
+        write_json(run / "eval/samples.json", written)
+        rows = [sweep_row(run, "x", 20.0)]
+        sweep = {"text": "<i>d", "protocol": {"windows": "<i>e"}, "command": "<i>f", "rows": rows}
+        write_json(run / "eval/length_sweep.json", sweep)
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
+        assert report(monkeypatch, capsys, run, "--title", "<i>g", "--out", tmp_path / "o")[0] == 0
+        for name in ("index.html", "table2.html"):
+            page = (tmp_path / "o" / name).read_text(encoding="utf-8")
+            assert "<i>" not in page and "cat &lt;i&gt;&amp;&#34;x" in page
+        page = (tmp_path / "o/index.html").read_text(encoding="utf-8")
+        assert page.count("<h1>&lt;i&gt;g</h1>") == 1
+        for text in ("a&amp;", "b", "c", "d", "e", "f"):
+            assert f"&lt;i&gt;{text}" in page
 
     def test_a_run_that_only_began_is_shown(self, run, tmp_path, monkeypatch, capsys):
         shutil.rmtree(run / "model")
@@ -391,7 +411,7 @@ class TestNames:
     def test_dollars_and_underscores_are_shown_as_they_are(
         self, runs, tmp_path, monkeypatch, capsys
     ):
-        from eval.length_sweep_figures import position_figure
+        from eval.length_sweep.figures import position_figure
 
         names = [r"p$\frac$", "_hidden"]
         folders = [shutil.copytree(runs["pythia"], tmp_path / name) for name in names]
@@ -403,7 +423,7 @@ class TestNames:
         assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
         pictures = [(out / f"{n}.svg").read_text() for n in ("loss", "perplexity_by_length")]
         rows = json.loads((out / "summary.json").read_text())["length_sweep"]
-        from eval.figures import page_svg
+        from eval.common.style import page_svg
 
         pictures.append(page_svg(position_figure(rows), "positions", "positions"))
         for picture in pictures:

@@ -316,7 +316,7 @@ def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
 @pytest.mark.parametrize("scope", ["logits", "rotary"])
 def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypatch, scope):
     """config.json alone makes transformers read what the sweep measured."""
-    from eval import length_sweep
+    from eval.length_sweep import sweep as length_sweep
 
     monkeypatch.setattr(length_sweep, "_draw", lambda rows, out: None)
     checkpoint(tmp_path / "run", tiny_model(257, rotary_pct=0.5), tokenizer_folder)

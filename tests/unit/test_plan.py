@@ -1,4 +1,4 @@
-"""launch.plan: its arithmetic, its errors, measured records, and the tables of plan.md."""
+"""launch.plan: its arithmetic, its errors, measured records, and the tables of its README.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from cat_lm.config import load_config
 from cat_lm.training.devices import DEVICES, device_by_option, known_device
-from launch import plan
-from launch.costs import ASSUMED_MFU, Cluster, Run, communication_bytes, costs
+from launch.plan import __main__ as plan
+from launch.plan.costs import ASSUMED_MFU, Cluster, Run, communication_bytes, costs
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")
@@ -275,7 +275,7 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
     assert cost["tokens_per_second"] == pytest.approx(50_000, rel=2e-3)  # 9.1 is rounded
     code, out, _ = command(*arguments, "model.conv_window=4", "train.micro_batch_size=4")
     text = " ".join(out.split())
-    assert "carried over to another case: batch 8 there, 4 here; window 21 there, 4 here" in text
+    assert "carried over to another case: window 21 there, 4 here; batch 8 there, 4 here" in text
     path.write_text(json.dumps(record(case=record()["case"] | {"optimizer": False})), "utf-8")
     assert "without the optimizer's update" in " ".join(command(*arguments)[1].split())
 
@@ -292,7 +292,8 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
         (record(device={"type": "cpu", "name": "cpu"}), "was measured on cpu, not on --device H1"),
         (
             record(results={"pythia": record()["results"]["pythia"]}),
-            "has no model like the configuration's (gpt_neox, head convolution of q, k, v, W=21; RoPE); it has pythia",
+            "has no model like the configuration's (gpt_neox, head convolution of q, k, v, W=21; "
+            "RoPE); it has pythia",
         ),
         (
             record(case=case_in("float32")),
@@ -312,23 +313,24 @@ def test_records_that_do_not_fit(command, tmp_path, written, named):
 
 def test_the_page_shows_what_the_command_prints(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "launch/plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "launch/plan/README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ python -m launch\.plan (.*)\n([^`]*)```", page)
     assert len(blocks) == 4
     for arguments, shown in blocks:
         code, out, _ = command(*shlex.split(arguments))
-        assert code == 0 and shown == out, f"launch/plan.md: {arguments} now prints\n{out}"
+        assert code == 0 and shown == out, f"launch/plan/README.md: {arguments} now prints\n{out}"
 
 
 def test_the_page_states_the_assumptions():
-    page = (ROOT / "launch/plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "launch/plan/README.md").read_text(encoding="utf-8")
     assert f"| MFU | {ASSUMED_MFU:.2f} |" in page
     assert f"| {plan.ASSUMED_INTERCONNECT:g} GB/s a GPU |" in page
     assert f"| file system | {plan.ASSUMED_STORAGE:g} GB/s |" in page
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.argv = ['plan', '--help']\nfrom launch import plan\ntry: plan.main()\n"
+    code = "import sys; sys.argv = ['plan', '--help']\nfrom launch.plan.__main__ import main\n"
+    code += "try: main()\n"
     code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

@@ -9,7 +9,8 @@ from itertools import combinations, permutations, product
 import numpy as np
 import pytest
 
-from eval.recall.tasks import IGNORED, generate, make_task
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.tasks import generate, make_task
 from eval.recall.tasks.base import distinct, distinct_ngrams, unused, weighted_order
 
 
@@ -32,7 +33,7 @@ def test_random_fillers_are_uniform_and_unused_ones_avoid_keys():
     examples = generate(task, 4000, seed=0, split="train")
     given = np.zeros(32, dtype=bool)
     given[:4] = True
-    fillers = examples.inputs[:, ~given][examples.labels[:, ~given] == IGNORED]
+    fillers = examples.inputs[:, ~given][examples.labels[:, ~given] == IGNORE_INDEX]
     frequencies = np.bincount(fillers, minlength=20) / len(fillers)
     assert np.abs(frequencies * 20 - 1).max() < 0.05
     taken = np.array([[3, 1, 3], [0, 4, 2]])
@@ -48,7 +49,7 @@ def test_gaps_follow_the_published_power_law():
     examples = generate(task, 20000, seed=0, split="train")
     values = examples.inputs[:, 1:8:2, None]
     gaps = (examples.labels[:, None] == values).argmax(axis=2) - 8
-    assert (gaps % 2 == 0).all() and (examples.labels != IGNORED).sum() == gaps.size
+    assert (gaps % 2 == 0).all() and (examples.labels != IGNORE_INDEX).sum() == gaps.size
     rng = np.random.default_rng(0)
     p = 0.01 * np.arange(1, 29) ** (0.01 - 1)
     drawn = np.array([rng.choice(28, 4, replace=False, p=p / p.sum()) for _ in range(20000)])

@@ -44,7 +44,7 @@ RUNS = {
     "--mixer gla:expand_v=-1": "expand_v=-1.0: must be a number above 0",
     "--mixer gated-deltanet:expand_v=inf": "expand_v=inf: must be a number above 0",
     f"--seed {2**70}": "must be from 0 to 4,611,686,018,427,387,904",
-    "--device meta": "--device meta: must be auto, cpu, cuda or cuda:N",
+    "--device meta": "--device meta: cannot be used",
     "--fixed-items": "fixed_items: needs test_lengths",
     "--task ar --test-lengths 16 --fixed-items": "--fixed-items: ar has no number of keys",
     "--task mqr": "--task 'mqr': choose one of ar, nar",

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from cat_lm.data.manifest import read_manifest
-from eval.recall import estimate
-from eval.recall.language import LanguageCell
+from eval.recall.train import estimate
+from eval.recall.train.language import LanguageCell
 from tests.unit.test_recall_stack import BASE, three
 
 

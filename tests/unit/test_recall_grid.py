@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from cat_lm.errors import UserError
-from eval.recall import cells, grid
+from cat_lm.mixers import make_mixer
 from eval.recall.__main__ import FIGURES as NAMES
-from eval.recall.execution import Execution
-from eval.recall.mixers import make_mixer
-from eval.recall.plan import FIGURES, NEGATIVE, SCALES, plan
+from eval.recall.grids import figure as grid
+from eval.recall.grids.plan import FIGURES, NEGATIVE, SCALES, plan
+from eval.recall.train import cells
+from eval.recall.train.execution import Execution
 
 
 def test_the_command_offers_the_figures_that_there_are():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.recall.mixers import Setting, make_mixer
-from eval.recall.mixers._long_convolution import long_convolution
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.mixers.modules.long_convolution import long_convolution
 
 LENGTHS = [1, 2, 7, 21]  # 21 is beyond the length and the states below
 HYENA = "hyena:length=8,features=5,hidden=6"

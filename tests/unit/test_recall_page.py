@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.recall import grid, page, pictures
-from eval.recall.plan import FIGURES, NEGATIVE, Run
-from eval.recall.training import Cell
+from eval.recall.grids import figure as grid
+from eval.recall.grids.plan import FIGURES, NEGATIVE, Run
+from eval.recall.show import page, pictures
+from eval.recall.train.trial import Cell
 
 
 def control(passed: bool, accuracy: float = 0.5) -> dict:

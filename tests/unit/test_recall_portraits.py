@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from eval.recall import portraits
-from eval.recall.plan import Run
-from eval.recall.training import Cell
+from eval.recall.grids.plan import Run
+from eval.recall.show import filter_plots as portraits
+from eval.recall.train.trial import Cell
 
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
 
@@ -95,7 +95,7 @@ def test_copying_has_no_rule_of_delays(tmp_path, monkeypatch):
     (right,) = drawing.axes[0].child_axes
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
     drawings = []
-    monkeypatch.setattr(portraits, "save", lambda drawing, *place: drawings.append(drawing))
+    monkeypatch.setattr(portraits, "save_figure", lambda drawing, *place: drawings.append(drawing))
     portraits.save_portrait({"cell": asdict(cell), **rows[0][1]}, tmp_path / "x.json")
     assert "delay" not in drawings[0].get_suptitle()
 

@@ -10,12 +10,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from cat_lm import mixers
+from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from cat_lm.options import parse_specification
 from eval.recall import __main__ as command
-from eval.recall import cells, execution, plan, streams
-from eval.recall.mixers import make_mixer, mixer_names
-from eval.recall.options import parse_specification
-from eval.recall.tasks import IGNORED, TASKS, generate, make_task
+from eval.recall.grids import plan, streams
+from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.theory import report
+from eval.recall.train import cells, execution
 from tests.conftest import REPOSITORY
 
 README = REPOSITORY / "eval/recall/README.md"
@@ -96,7 +99,7 @@ def test_its_examples_are_what_the_generators_give():
         name, options = parse_specification(specification)
         rows = generate(make_task(name, int(length), options), 1, seed=0, split="train")
         assert inputs.split() == [str(token) for token in rows.inputs[0]], head
-        shown = ["." if label == IGNORED else str(label) for label in rows.labels[0]]
+        shown = ["." if label == IGNORE_INDEX else str(label) for label in rows.labels[0]]
         assert labels.split() == shown, head
 
 
@@ -111,7 +114,7 @@ def test_its_tasks_are_there_with_their_options():
 
 def test_its_mixers_are_there_with_layers_and_options():
     rows = table("Mixers")
-    assert set(rows) == set(mixer_names())
+    assert set(rows) == set(mixers.names())
     for name, (layers, _, told) in rows.items():
         mixer = make_mixer(name)
         assert int(layers) == mixer.layers
@@ -164,8 +167,8 @@ def scales_table() -> str:
 
 
 def test_no_mixer_is_without_words():
-    for name in mixer_names():
-        module = importlib.import_module(f"eval.recall.mixers.{name.replace('-', '_')}")
+    for name in mixers.names():
+        module = importlib.import_module(f"cat_lm.mixers.{name.replace('-', '_')}")
         assert module.__doc__
 
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.recall import cells
-from eval.recall.execution import Execution, run_unfinished
-from eval.recall.measuring import free_running, measure
-from eval.recall.mixers import make_mixer
+from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from eval.recall.grids.plan import Run
 from eval.recall.model import RecallModel
-from eval.recall.plan import Run
-from eval.recall.tasks import IGNORED, Examples, generate, make_task
-from eval.recall.training import Cell, delays, run_cell
+from eval.recall.tasks import Examples, generate, make_task
+from eval.recall.train import cells
+from eval.recall.train.execution import Execution, run_unfinished
+from eval.recall.train.measuring import free_running, measure
+from eval.recall.train.trial import Cell, delays, run_cell
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
 
@@ -100,7 +101,7 @@ def test_accuracy_is_the_mean_over_rows_and_free_running_feeds_answers_back():
     # ⊥ = 5 is answered 1, 1 is answered 2, 2 is answered 4 (wrong: 3), 4 and 3 are answered 0.
     model = Oracle(torch.tensor([0, 2, 4, 4, 0, 1]))
     inputs = np.array([[0, 0, 5, 1, 2, 3]])
-    labels = np.array([[IGNORED, IGNORED, 1, 2, 3, 4]])
+    labels = np.array([[IGNORE_INDEX, IGNORE_INDEX, 1, 2, 3, 4]])
     examples = Examples(np.repeat(inputs, 3, axis=0), np.repeat(labels, 3, axis=0))
     assert measure(model, examples) == {"accuracy": 0.75, "rows_right": 0.0}
     # Fed its own 4 in place of 3 it answers 0 where 4 was due.
@@ -114,7 +115,7 @@ def test_teacher_forcing_equals_free_running_for_a_model_that_is_always_right():
     model = RecallModel(
         make_mixer("cat"), vocabulary=task.vocabulary, d_model=16, positions=24, layers=1
     )
-    scored = torch.from_numpy(examples.labels) != IGNORED
+    scored = torch.from_numpy(examples.labels) != IGNORE_INDEX
     model.eval()
     with torch.no_grad():
         first = model(torch.from_numpy(examples.inputs), scored).argmax(1).view(20, 4)[:, 0]
@@ -129,7 +130,7 @@ def test_finished_cells_are_kept(tmp_path, monkeypatch):
     path = cells.cell_path(tmp_path, cell)
     assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
     assert first["provenance"]["versions"]["torch"] and first["provenance"]["device"] == "cpu"
-    monkeypatch.setattr("eval.recall.training.run_cell", None)
+    monkeypatch.setattr("eval.recall.train.trial.run_cell", None)
     assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
 
 

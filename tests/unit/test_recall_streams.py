@@ -14,28 +14,28 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
-from eval.recall import streams
-from eval.recall.language import LanguageCell, _rate
-from eval.recall.mixers import Setting, make_mixer
-from eval.recall.mixers._convolution import ConvolvedProjections
-from eval.recall.mixers.cat import Options
-from eval.recall.plan import Run
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.mixers.cat import Options
+from cat_lm.mixers.modules.projections import ConvolvedProjections
+from eval.recall.grids import streams
+from eval.recall.grids.plan import Run
+from eval.recall.train.language import LanguageCell, _rate
 
 
 @pytest.fixture(scope="module")
 def cell(tiny_corpus: Path) -> LanguageCell:
-    fingerprint = TokenCorpus.open(tiny_corpus, "train").fingerprint
+    fingerprint = open_corpus(tiny_corpus, "train").fingerprint
     return LanguageCell(str(tiny_corpus), fingerprint, "cat", 32, 32, 1, 60, 1e-2, batch_size=8)
 
 
 def test_a_small_language_model_learns_and_is_repeatable(cell, tiny_corpus):
     record = cell.run("cpu", quiet=True)
-    unigram = TokenCorpus.open(tiny_corpus, "train").manifest["unigram_loss"]
+    unigram = open_corpus(tiny_corpus, "train").manifest["unigram_loss"]
     assert record["loss"] < unigram - 0.3
     assert record == {**cell.run("cpu", quiet=True), "seconds": record["seconds"]}
-    split = TokenCorpus.open(tiny_corpus, "validation")
+    split = open_corpus(tiny_corpus, "validation")
     assert record["tokens_scored"] == min(split.num_tokens - 1, 256 * 32)  # each token once
     other = dataclasses.replace(cell, seed=1).run("cpu", quiet=True)
     assert other["loss"] != record["loss"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cat_lm.errors import UserError
-from eval.recall.tasks import IGNORED, TASKS, generate, make_task
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.tasks.base import SPLITS, row_bits
 
 CASES = [
@@ -62,7 +63,7 @@ def test_every_label_is_what_follows_the_only_earlier_copy(case):
     n, asked = task.ngram, []
     accidents = case[2].get("filler") == "random"  # a filler may equal a key; never before its pair
     for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
-        queries = [t for t, label in enumerate(labels) if label != IGNORED]
+        queries = [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
         asked.append(len(queries))
         for t in queries:
             gram = inputs[t - n + 1 : t + 1]
@@ -88,7 +89,7 @@ def test_nothing_is_asked_by_accident(name, filler):
             for t in range(context + n - 1, len(inputs))
             if tuple(inputs[t - n + 1 : t + 1]) in keys
         ]
-        assert found == [t for t, label in enumerate(labels) if label != IGNORED]
+        assert found == [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
 def test_a_small_task_is_divided_between_the_splits():
@@ -130,7 +131,7 @@ def test_selective_copying_has_the_signals_in_order(mode, unique):
     examples = generate(task, 300, seed=0, split="train")
     for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
         signal = [token for token in inputs[:34] if token >= 3]
-        assert labels == [IGNORED] * 34 + signal
+        assert labels == [IGNORE_INDEX] * 34 + signal
         assert max(signal) < 12 and (unique == "false" or len(set(signal)) == 6)
         fed = signal[:-1] if mode == "autoregressive" else [task.marker] * 5
         assert inputs[34:] == [task.marker, *fed]
@@ -140,7 +141,7 @@ def test_at_the_papers_density_every_slot_is_asked():
     for name, seq_len, keys in [("mqar", 64, 16), ("mqar", 512, 128), ("mqnar", 256, 42)]:
         task = make_task(name, seq_len)
         assert task.num_keys == keys
-        assert (generate(task, 20, seed=0, split="test").labels != IGNORED).sum() == 20 * keys
+        assert (generate(task, 20, seed=0, split="test").labels != IGNORE_INDEX).sum() == 20 * keys
 
 
 CHANCE = [
@@ -162,9 +163,9 @@ def test_one_token_alone_tells_no_more_than_chance(case):
     task = make_task(*case)
     counts = np.zeros((task.vocabulary, task.vocabulary))
     train, test = (generate(task, 12000, seed=i, split=s) for i, s in enumerate(("train", "test")))
-    scored = train.labels != IGNORED
+    scored = train.labels != IGNORE_INDEX
     np.add.at(counts, (train.inputs[scored], train.labels[scored]), 1)
-    scored = test.labels != IGNORED
+    scored = test.labels != IGNORE_INDEX
     right = counts.argmax(axis=1)[test.inputs[scored]] == test.labels[scored]
     spread = (task.chance * (1 - task.chance) / len(right)) ** 0.5
     assert abs(right.mean() - task.chance) < 5 * spread + 0.06 * task.chance

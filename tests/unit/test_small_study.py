@@ -27,11 +27,11 @@ from safetensors.numpy import save_file
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from eval.length_sweep_cells import folder_sha256
+from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
-from eval.small_study.execute import RESULT, Workers, commands, complete_run, held, unfinished
+from eval.small_study.comparison import T_QUANTILES, compare, summarise
+from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
-from eval.small_study.statistics import T_QUANTILES, compare, summarise
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
 DEFINITION = {
@@ -52,16 +52,17 @@ class TestPlan:
     @pytest.mark.parametrize("size", SIZES)
     def test_nine_models_differ_only_in_what_they_are(self, size):
         assert list(MODELS) == list(DEFINITION)
-        base = yaml.safe_load((ROOT / CONFIGS / size / "base.yaml").read_text())
+        base_file = ROOT / CONFIGS / f"base_{size}.yaml"
+        base = yaml.safe_load(base_file.read_text())
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
-            own = yaml.safe_load((ROOT / CONFIGS / size / f"{model}.yaml").read_text())
-            assert own.keys() == {"base", "model", "train"} and own["base"] == "base.yaml"
+            own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
+            assert own.keys() == {"base", "model", "train"} and own["base"] == "base_cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding")
             }
-            config = load_config(ROOT / CONFIGS / size / f"{model}.yaml")
+            config = load_config(ROOT / CONFIGS / f"{model}.yaml", [f"base={base_file}"])
             assert config.model.conv_type == conv_type
             assert config.model.position_embedding == positions
             if conv_type != "none":
@@ -76,7 +77,8 @@ class TestPlan:
         assert len({job.folder for job in jobs}) == 27
         assert [job.seed for job in jobs[:10]] == [0] * 9 + [1]
         found = commands(study, jobs[9])
-        assert found["train"][:2] == ["train.py", "configs/study/cpu/pythia.yaml"]
+        assert found["train"][:2] == ["train.py", "configs/study/pythia.yaml"]
+        assert "base=configs/study/base_cpu.yaml" in found["train"]
         assert "train.seed=1" in found["train"] and "train.resume=auto" in found["train"]
         assert found["sweep"][found["sweep"].index("--lengths") + 1] == ",".join(map(str, LENGTHS))
 
@@ -419,8 +421,12 @@ class TestStudy:
             ("settings.json", "[]", "settings.json: holds [], must be an object; remove"),
             ("settings.json", '{"configs": []}', "holds a study with another configs"),
             ("settings.json", '{"configs": {"pythia": 3}}', "holds a study with another configs"),
-            ("runs/pythia-seed0/study.json", "{", "study.json: is not JSON"),
-            ("runs/pythia-seed0/study.json", "{}", "study.json: has no diverged; remove it to"),
+            ("runs/pythia-seed0/study.json", "{", "study.json: damaged: is not JSON"),
+            (
+                "runs/pythia-seed0/study.json",
+                "{}",
+                "damaged: has no diverged; delete it",
+            ),
             ("runs/pythia-seed0/study.json", '{"diverged": 1}', "diverged is 1: should be"),
             ("runs/pythia-seed0/metrics.jsonl", b"\xff\n", "metrics.jsonl: is not UTF-8"),
             ("runs/pythia-seed0/eval/length_sweep.json", '{"rows": [3]}', "row 1: holds 3: should"),
@@ -457,7 +463,7 @@ class TestStudy:
 
     def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
         few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
-        monkeypatch.setattr("cat_lm.data.verified.open_verified", lambda *_: few)
+        monkeypatch.setattr("cat_lm.data.opening.open_verified", lambda *_: few)
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
         assert code == 2 and "900 held-out tokens are too few for length 1024" in err
 
@@ -538,7 +544,7 @@ class TestWorkers:
         imitation = Imitation()
 
         def process(workers: Workers, arguments: list[str], log: Path) -> int:
-            seen.append((job.folder / RESULT).exists())
+            seen.append(result_path(job).exists())
             return imitation(workers, arguments, log)
 
         monkeypatch.setattr(Workers, "process", process)

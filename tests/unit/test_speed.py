@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from cat_lm.training.estimate import count_parameters, flops_per_token
-from eval.speed import check, decode, kernels, machine, models, qkv, train
+from eval.speed import machine
 from eval.speed.__main__ import main
 from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
-from eval.speed.floor import forward_backward_bytes, forward_bytes
-from eval.speed.kernels import ConvCase, Kernel
+from eval.speed.conv import check, kernels, qkv
+from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
+from eval.speed.conv.kernels import ConvCase, Kernel
+from eval.speed.model import build as models
+from eval.speed.model import decode, train
 from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
@@ -405,6 +408,48 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
     assert "greedy tokens after a prompt of 12 differ" in err.splitlines()[-1]
 
 
+# Stacks of recall's models
+
+STACKS = ("stacks", "--d-model", 16, "--seq-len", 16, "--batch-size", 4, "--repeats", 2)
+
+
+def test_stacks_record(speed):
+    mixers = ("attention", "cat")
+    code, record, out, err = speed(*STACKS, "--mixers", ",".join(mixers), "--models", "1,3")
+    assert code == 0, err
+    assert record["refused"] == [] and record["case"]["sizes"] == [1, 3]
+    rows = [(row["mixer"], row["models"]) for row in record["results"]]
+    assert rows == [(mixer, models_) for mixer in mixers for models_ in (1, 3)]
+    for row in record["results"]:
+        seconds = row["step_seconds"]["median"]
+        assert len(row["step_seconds"]["all"]) == 2 and row["measured_bytes"] is None
+        assert row["model_steps_per_second"] == pytest.approx(row["models"] / seconds)
+        first = record["results"][2 * mixers.index(row["mixer"])]
+        expected = row["model_steps_per_second"] / first["model_steps_per_second"]
+        assert row["times_as_fast_as_the_first"] == pytest.approx(expected)
+        assert row["estimated_bytes"] == row["models"] * first["estimated_bytes"] > 0
+        assert row["mixer"] in out
+
+
+def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
+    from eval.speed.model import stacks
+
+    train_step = stacks.train_step
+
+    def failing(stack, trials, rows):
+        if trials[0].cell.mixer == "attention":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return train_step(stack, trials, rows)
+
+    monkeypatch.setattr(stacks, "train_step", failing)
+    code, record, out, err = speed(*STACKS, "--mixers", "attention,cat", "--models", "2")
+    assert code == 1 and "1 stacks are wrong and refused" in err
+    assert [row["mixer"] for row in record["results"]] == ["cat"]
+    (refused,) = record["refused"]
+    assert refused["case"] == "attention, 2 as one" and "out of memory" in refused["reason"]
+    assert "refused: attention, 2 as one" in out
+
+
 # Bad input
 
 
@@ -427,6 +472,8 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
             "a model of --hidden-size 131072, --layers 8: takes",
         ),
         (("decode", "--models", "stock"), "'stock' is not one of"),
+        (("stacks", "--mixers", "none,rnn"), "'rnn' is not one of"),
+        (("stacks", "--task", "sing"), "sing"),
         (("sing",), "invalid choice: 'sing'"),
     ],
 )

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-from eval.speed import data, data_load, data_tokenize
 from eval.speed.__main__ import main
-from eval.speed.data_text import chunks, documents, write_files
+from eval.speed.data import command as data
+from eval.speed.data import load as data_load
+from eval.speed.data import tokenization as data_tokenize
+from eval.speed.data.text import chunks, documents, write_files
 from tests.conftest import generated_text, write_jsonl
 
 SMALL = ("--repeats", 1, "--text-mb", 1, "--prepare-mb", 1, "--batch-size", 2)

@@ -11,10 +11,10 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from cat_lm.errors import UserError
-from eval.tasks import sources, table2
-from eval.tasks.catalog import Catalog
-from eval.tasks.prefetch import prefetch
-from eval.tasks.sources import Hub, LocalFolder
+from eval.zero_shot.tasks import sources, table2
+from eval.zero_shot.tasks.catalog import Catalog
+from eval.zero_shot.tasks.prefetch import prefetch
+from eval.zero_shot.tasks.sources import Hub, LocalFolder
 from tests.zero_shot_rows import ROWS, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,7 +65,9 @@ def prompts(task, limit=None):
 
 class TestTable:
     def paper(self):
-        return json.loads((REPOSITORY / "eval/paper/table2.json").read_text(encoding="utf-8"))
+        return json.loads(
+            (REPOSITORY / "eval/report/paper_table2.json").read_text(encoding="utf-8")
+        )
 
     def test_average_is_the_papers(self):
         """Which seven: their mean gives every printed average, Pythia's 0.405 among them."""
@@ -221,7 +223,7 @@ class TestRowsThatCannotBeScored:
 
     @staticmethod
     def check(name, source):
-        from eval.tasks.rows import check_answers
+        from eval.zero_shot.tasks.rows import check_answers
 
         task = Catalog([name]).load(name, source)
         check_answers(task, source, sources.needed_splits(task.config), None)
@@ -264,7 +266,7 @@ class TestRowsThatCannotBeScored:
     )
     @pytest.mark.parametrize("number", [0, 2])
     def test_tasks_without_columns_of_their_own(self, tmp_path, changes, row, message, number):
-        from eval.tasks.rows import check_answers
+        from eval.zero_shot.tasks.rows import check_answers
 
         rows = [
             {"question": f"{n}?", "label": n % 2, "weight": n * 0.5, "options": ["a", "b"]}

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton
-from tests.unit.scans import SHAPES, in_torch, inputs
+from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 EVERY = 4  # steps between kept states: fewer than in use, as the interpreter is slow
 
 
 def check(given: list[Tensor], grad: Tensor) -> None:
-    """Outputs, kept states and gradients against those of the torch path in fp64."""
-    out, kept = _scan_triton.forward(EVERY, *given)
-    found = [out, kept, *_scan_triton.backward(EVERY, kept, grad, *given)]
-    for one, other in zip(found, in_torch(given, grad, EVERY), strict=True):
+    """Outputs, states and gradients against those of the torch path in fp64."""
+    given, grads = with_state(given), [grad, state_of(given)]
+    found = by(_scan_triton, given, grads, EVERY)
+    for one, other in zip(found, in_torch(given, grads, EVERY), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5)
 
 
@@ -49,10 +49,10 @@ def test_an_infinity_stays_where_it_is(which):
     q, k, v, rate = (s.abs()[:, :1] for s in streams)  # no infinity meets one of the other sign
     grad = torch.rand_like(v)
     {"rate": rate, "k": k, "v": v, "q": q, "grad": grad}[which][0, 0, 1, 0].flatten()[1] = torch.inf
-    given = [q, k, v, rate, a - 0.1]
-    out, kept = _scan_triton.forward(EVERY, *given)
-    found = [out, kept, *_scan_triton.backward(EVERY, kept, grad, *given)]
-    for one, other in zip(found, in_torch(given, grad, EVERY), strict=True):
+    given = with_state([q, k, v, rate, a - 0.1], zero=True)
+    grads = [grad, torch.zeros_like(given[-1])]
+    found = by(_scan_triton, given, grads, EVERY)
+    for one, other in zip(found, in_torch(given, grads, EVERY), strict=True):
         known = ~other.isnan()  # an infinity times a state of 0 is a NaN in torch as well
         assert known.any()
         torch.testing.assert_close(one.double()[known], other[known], rtol=2e-5, atol=2e-5)
@@ -64,6 +64,20 @@ def test_inputs_and_gradients_may_have_any_strides():
     turned = [s.transpose(1, 3).contiguous().transpose(1, 3) for s in (q, k, v)]
     expanded = (rate[:, :, :, :1].expand_as(rate), a[:, :1].expand_as(a))
     check([*turned, *expanded], torch.randn(1, 3, 3, 1, 5).expand(1, 3, 3, 2, 5))
+
+
+def test_a_total_decay_leaves_nothing():
+    """As where a document starts: the steps from there on are those of a scan of their own."""
+    torch.manual_seed(0)
+    q, k, v, rate, a = inputs(*SHAPES["mamba's"], EVERY + 2, models=1)
+    rate[:, :, 3] = 1e30
+    q, k, v, rate = (s[:, :1] for s in (q, k, v, rate))
+    given = with_state([q, k, v, rate, a - 0.1])
+    out, last, _ = _scan_triton.forward(EVERY, *given)
+    later = with_state([s[:, :, 3:] for s in given[:4]] + given[4:5], zero=True)
+    alone, last_alone, _ = _scan_triton.forward(EVERY, *later)
+    assert torch.equal(out[:, :, 3:], alone) and torch.equal(last, last_alone)
+    check([q, k, v, rate, a - 0.1], torch.randn_like(v))
 
 
 def test_decays_from_none_to_total():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution import cpu, kinds, reference, triton
 from cat_lm.ops.documents import (
-    INTEGERS,
+    check_document_ids,
     document_positions,
     positions_of_starts,
     starts_of_lengths,
@@ -272,11 +272,7 @@ def packed_positions(
     if document_ids is not None and cu_seqlens is not None:
         raise ValueError("give document_ids or cu_seqlens, not both")
     if document_ids is not None:
-        if tuple(document_ids.shape) != (batch, time) or document_ids.dtype not in INTEGERS:
-            raise ValueError(
-                f"document_ids must be {[batch, time]} integers, not {list(document_ids.shape)} "
-                f"{document_ids.dtype}"
-            )
+        check_document_ids(document_ids, batch, time)
         return document_positions(document_ids).int()
     if cu_seqlens is not None:
         return positions_of_starts(starts_of_lengths(cu_seqlens, batch, time)).int()

@@ -1,4 +1,4 @@
-// The scan of a state that decays, for CPUs (see _scan.py):
+// The scan of a state that decays, for CPUs (see decaying_scan.py):
 //
 //   S_t = exp(r_t a) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t
 //
@@ -13,17 +13,18 @@
 #include "numbers.h"
 #include "threads.h"
 
-// What Python hands over; mirrored in _scan_cpu.py. All arrays are contiguous.
+// What Python hands over; mirrored in decaying_scan_cpu.py. All arrays are contiguous.
 struct ScanCall {
   int64_t threads, rows, time, heads, keys, values;   // N = M B, T, H, K, V
   int64_t every, models;                              // steps between kept states; M
   int64_t rate_keys, rate_values;                     // sizes of r: K or 1, V or 1
   int64_t a_heads, a_keys, a_values;                  // of a: H or 1, K or 1, V or 1
   const float *q, *k, *v, *rate, *a;                  // [N,T,H,K] twice, [N,T,H,V], r, [M,...]
-  float *out, *kept;                                  // [N,T,H,V]; [N, T/every up, H, K, V]
-  const float* grad;                                  // of out; null: forward
+  const float* initial;                               // state before the first step, [N, H, K, V]
+  float *out, *last, *kept;                           // [N,T,H,V]; as initial; [N, T/every up, H, K, V]
+  const float *grad, *grad_last;                      // of out, null: forward; of last
   float *dq, *dk, *dv, *drate;                        // as q, k, v, rate
-  float* da;                                          // [N, H, a_keys, a_values], to be summed
+  float *da, *dinitial;                               // [N, H, a_keys, a_values], to be summed; as initial
   float* workspace;                                   // `threads` times scan_workspace's numbers
   void* parallel;                                     // GOMP_parallel, or null
 };
@@ -31,10 +32,11 @@ struct ScanCall {
 namespace {
 
 // e^x within two units of the last place, without branches, so that loops of it are vectorised.
-// Below the normal numbers it stays at the least of them; above e^88.37 it is infinite.
+// Below the normal numbers it is 0, as where a document starts; above e^88.37 it is infinite.
 inline float exponential(float x) {
   constexpr float ROUND = 0x1.8p23f;  // adding it leaves an integer in the low bits
-  x = -87.3f > x ? -87.3f : x;        // written so that NaN stays NaN
+  const bool none = -87.3f > x;
+  x = none ? -87.3f : x;              // written so that NaN stays NaN
   x = x > 89.0f ? 89.0f : x;
   const float shifted = x * 0x1.715476p0f + ROUND;  // log2 e
   const float n = shifted - ROUND;
@@ -48,7 +50,7 @@ inline float exponential(float x) {
   sum = sum * f + 0.5f;
   sum = sum * f + 1.0f;
   sum = sum * f + 1.0f;
-  return sum * as_float((as_bits(shifted) + 127) << 23);
+  return none ? 0.0f : sum * as_float((as_bits(shifted) + 127) << 23);
 }
 
 // One head of one row. RATE and A: whether r and a vary along V.
@@ -60,6 +62,7 @@ template <bool RATE, bool A> class Item {
   float* const scratch;
   int64_t row;
 
+  int64_t state_at() const { return (row * c.heads + head) * size; }
   int64_t at(int64_t t) const { return (row * c.time + t) * c.heads + head; }
   const float* rate_at(int64_t t, int64_t key) const {
     return rate + (at(t) * c.rate_keys + (c.rate_keys > 1 ? key : 0)) * c.rate_values;
@@ -152,19 +155,20 @@ template <bool RATE, bool A> class Item {
 
   void forward() const {
     float *state = scratch, *now = scratch + size;
-    std::fill(state, state + size, 0.0f);
+    std::copy(c.initial + state_at(), c.initial + state_at() + size, state);
     for (int64_t t = 0; t < c.time; ++t) {
       if (t % c.every == 0) std::copy(state, state + size, kept_at(t / c.every));
       decay(t, now);
       step(t, now, state, state);
       read(t, state);
     }
+    std::copy(state, state + size, c.last + state_at());
   }
 
   void backward() const {
     float *flow = scratch, *states = flow + size, *now = states + (c.every + 1) * size;
     float* da = c.da + (row * c.heads + head) * c.a_keys * c.a_values;
-    std::fill(flow, flow + size, 0.0f);
+    std::copy(c.grad_last + state_at(), c.grad_last + state_at() + size, flow);
     for (int64_t block = steps - 1; block >= 0; --block) {
       const int64_t start = block * c.every, count = std::min(c.every, c.time - start);
       std::copy(kept_at(block), kept_at(block) + size, states);
@@ -175,6 +179,7 @@ template <bool RATE, bool A> class Item {
       for (int64_t i = count - 1; i >= 0; --i)
         step_back(start + i, now + i * decays, states + i * size, states + (i + 1) * size, flow, da);
     }
+    std::copy(flow, flow + size, c.dinitial + state_at());
   }
 };
 

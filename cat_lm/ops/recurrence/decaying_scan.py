@@ -1,4 +1,4 @@
-"""The scan of a state that decays, for Mamba and gated linear attention.
+"""Scan with a state that decays, for Mamba and gated linear attention.
 
     S_t = exp(r_t ⊙ a) ⊙ S_{t−1} + k_t v_t^T,   o_t = S_t^T q_t
 
@@ -6,17 +6,22 @@ One step at a time, so that only decays are raised to powers, never their invers
 overflow where r ⊙ a ≤ 0, however long or strong the decay. A step's state is changed in place and
 is not kept: the backward pass is written out, and makes the states of EVERY steps again from the
 one before them. In fp32 a C++ kernel does both on a CPU (decaying_scan_cpu.py) and Triton kernels
-on a GPU (decaying_scan_triton.py); for other tensors, on a CPU without a compiler and on a GPU
-without Triton, plain torch does (decaying_scan_torch.py).
+on a GPU (decaying_scan_triton.py); in fp64, on a CPU without a compiler and on a GPU without
+Triton, plain torch does (decaying_scan_torch.py). Nothing is computed in less than fp32.
+
+Where a document starts the exponent is so far below 0 that exp gives 0 exactly, in every backend:
+nothing of the documents before it is left, and no gradient goes back to them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cat_lm.ops.documents import check_document_ids, document_starts
 from cat_lm.ops.recurrence import decaying_scan_torch
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -25,24 +30,63 @@ if INSTALLED:
     from cat_lm.ops.recurrence import decaying_scan_triton
 
 EVERY = 16  # steps between states that are kept
+# A rate of this size times any |a| above 1e-28 is a total decay. Not infinity: its gradient is NaN.
+TOTAL = 1e30
 
 
-def decaying_scan(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> Tensor:
-    """o [B, T, H, V] of the recurrence above.
+def decaying_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute o [B, T, H, V] of the recurrence above, and the last state if asked for.
 
-    It may be differentiated once, and batched with torch.func.vmap.
+    It may be differentiated once, and batched with torch.func.vmap. Sums and states are in the
+    widest dtype given, at least fp32, to which the inputs are cast; o has the dtype of v.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
-        rate: r, [B, T, H, K or 1, V or 1].
-        a: [H or 1, K or 1, V or 1].
+        rate: r, [B, T, H, K or 1, V or 1], with r ⊙ a ≤ 0.
+        a: [H or 1, K or 1, V or 1], not 0 where documents start.
+        document_ids: [B, T] integers; no document reads another. The first one of a row goes on
+            from `initial_state`.
+        initial_state: S_0, [B, H, K, V]; none: zeros.
+        return_state: whether to return (o, S_T), the state in the dtype of the sums.
 
     Raises:
         ValueError: other shapes.
     """
     _check(q, k, v, rate, a)
-    return _Scan.apply(*(s[None] for s in (q, k, v, rate, a)))[0].squeeze(0)
+    state = (q.shape[0], *q.shape[2:], v.shape[-1])
+    if initial_state is None:
+        initial_state = q.new_zeros(state)
+    elif initial_state.shape != state:
+        raise ValueError(f"initial_state is {list(initial_state.shape)}, not {list(state)}")
+    if document_ids is not None:
+        check_document_ids(document_ids, *q.shape[:2])
+        rate = _cut(rate, a, document_ids)
+    inputs = (q, k, v, rate, a, initial_state)
+    widest = functools.reduce(torch.promote_types, (s.dtype for s in inputs), torch.float32)
+    out, last, _ = _Scan.apply(*(s.to(widest)[None] for s in inputs))
+    out = out.squeeze(0).to(v.dtype)
+    return (out, last.squeeze(0)) if return_state else out
+
+
+def _cut(rate: Tensor, a: Tensor, document_ids: Tensor) -> Tensor:
+    """Make the decay total where a document starts, except at a row's first step."""
+    starts = document_starts(document_ids)[:, 1:]
+    total = torch.where(a > 0, -TOTAL, TOTAL).to(rate.dtype)
+    # Numbers of the state that share a rate have an a of one sign.
+    keys, values = (slice(None) if size > 1 else slice(1) for size in rate.shape[-2:])
+    cut = torch.where(starts[..., None, None, None], total[..., keys, values], rate[:, 1:])
+    return torch.cat([rate[:, :1], cut], dim=1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
@@ -57,7 +101,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
 
 
 def _kernels(*tensors: Tensor) -> Any:
-    """What computes the scan of these tensors, both ways."""
+    """Choose what computes the scan of these tensors, both ways."""
     kinds = {(s.device, s.dtype) for s in tensors}
     device, dtype = kinds.pop()
     if not kinds and dtype == torch.float32:
@@ -69,34 +113,50 @@ def _kernels(*tensors: Tensor) -> Any:
 
 
 @torch.library.custom_op("cat_lm::decaying_scan", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and the states kept, [M, B, T/EVERY up, H, K, V]; M, the models, is in front."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute outputs, the last state and the states kept, [M, B, T/EVERY up, H, K, V].
+
+    M, the models, is in front of every tensor.
+    """
+    inputs = (q, k, v, rate, a, initial)
     if not q.numel() or not v.numel():
-        return tuple(s.zero_() for s in _room(q, k, v, rate, a))
-    return _kernels(q, k, v, rate, a).forward(EVERY, q, k, v, rate, a)
+        out, _, kept = _room(*inputs)
+        return out.zero_(), initial.clone(), kept.zero_()
+    return _kernels(*inputs).forward(EVERY, *inputs)
 
 
 @_forward.register_fake
-def _room(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def _room(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     models, batch, time, heads, keys = q.shape
     kept = q.new_empty(models, batch, -(-time // EVERY), heads, keys, v.shape[-1])
-    return v.new_empty(v.shape), kept
+    return v.new_empty(v.shape), initial.new_empty(initial.shape), kept
 
 
 @torch.library.custom_op("cat_lm::decaying_scan_backward", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, kept: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, rate and a."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    kept: Tensor,
+    grad: Tensor,
+    grad_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k, v, rate, a and the initial state."""
     inputs = (q, k, v, rate, a)
     if not q.numel() or not v.numel():
-        return tuple(s.new_zeros(s.shape) for s in inputs)
-    return _kernels(*inputs, grad).backward(EVERY, kept, grad, *inputs)
+        return *(s.new_zeros(s.shape) for s in inputs), grad_last.clone()
+    return _kernels(*inputs, grad, grad_last).backward(EVERY, kept, grad, grad_last, *inputs)
 
 
 @_backward.register_fake
 def _(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(s.new_empty(s.shape) for s in tensors[:5])
+    return tuple(s.new_empty(s.shape) for s in (*tensors[:5], tensors[-1]))
 
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -118,17 +178,17 @@ class _Scan(torch.autograd.Function):
     """`_forward` with its gradients."""
 
     @staticmethod
-    def forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _forward(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, output[1])
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*inputs[:5], output[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, ...]:
-        return _ScanBackward.apply(*ctx.saved_tensors, grad)
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor, ...]:
+        return _ScanBackward.apply(*ctx.saved_tensors, grad, grad_last)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:

@@ -22,8 +22,8 @@ _INTEGERS = (
     *("rate_keys", "rate_values", "a_heads", "a_keys", "a_values"),
 )
 _POINTERS = (
-    *("q", "k", "v", "rate", "a", "out", "kept", "grad"),
-    *("dq", "dk", "dv", "drate", "da", "workspace", "parallel"),
+    *("q", "k", "v", "rate", "a", "initial", "out", "last", "kept", "grad", "grad_last"),
+    *("dq", "dk", "dv", "drate", "da", "dinitial", "workspace", "parallel"),
 )
 
 
@@ -44,26 +44,33 @@ class Kernel:
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
         self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
 
-    def forward(self, every: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [M, B, T, H, V] and kept states [M, B, T/every up, H, K, V]."""
-        q, k, v, rate, a = (s.resolve_neg().contiguous() for s in inputs)
+    def forward(self, every: int, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute outputs [M, B, T, H, V], the last state [M, B, H, K, V] and the kept ones
+        [M, B, T/every up, H, K, V].
+        """
+        q, k, v, rate, a, initial = (s.resolve_neg().contiguous() for s in inputs)
         models, batch, time, heads, keys = q.shape
-        out = torch.empty_like(v)
+        out, last = torch.empty_like(v), torch.empty_like(initial)
         kept = q.new_empty(models, batch, -(-time // every), heads, keys, v.shape[-1])
-        self._call(every, q=q, k=k, v=v, rate=rate, a=a, out=out, kept=kept)
-        return out, kept
+        given = {"q": q, "k": k, "v": v, "rate": rate, "a": a, "initial": initial}
+        self._call(every, **given, out=out, last=last, kept=kept)
+        return out, last, kept
 
-    def backward(self, every: int, kept: Tensor, grad: Tensor, *inputs: Tensor) -> tuple:
-        """The gradients of q, k, v, rate and a."""
+    def backward(
+        self, every: int, kept: Tensor, grad: Tensor, grad_last: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Compute the gradients of q, k, v, rate, a and the initial state."""
         q, k, v, rate, a = (s.resolve_neg().contiguous() for s in inputs)
+        grad, grad_last = (s.resolve_neg().contiguous() for s in (grad, grad_last))
         dq, dk, dv = (torch.empty_like(s) for s in (q, k, v))
         drate = torch.zeros_like(rate)
         models, batch, _, heads, _ = q.shape
         da = a.new_zeros(models, batch, heads, *a.shape[2:])
-        gradients = {"dq": dq, "dk": dk, "dv": dv, "drate": drate, "da": da}
+        dinitial = torch.empty_like(grad_last)
+        gradients = {"dq": dq, "dk": dk, "dv": dv, "drate": drate, "da": da, "dinitial": dinitial}
         tensors = {"q": q, "k": k, "v": v, "rate": rate, "a": a, **gradients}
-        self._call(every, kept=kept.contiguous(), grad=grad.resolve_neg().contiguous(), **tensors)
-        return dq, dk, dv, drate, da.sum(dim=1).sum_to_size(a.shape)
+        self._call(every, kept=kept.contiguous(), grad=grad, grad_last=grad_last, **tensors)
+        return dq, dk, dv, drate, da.sum(dim=1).sum_to_size(a.shape), dinitial
 
     def _call(self, every: int, **tensors: Tensor) -> None:
         q, v, rate, a = (tensors[name] for name in ("q", "v", "rate", "a"))

@@ -25,11 +25,13 @@ def _write(state: Tensor, v: Tensor) -> Tensor:
 
 
 def forward(
-    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [M, B, T, H, V] and kept states [M, B, T/every up, H, K, V]."""
+    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute outputs [M, B, T, H, V], the last state [M, B, H, K, V] and the kept ones
+    [M, B, T/every up, H, K, V], from the state `initial` on.
+    """
     a = a[:, None].contiguous()
-    state, outputs, kept = q.new_zeros(*q.shape[:2], *q.shape[3:], v.shape[-1]), [], []
+    state, outputs, kept = initial.clone(memory_format=torch.contiguous_format), [], []
     decay = torch.empty_like(rate[:, :, 0] * a)
     for t in range(q.shape[2]):
         if t % every == 0:
@@ -37,22 +39,24 @@ def forward(
         decay = torch.mul(rate[:, :, t], a, out=decay).exp_()
         _step(state, decay, k[:, :, t], v[:, :, t], out=state)
         outputs.append(_read(state, q[:, :, t]))
-    return torch.stack(outputs, dim=2), torch.stack(kept, dim=2)
+    return torch.stack(outputs, dim=2), state, torch.stack(kept, dim=2)
 
 
 def backward(
     every: int,
     kept: Tensor,
     grad: Tensor,
+    grad_last: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     rate: Tensor,
     a: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, rate and a."""
+    """Compute the gradients of q, k, v, rate, a and the initial state."""
     a, steps = a[:, None].contiguous(), q.shape[2]
-    flow, product = torch.zeros_like(kept[:, :, 0]), torch.empty_like(kept[:, :, 0])  # ∂/∂S_t
+    flow = grad_last.clone(memory_format=torch.contiguous_format)  # ∂/∂S_t
+    product = torch.empty_like(flow)
     da = torch.zeros_like(rate[:, :, 0] * a)
     states = kept.new_empty(every + 1, *flow.shape)
     decays = kept.new_empty(every, *da.shape)
@@ -75,4 +79,4 @@ def backward(
             # Not in place: where nothing is summed, `exponent` is the shared `product`.
             found[3].append((exponent * a).sum_to_size(rate[:, :, t].shape))
     dq, dk, dv, drate = (torch.stack(s[::-1], dim=2) for s in found)
-    return dq, dk, dv, drate, da.sum_to_size(a.shape)[:, 0]
+    return dq, dk, dv, drate, da.sum_to_size(a.shape)[:, 0], flow

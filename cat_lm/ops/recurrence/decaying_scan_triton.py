@@ -98,20 +98,21 @@ def _next(state, decay, k, v, inside):
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, out_ptr, kept_ptr,
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, initial_ptr, out_ptr, last_ptr, kept_ptr,
     model_rows, time, heads, keys, values,
     EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
     A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, and the state before every EVERY-th step."""
+    """Outputs, the last state, and that before every EVERY-th step."""
     row, head, _, key, value = _item(heads, values, KEYS, COLUMNS)
     a = _load_a(
         a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
     )  # fmt: skip
     state_at, inside = _places(key, value, keys, values, True, True)
     blocks = tl.cdiv(time, EVERY)
-    state = tl.zeros((KEYS, COLUMNS), tl.float32)
+    ends_at = (row * heads + head) * keys * values + state_at
+    state = tl.load(initial_ptr + ends_at, inside, 0.0)
     for t in range(time):
         if t % EVERY == 0:
             block = (row * blocks + t // EVERY) * heads + head
@@ -124,12 +125,13 @@ def forward_kernel(
         q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
         out = tl.sum(q[:, None] * state, axis=0)
         tl.store(out_ptr + at * values + value, out, value < values)
+    tl.store(last_ptr + ends_at, state, inside)
 
 
 @triton.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, kept_ptr, grad_ptr, states_ptr,
-    dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr,
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, kept_ptr, grad_ptr, grad_last_ptr, states_ptr,
+    dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr, dinitial_ptr,
     rows, model_rows, time, heads, keys, values,
     EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
@@ -148,7 +150,8 @@ def backward_kernel(
     parts = chunk.to(tl.int64) * rows  # rows of the chunks before this one
     scratch_ptr = states_ptr + tl.program_id(0).to(tl.int64) * EVERY * KEYS * COLUMNS
     scratch_ptr += tl.arange(0, KEYS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    flow = tl.zeros((KEYS, COLUMNS), tl.float32)  # ∂/∂S_t
+    ends_at = (row * heads + head) * keys * values + state_at
+    flow = tl.load(grad_last_ptr + ends_at, inside, 0.0)  # ∂/∂S_t
     da = tl.zeros_like(a)
     for step in range(blocks):
         start = (blocks - 1 - step) * EVERY
@@ -187,13 +190,14 @@ def backward_kernel(
             place = parts * (not RATE_VALUES) * time * heads + at
             place = place * _size(keys, values, RATE_KEYS, RATE_VALUES) + rate_at
             tl.store(drate_ptr + place, drate, there)
+    tl.store(dinitial_ptr + ends_at, flow, inside)
     a_at, there = _places(key, value, keys, values, A_KEYS, A_VALUES)
     place = ((parts * (not A_VALUES) + row) * heads + head) * _size(keys, values, A_KEYS, A_VALUES)
     tl.store(da_ptr + place + a_at, da, there)
 
 
-def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, tuple]:
-    """Chunks of columns, options of a kernel, and the sizes that it takes."""
+def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, dict]:
+    """Choose the chunks of columns, a kernel's options, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
     padded = triton.next_power_of_2(keys)
@@ -202,44 +206,73 @@ def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[
     options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
     options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
     options["num_warps"] = min(_WARPS, max(1, padded * columns // _NUMBERS))
-    return triton.cdiv(values, columns), options, (batch, time, heads, keys, values)
+    sizes = {"model_rows": batch, "time": time, "heads": heads, "keys": keys, "values": values}
+    return triton.cdiv(values, columns), options, sizes
 
 
 def forward(
-    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [M, B, T, H, V] and kept states [M, B, T/every up, H, K, V]."""
-    q, k, v, rate, a = (s.contiguous() for s in (q, k, v, rate, a))
+    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute outputs [M, B, T, H, V], the last state [M, B, H, K, V] and the kept ones
+    [M, B, T/every up, H, K, V].
+    """
+    q, k, v, rate, a, initial = (s.contiguous() for s in (q, k, v, rate, a, initial))
     chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, time, heads, keys = q.shape
-    out = torch.empty_like(v)
+    out, last = torch.empty_like(v), torch.empty_like(initial)
     kept = q.new_empty(models, batch, triton.cdiv(time, every), heads, keys, v.shape[-1])
     with on_device_of(q):
         forward_kernel[(models * batch * heads * chunks,)](
-            *(q, k, v, rate, a, out, kept, *sizes), **options
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            rate_ptr=rate,
+            a_ptr=a,
+            initial_ptr=initial,
+            out_ptr=out,
+            last_ptr=last,
+            kept_ptr=kept,
+            **sizes,
+            **options,
         )
-    return out, kept
+    return out, last, kept
 
 
 def backward(
-    every: int, kept: Tensor, grad: Tensor, *inputs: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, rate and a."""
+    every: int, kept: Tensor, grad: Tensor, grad_last: Tensor, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of q, k, v, rate, a and the initial state."""
     q, k, v, rate, a = (s.contiguous() for s in inputs)
+    grad_last = grad_last.contiguous()
     chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, _, heads, _ = q.shape
     programs = models * batch * heads * chunks
     states = q.new_empty(programs, every, options["KEYS"], options["COLUMNS"])
     dq, dk = (s.new_empty(chunks, *s.shape) for s in (q, k))
-    dv = torch.empty_like(v)
+    dv, dinitial = torch.empty_like(v), torch.empty_like(grad_last)
     drate = rate.new_empty(1 if options["RATE_VALUES"] else chunks, *rate.shape)
     a_sizes = (models, batch, heads, *a.shape[-2:])
     da = a.new_empty(1 if options["A_VALUES"] else chunks, *a_sizes)
     with on_device_of(q):
         backward_kernel[(programs,)](
-            *(q, k, v, rate, a, kept.contiguous(), grad.contiguous(), states),
-            *(dq, dk, dv, drate, da, models * batch, *sizes),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            rate_ptr=rate,
+            a_ptr=a,
+            kept_ptr=kept.contiguous(),
+            grad_ptr=grad.contiguous(),
+            grad_last_ptr=grad_last,
+            states_ptr=states,
+            dq_ptr=dq,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            drate_ptr=drate,
+            da_ptr=da,
+            dinitial_ptr=dinitial,
+            rows=models * batch,
+            **sizes,
             **options,
         )
     dq, dk, drate = (s[0] if len(s) == 1 else s.sum(0) for s in (dq, dk, drate))
-    return dq, dk, dv, drate, da.sum((0, 2)).sum_to_size(a.shape)
+    return dq, dk, dv, drate, da.sum((0, 2)).sum_to_size(a.shape), dinitial

@@ -14,11 +14,15 @@ package has a rule for torch.func.vmap: models trained in a stack need `operator
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cat_lm.errors import UserError
+from cat_lm.ops.documents import document_starts
 
 OPERATORS = ("torch", "fla")
 
@@ -37,8 +41,13 @@ def check_operator(name: str) -> None:
         )
 
 
-def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """As the gated linear attention of a decaying scan, o [B, T, H, V].
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **how: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what a decaying scan does as gated linear attention, o [B, T, H, V].
+
+    Args:
+        how: document_ids, initial_state and return_state, as of `decaying_scan`.
 
     Raises:
         UserError: tensors that are not on a GPU, or are batched over models.
@@ -46,11 +55,16 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -
     check_tensor(q)
     from fla.ops.gla import fused_recurrent_gla
 
-    return fused_recurrent_gla(q, k, v, gk=log_decay)[0]
+    return _run(fused_recurrent_gla, {"q": q, "k": k, "v": v, "gk": log_decay}, **how)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """As `cat_lm.ops.recurrence.delta_rule` without decay.
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **how: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `cat_lm.ops.recurrence.delta_rule` does without decay.
+
+    Args:
+        how: document_ids, initial_state and return_state, as of that.
 
     Raises:
         UserError: tensors that are not on a GPU, or are batched over models.
@@ -58,11 +72,37 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     check_tensor(q)
     from fla.ops.delta_rule import fused_recurrent_delta_rule
 
-    return fused_recurrent_delta_rule(q, k, v, beta)[0]
+    return _run(fused_recurrent_delta_rule, {"q": q, "k": k, "v": v, "beta": beta}, **how)
+
+
+def _run(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    streams: dict[str, Tensor],
+    *,
+    document_ids: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Call an operator, which takes documents as the borders of one long row."""
+    how = {"initial_state": initial_state, "output_final_state": return_state}
+    if document_ids is None:
+        y, state = operator(**streams, **how)
+        return (y, state) if return_state else y
+    shape = document_ids.shape
+    starts = document_starts(document_ids)
+    (borders,) = starts.flatten().nonzero(as_tuple=True)
+    first = starts.sum(dim=1).cumsum(dim=0) - starts.sum(dim=1)  # the document that begins a row
+    if initial_state is not None:
+        states = initial_state.new_zeros(len(borders), *initial_state.shape[1:])
+        how["initial_state"] = states.index_copy(0, first, initial_state)
+    joined = {name: s.flatten(0, 1)[None] for name, s in streams.items()}
+    y, state = operator(**joined, **how, cu_seqlens=F.pad(borders, (0, 1), value=starts.numel()))
+    y = y.unflatten(1, shape).squeeze(0)
+    return (y, state[first + starts.sum(dim=1) - 1]) if return_state else y
 
 
 def check_tensor(x: Tensor) -> None:
-    """Refuses what the operators cannot do, by name."""
+    """Refuse what the operators cannot do, by name."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise UserError("operator=fla: it cannot train models in a stack; use operator=torch")
     if not x.is_cuda:

@@ -12,11 +12,11 @@ import torch
 
 from cat_lm.data.loader import TrainLoader
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, memory_per_rank
 from cat_lm.training.watchdog import host_name
 
-GIB = 2**30
 # What DeepSpeed counts in a step, skipped or not.
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from cat_lm.errors import UserError
-from eval.recall.options import build_options
-from eval.recall.tasks.base import IGNORED, Examples, Task, generate
+from cat_lm.options import build_options
+from eval.recall.tasks.base import Examples, Task, generate
 from eval.recall.tasks.copying import SelectiveCopying
 from eval.recall.tasks.multi_query import MultiQueryRecall
 from eval.recall.tasks.single_query import SingleQueryRecall
 
-__all__ = ["IGNORED", "TASKS", "Examples", "Task", "generate", "make_task"]
+__all__ = ["TASKS", "Examples", "Task", "generate", "make_task"]
 
 # name -> (class, options that the name fixes)
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {

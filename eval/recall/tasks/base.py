@@ -14,7 +14,6 @@ import numpy as np
 
 from cat_lm.errors import UserError
 
-IGNORED = -100  # the label of a position that is not scored, as in torch's cross entropy
 SPLITS = ("train", "test")
 _ROWS = 2048  # rows made at once, so that memory stays small
 _ROUNDS = 400  # draws in a row that bring nothing new before a task counts as exhausted
@@ -22,7 +21,7 @@ _ROUNDS = 400  # draws in a row that bring nothing new before a task counts as e
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs and labels [rows, T] int64; a label of IGNORED is not scored.
+    """Inputs and labels [rows, T] int64; a label of IGNORE_INDEX is not scored.
 
     All rows score equally many positions.
     """

@@ -20,7 +20,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from eval.recall.tasks.base import IGNORED, Task, distinct, distinct_ngrams
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.tasks.base import Task, distinct, distinct_ngrams
 
 MODES = ("autoregressive", "oneshot")
 
@@ -96,6 +97,6 @@ class SelectiveCopying(Task):
         np.put_along_axis(inputs[:, :body], positions, signal, axis=1)
         if self.mode == "autoregressive":
             inputs[:, body + 1 :] = signal[:, :-1]
-        labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+        labels = np.full(inputs.shape, IGNORE_INDEX, dtype=np.int64)
         labels[:, body:] = signal
         return inputs, labels

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cat_lm.labels import IGNORE_INDEX
 from eval.recall.tasks.base import (
-    IGNORED,
     Task,
     distinct,
     distinct_ngrams,
@@ -129,7 +129,7 @@ class MultiQueryRecall(Task):
         half = self.vocab_size // 2
         values = distinct(rng, count, k, half, self.vocab_size)
         inputs = np.zeros((count, self.seq_len), dtype=np.int64)
-        labels = np.full((count, self.seq_len), IGNORED, dtype=np.int64)
+        labels = np.full((count, self.seq_len), IGNORE_INDEX, dtype=np.int64)
         given = np.zeros((count, self.seq_len), dtype=bool)
         context = np.concatenate([keys, values[:, :, None]], axis=2)
         inputs[:, : k * width] = context.reshape(count, k * width)

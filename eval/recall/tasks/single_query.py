@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cat_lm.errors import UserError
-from eval.recall.tasks.base import IGNORED, Task, distinct, distinct_ngrams
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.tasks.base import Task, distinct, distinct_ngrams
 
 LAYOUTS = ("pairs", "free")
 _ROUNDS = 1000  # draws of the rows that have accidental copies
@@ -83,7 +84,7 @@ class SingleQueryRecall(Task):
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, answers = (self._pairs if self.layout == "pairs" else self._free)(rng, count)
-        labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+        labels = np.full(inputs.shape, IGNORE_INDEX, dtype=np.int64)
         labels[:, -1] = answers
         return inputs, labels
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from cat_lm.io.files import replacing
-from eval.figures import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
+from eval.common.style import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
 from eval.recall.theory.generalization import LENGTH, Trained
 
 
@@ -70,10 +68,3 @@ def generalization_figure(trained: Trained) -> Figure:
         error.set_title("largest error, largest map distance", loc="left")
         error.legend()
     return figure
-
-
-def save(figure: Figure, folder: Path, name: str) -> None:
-    """NAME.png and NAME.svg in a folder."""
-    for suffix in ("png", "svg"):
-        with replacing(folder / f"{name}.{suffix}", "wb") as stream:
-            figure.savefig(stream, format=suffix, dpi=150)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cat_lm.io.files import write_json, write_text
-from eval.provenance import provenance
+from eval.common.html import render
+from eval.common.provenance import provenance
+from eval.common.style import save_figure
+from eval.common.text_table import markdown_table
 from eval.recall.theory import associative, copying, generalization, landmark
 from eval.recall.theory.claims import Claim
-from eval.recall.theory.figures import generalization_figure, landmark_figure, save
+from eval.recall.theory.figures import generalization_figure, landmark_figure
 
 ROWS, TRIALS, SLOW_TRIALS = 500, 100_000, 400
 
@@ -57,7 +59,7 @@ def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLO
 def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:
     """The landmark figure alone: landmark_tradeoff.json, .png and .svg."""
     bands, curves = landmark.bands(TRIALS, trials, seed), landmark.formula_curves()
-    save(landmark_figure(bands, curves), out, "landmark_tradeoff")
+    save_figure(landmark_figure(bands, curves), out / "landmark_tradeoff")
     record = {"length": landmark.LENGTH, "bands": bands, "curves": curves}
     write_json(out / "landmark_tradeoff.json", record | {"provenance": provenance()})
 
@@ -70,8 +72,8 @@ def _write(
     seconds: float,
 ) -> None:
     curves = landmark.formula_curves()
-    save(landmark_figure(bands, curves), out, "landmark_tradeoff")
-    save(generalization_figure(trained), out, "theorem_2")
+    save_figure(landmark_figure(bands, curves), out / "landmark_tradeoff")
+    save_figure(generalization_figure(trained), out / "theorem_2")
     made = provenance()
     record = {
         "claims": [dataclasses.asdict(claim) for claim in claims],
@@ -92,34 +94,18 @@ def _write(
 def markdown(claims: list[Claim], command: str) -> str:
     """The table of claims with the pictures, in Markdown."""
     lines = ["# The theory, computed", "", f"`{command}`", ""]
-    lines += ["| source | claim | computed | measured | holds | correction |", "|" + " --- |" * 6]
+    rows = []
     for claim in claims:
         cells = [claim.source, claim.statement, claim.setting, claim.measured]
-        cells += ["yes" if claim.holds else "**no**", claim.correction]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append([*cells, "yes" if claim.holds else "**no**", claim.correction])
+    head = ("source", "claim", "computed", "measured", "holds", "correction")
+    lines.append(markdown_table(head, rows))
     lines += ["", "![d against block size](landmark_tradeoff.png)"]
     lines += ["", "![The trained layer of Theorem 2](theorem_2.png)", ""]
     return "\n".join(lines)
 
 
 def page(claims: list[Claim], command: str) -> str:
-    """The same as one HTML page beside its pictures, in the style of the reports."""
-    style = (Path(__file__).parents[2] / "report.css").read_text(encoding="utf-8")
-    sections = []
-    for claim in claims:
-        correction = f"<p><em>Correction.</em> {escape(claim.correction)}</p>"
-        sections.append(
-            f"<section><h2>{escape(claim.source)}: {'holds' if claim.holds else 'does not hold'}"
-            f"</h2><p>{escape(claim.statement)}</p><p><strong>{escape(claim.measured)}</strong></p>"
-            f"<p>{escape(claim.setting)}</p>{correction if claim.correction else ''}</section>"
-        )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>The theory, computed</title><style>{style}\nimg {{max-width: 100%}}</style></head>"
-        "<body><main><header><h1>The theory, computed</h1>"
-        f"<p><code>{escape(command)}</code></p></header>"
-        '<img src="landmark_tradeoff.svg" alt="d against block size">'
-        '<img src="theorem_2.svg" alt="The trained layer of Theorem 2">'
-        f"{''.join(sections)}</main></body></html>\n"
-    )
+    """Make the same as one HTML page beside its pictures, in the style of the reports."""
+    template = Path(__file__).with_name("templates") / "theory.html"
+    return render(template, title="The theory, computed", claims=claims, command=command)

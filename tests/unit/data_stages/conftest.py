@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import digests
 from tests.unit.test_data_selection import flags as set_flags
 from tests.unit.test_data_selection import write_sets
 

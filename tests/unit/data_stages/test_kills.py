@@ -13,22 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.data import TokenCorpus
+from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
-from data_prep import output
+from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_prepare import command, run
 from tests.unit.test_data_selection import flags as set_flags
 
 
 def dying(out, arguments, renames):
     """Prepares in a process that dies at a rename, half of the time just before it."""
-    from data_prep import planning
+    from data_prep.encode import plan
     from data_prep.pipeline import prepare
     from data_prep.prepare import parse_arguments
 
-    planning.MARGIN /= 5  # the estimate comes out too low
+    plan.MARGIN /= 5  # the estimate comes out too low
     real, left = os.replace, [renames]
 
     def replace(*given):
@@ -63,7 +64,7 @@ def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
         while not die_at(out, set_flags(sets, *WISHES, *more), renames):
             if not (out / "manifest.json").exists():
                 with pytest.raises(UserError, match="no finished data"):
-                    TokenCorpus.open(out, "train")
+                    open_corpus(out, "train")
             renames += 2
         assert renames > 8
         assert digests(out) == expected
@@ -111,7 +112,7 @@ def test_killed_at_any_moment_and_started_again(tmp_path, sets):
             shutil.rmtree(out)
         elif out.exists():
             with pytest.raises(UserError, match="no finished data"):
-                TokenCorpus.open(out, "train")
+                open_corpus(out, "train")
     done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
     assert done.returncode == 0, done.stderr
     assert digests(tmp_path / "killed") == expected
@@ -135,7 +136,7 @@ def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepar
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "tidy", killed)
+    monkeypatch.setattr(output_folder, "tidy", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert (tmp_path / "out" / "parts").is_dir()
@@ -184,7 +185,7 @@ def test_killed_at_any_step_of_replacing_other_data(
         return left[0] > 0
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(output, until, killed)
+        patch.setattr(output_folder, until, killed)
         prepare(out, *set_flags(sets, "--sets", "Large"))
     shutil.copytree(out, kept)
     for steps in range(1, 100, stride):
@@ -224,13 +225,13 @@ def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_da
     assert not (tmp_path / "out" / "manifest.json").exists()
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    assert TokenCorpus.open(tmp_path / "out", "train").num_bytes >= 3_000_000
+    assert open_corpus(tmp_path / "out", "train").num_bytes >= 3_000_000
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
     script = (
         "import os, sys\n"
-        "from data_prep import encode\n"
+        "from data_prep.encode import encoding\n"
         "from data_prep.workers import run_tasks\n"
         "from tests.unit.data_stages.test_kills import deadly\n"
         "from cat_lm.errors import command\n"

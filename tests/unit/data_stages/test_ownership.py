@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cat_lm.errors import UserError
-from tests.unit.test_data_prepare import digests
+from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags
 
 
@@ -34,7 +34,7 @@ def no_encoding(monkeypatch):
     def refuse(*_):
         raise AssertionError("a part was made again")
 
-    monkeypatch.setattr("data_prep.job.encode_unit", refuse)
+    monkeypatch.setattr("data_prep.encode.job.encode_unit", refuse)
 
 
 @pytest.mark.parametrize("more", [(), ("--seed", 1, "--overwrite")])
@@ -146,7 +146,7 @@ def test_a_file_that_new_shards_would_replace_is_refused(tmp_path, sets, prepare
 
 
 def test_a_folder_of_others_where_the_parts_go_is_refused(tmp_path, sets, prepare, thesis):
-    from data_prep.work import WorkFolder
+    from data_prep.encode.work_folder import WorkFolder
 
     place = WorkFolder.of(tmp_path / "out", tmp_path / "s").path
     shutil.copytree(thesis, place)
@@ -210,7 +210,7 @@ def test_an_earlier_version_that_had_begun_with_its_shards_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("data_prep.output.finish", killed)
+        patch.setattr("data_prep.assemble.output_folder.finish", killed)
         prepare(out, *set_flags(sets))
     as_an_earlier_version_left_it(out)
     prepare(out, *set_flags(sets))

@@ -6,10 +6,11 @@ import shutil
 import pytest
 
 from cat_lm.errors import UserError
-from data_prep import parts
+from data_prep.encode import parts
 from tests.conftest import write_jsonl
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import digests, flags, texts_of
+from tests.unit.test_data_prepare import flags, texts_of
 from tests.unit.test_data_selection import flags as set_flags
 
 
@@ -37,7 +38,7 @@ def test_a_part_that_is_damaged_while_shards_are_written_is_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("data_prep.assemble.write_shard", stopped)
+        patched.setattr("data_prep.assemble.stage.write_shard", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(out, *set_flags(sets, *WISHES))
     damaged, gone = (out / "parts" / f"part-0000{n}.0.bin" for n in (0, 4))
@@ -70,7 +71,7 @@ def test_parts_go_when_the_shards_that_read_them_are_done(
         folder = tmp_path / "out"
         left.append((len(list(folder.glob("parts/*.bin"))), len(list(folder.glob("train-*.idx")))))
 
-    monkeypatch.setattr("data_prep.assemble.remove_part", remove)
+    monkeypatch.setattr("data_prep.assemble.stage.remove_part", remove)
     arguments = set_flags(sets, "--shard-tokens", "5K")
     if not own_validation:  # held-out documents come from all parts
         arguments = ("--source", "files", "--path", sets / "train", *arguments[4:])

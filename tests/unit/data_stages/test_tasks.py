@@ -8,13 +8,14 @@ import subprocess
 import pytest
 
 from cat_lm.errors import UserError
-from data_prep import output
-from data_prep.documents import Reading
+from data_prep.assemble import output_folder
 from data_prep.sources import open_source
-from data_prep.units import task_units, units_of
+from data_prep.sources.documents import Reading
+from data_prep.sources.units import task_units, units_of
 from tests.conftest import REPOSITORY, write_jsonl
+from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, digests, run
+from tests.unit.test_data_prepare import command, run
 from tests.unit.test_data_selection import flags as set_flags
 
 
@@ -55,11 +56,14 @@ def test_a_scratch_folder_that_another_machine_does_not_have_is_an_error(tmp_pat
 
 def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepare):
     encode = (*set_flags(sets), "--stage", "encode", "--task", "0/2")
-    with output.locked(tmp_path / "out", shared=True):
+    with output_folder.locked(tmp_path / "out", shared=True):
         prepare(tmp_path / "out", *encode)
         with pytest.raises(UserError, match="another preparation is writing to it"):
             prepare(tmp_path / "out", *set_flags(sets, "--stage", "assemble"))
-    with output.locked(tmp_path / "out"), pytest.raises(UserError, match="another preparation"):
+    with (
+        output_folder.locked(tmp_path / "out"),
+        pytest.raises(UserError, match="another preparation"),
+    ):
         prepare(tmp_path / "out", *encode)
 
 
@@ -69,7 +73,7 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("data_prep.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("fcntl.flock", unsupported)
     monkeypatch.setattr("data_prep.locks._noted", False)
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1

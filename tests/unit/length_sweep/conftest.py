@@ -8,7 +8,7 @@ import pytest
 
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_tokenizer
-from eval import length_sweep
+from eval.length_sweep import sweep as length_sweep
 from tests.finished_runs import tiny_model
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 

@@ -19,7 +19,7 @@ def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["length_sweep", *map(str, arguments)])
     code = 0
     try:
-        importlib.import_module("eval.length_sweep").main()
+        importlib.import_module("eval.length_sweep.__main__").main()
     except SystemExit as exit_:
         code = exit_.code or 0
     output = capsys.readouterr()

@@ -11,8 +11,8 @@ import torch
 from cat_lm import host
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model
-from eval import memory
-from eval.length_sweep import sweep
+from eval.length_sweep import memory
+from eval.length_sweep.sweep import sweep
 from tests.unit.length_sweep.sweeps import TEXT, command
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_tokenizer
-from eval import length_sweep_cells
-from eval.length_sweep import COLUMNS, sweep
+from eval.length_sweep import cells as length_sweep_cells
+from eval.length_sweep.sweep import COLUMNS, sweep
 from tests.finished_runs import tiny_model
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from cat_lm.errors import UserError
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_model, load_tokenizer
-from eval.length_sweep import sweep
-from eval.streams import text_stream
+from eval.length_sweep.sweep import sweep
+from eval.length_sweep.token_stream import text_stream
 from tests.finished_runs import CONTEXT, tiny_model
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 

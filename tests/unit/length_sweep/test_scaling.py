@@ -7,8 +7,9 @@ import math
 import pytest
 
 from cat_lm.pretrained import load_model
-from eval.length_sweep import parser, sweep
-from eval.length_sweep_cells import checked_scaling
+from eval.length_sweep.__main__ import parser
+from eval.length_sweep.cells import checked_scaling
+from eval.length_sweep.sweep import sweep
 from tests.finished_runs import CONTEXT
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model, load_tokenizer
-from eval.streams import split_documents, split_stream, text_stream
+from eval.length_sweep.token_stream import split_documents, split_stream, text_stream
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 
 
@@ -119,7 +119,7 @@ def test_harness_rolling_perplexity_agrees(models):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from eval.perplexity import score_tokens
+    from eval.length_sweep.perplexity import score_tokens
 
     model, tokenizer = load_model(models["cat"], device="cpu"), load_tokenizer(models["cat"])
     stream = text_stream([TEXT], tokenizer, "text")
@@ -138,7 +138,7 @@ def test_harness_rolling_perplexity_agrees(models):
 
 def test_scores_are_plain_values(models):
     """What goes into a cell's file is what json reads back."""
-    from eval.perplexity import score_tokens
+    from eval.length_sweep.perplexity import score_tokens
 
     stream = text_stream([TEXT], load_tokenizer(models["cat"]), "text")
     score = score_tokens(load_model(models["cat"]), stream.tokens, 64, num_bytes=1, num_words=1)

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from eval.zero_shot_run import Settings
+from eval.zero_shot.run import Settings
 
 CONTEXT = 160
 FEW = ("lambada_openai", "piqa", "winogrande", "wikitext")
@@ -28,7 +28,7 @@ def answers(out: Path) -> dict[str, list]:
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     """Runs the command in this process; its exit code, stdout and stderr."""
-    from eval import zero_shot
+    from eval.zero_shot import __main__ as zero_shot
 
     monkeypatch.setattr(sys, "argv", ["zero_shot", *map(str, arguments)])
     code = 0

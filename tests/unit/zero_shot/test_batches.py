@@ -7,8 +7,8 @@ import json
 import datasets
 import pytest
 
-from eval.tasks import sources
-from eval.zero_shot_run import run
+from eval.zero_shot.run import run
+from eval.zero_shot.tasks import sources
 from tests.unit.zero_shot.runs import FEW, answers, settings
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -94,7 +94,7 @@ class TestBatches:
         assert (counts["truncated"], counts["requests"], counts["n"]) == (2, 7, 7)
 
     def test_a_row_without_an_answer_is_an_error(self, model, rows, tmp_path, monkeypatch):
-        from eval import zero_shot_run
+        from eval.zero_shot import run as zero_shot_run
 
         original = zero_shot_run.evaluate
 

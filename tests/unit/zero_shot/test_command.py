@@ -9,7 +9,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from eval.zero_shot_results import table
+from eval.zero_shot.results import table
 from tests.finished_runs import finished_run, tiny_model
 from tests.unit.zero_shot.runs import CONTEXT, command
 from tests.zero_shot_rows import ROWS, write_rows
@@ -35,12 +35,12 @@ class TestCommand:
 
     def test_prefetch_on_several_ranks_is_refused(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setattr("eval.tasks.prefetch.prefetch", None)
+        monkeypatch.setattr("eval.zero_shot.tasks.prefetch.prefetch", None)
         code, _, err = command(monkeypatch, capsys, "--prefetch", tmp_path, "--tasks", "piqa")
         assert code == 2 and err.startswith("error: --prefetch: one process writes")
 
     def test_batch_of_a_cpu_counts_what_a_container_may_take(self, model, monkeypatch):
-        from eval import zero_shot_model
+        from eval.zero_shot import harness_model as zero_shot_model
 
         sizes = []
         for rows in (0, 3, 1000):

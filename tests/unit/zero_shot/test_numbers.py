@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cat_lm.pretrained import load_model, load_tokenizer
-from eval.tasks import table2
-from eval.zero_shot_results import table
-from eval.zero_shot_run import run
+from eval.zero_shot.results import table
+from eval.zero_shot.run import run
+from eval.zero_shot.tasks import table2
 from tests.unit.zero_shot.runs import CONTEXT, settings
 from tests.zero_shot_rows import ROWS, write_rows
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 
-from eval.tasks import table2
-from eval.zero_shot_run import run
+from eval.zero_shot.run import run
+from eval.zero_shot.tasks import table2
 from tests.conftest import REPOSITORY
 from tests.unit.zero_shot.runs import settings
 

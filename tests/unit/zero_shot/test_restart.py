@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from cat_lm.errors import UserError
-from eval import zero_shot_run
-from eval.zero_shot_run import run
+from eval.zero_shot import run as zero_shot_run
+from eval.zero_shot.run import run
 from tests.unit.zero_shot.runs import CONTEXT, FEW, settings
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -156,7 +156,7 @@ class TestRestart:
             evaluations.clear()
             capsys.readouterr()
             after = run(model, ["piqa"], tmp_path, settings(rows))
-            assert f"piqa: {path}: damaged, is computed again" in capsys.readouterr().err
+            assert f"{path}: damaged, is computed again" in capsys.readouterr().err
             assert evaluations == ["piqa"]
             assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
         # What is not a result, perhaps somebody's own file of that name, is not lost.

@@ -12,7 +12,7 @@ from cat_lm.ops.convolution.triton.launch import (
     heads_first,
 )
 from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
 
 def _for_kernel(filters: Tensor) -> Tensor:
@@ -40,8 +40,17 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
     tiles_per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
     with on_device_of(x):
         forward_kernel[tile.grid(x, tiles_per_program)](
-            *(x, _for_kernel(filters), contiguous(bias), y, contiguous(positions)),
-            *(tiles_per_program, batch, time, heads, width, *x.stride()[:3]),
+            x_ptr=x,
+            f_ptr=_for_kernel(filters),
+            bias_ptr=contiguous(bias),
+            y_ptr=y,
+            positions_ptr=contiguous(positions),
+            tiles_per_program=tiles_per_program,
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("x", x, "bth"),
             WINDOW=window,
             BLOCK=tile.block,
             HALO=tile.halo,
@@ -85,9 +94,20 @@ def conv_backward(
         dbias = x.new_empty(segments, heads, width, dtype=torch.float32)
     with on_device_of(x):
         backward_kernel[tile.grid(x, tiles_per_program)](
-            *(dy, x, _for_kernel(filters), dx if needs_x else None, sums, dbias),
-            *(contiguous(positions), tiles_per_program, batch, time, heads, width),
-            *(*dy.stride()[:3], *x.stride()[:3]),
+            dy_ptr=dy,
+            x_ptr=x,
+            f_ptr=_for_kernel(filters),
+            dx_ptr=dx if needs_x else None,
+            df_ptr=sums,
+            dbias_ptr=dbias,
+            positions_ptr=contiguous(positions),
+            tiles_per_program=tiles_per_program,
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("dy", dy, "bth"),
+            **strides("x", x, "bth"),
             WINDOW=window,
             BLOCK=tile.block,
             HALO=tile.halo,

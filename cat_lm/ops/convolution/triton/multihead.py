@@ -10,7 +10,7 @@ from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.launch import heads_first
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
 HEADS = 16
 # Programs that share the sum over blocks in dF; each leaves STEPS · W · H² numbers.
@@ -69,8 +69,16 @@ def _mix(
     programs *= triton.cdiv(blocks, constants["BLOCKS"])
     with on_device_of(x):
         mix_kernel[(programs,)](
-            *(x, filters.contiguous(), contiguous(bias), y, contiguous(positions)),
-            *(batch, time, heads, width, *x.stride()[:3]),
+            x_ptr=x,
+            f_ptr=filters.contiguous(),
+            bias_ptr=contiguous(bias),
+            y_ptr=y,
+            positions_ptr=contiguous(positions),
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("x", x, "bth"),
             REVERSED=reverse,
             **constants,
             **options,
@@ -116,8 +124,17 @@ def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | No
     sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
         mix_filters_kernel[(programs,)](
-            *(dy, x, sums, contiguous(positions), blocks_per_program),
-            *(batch, time, heads, width, *dy.stride()[:3], *x.stride()[:3]),
+            dy_ptr=dy,
+            x_ptr=x,
+            df_ptr=sums,
+            positions_ptr=contiguous(positions),
+            blocks_per_program=blocks_per_program,
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("dy", dy, "bth"),
+            **strides("x", x, "bth"),
             **constants,
             **options,
         )

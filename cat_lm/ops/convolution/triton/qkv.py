@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,17 @@ from cat_lm.ops.convolution.triton.launch import (
     choose_tile,
     heads_first,
 )
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, unit_stride
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
 
 def _window(*filters: Tensor | None) -> int:
     """W of the convolved streams; 1 if none is."""
     return max((f.shape[-1] for f in filters if f is not None), default=1)
+
+
+def _pointers(kind: str, tensors: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
+    """Name what a kernel takes for each of q, k and v."""
+    return {f"{stream}{kind}_ptr": x for stream, x in zip("qkv", tensors, strict=True)}
 
 
 def _angle_options(cos: Tensor | None) -> tuple[int, dict[str, int]]:
@@ -71,9 +78,20 @@ def conv_qkv(
     angle_stride, angle_options = _angle_options(cos)
     with on_device_of(qkv):
         forward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
-            *(qkv, *map(contiguous, filters), contiguous(bias), *outputs),
-            *(contiguous(cos), contiguous(sin), contiguous(positions)),
-            *(tiles_per_program, batch, time, heads, width, *qkv.stride()[:4], angle_stride),
+            x_ptr=qkv,
+            **_pointers("_filter", map(contiguous, filters)),
+            bias_ptr=contiguous(bias),
+            **_pointers("", outputs),
+            cos_ptr=contiguous(cos),
+            sin_ptr=contiguous(sin),
+            positions_ptr=contiguous(positions),
+            tiles_per_program=tiles_per_program,
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("x", qkv, "bths"),
+            cos_stride_b=angle_stride,
             WINDOW=window,
             **angle_options,
             **_tile_options(tile),
@@ -101,7 +119,7 @@ def conv_qkv_backward(
     batch, time, heads, _, width = qkv.shape
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
-    gradients = [unit_stride(gradient) for gradient in (dq, dk, dv)]
+    dq, dk, dv = (unit_stride(gradient) for gradient in (dq, dk, dv))
     tile = choose_tile(qkv, window, documents=positions is not None, backward=True)
     tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
     segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns)
@@ -116,11 +134,27 @@ def conv_qkv_backward(
     angle_stride, angle_options = _angle_options(cos)
     with on_device_of(qkv):
         backward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
-            *(*gradients, qkv, *map(contiguous, filters), dqkv if needs_qkv else None),
-            *(sums, dbias, contiguous(cos), contiguous(sin), contiguous(positions)),
-            *(tiles_per_program, batch, time, heads, width),
-            *(stride for gradient in gradients for stride in gradient.stride()[:3]),
-            *(*qkv.stride()[:4], angle_stride),
+            dq_ptr=dq,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            x_ptr=qkv,
+            **_pointers("_filter", map(contiguous, filters)),
+            dx_ptr=dqkv if needs_qkv else None,
+            df_ptr=sums,
+            dbias_ptr=dbias,
+            cos_ptr=contiguous(cos),
+            sin_ptr=contiguous(sin),
+            positions_ptr=contiguous(positions),
+            tiles_per_program=tiles_per_program,
+            batch_size=batch,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("dq", dq, "bth"),
+            **strides("dk", dk, "bth"),
+            **strides("dv", dv, "bth"),
+            **strides("x", qkv, "bths"),
+            cos_stride_b=angle_stride,
             WINDOW=window,
             **angle_options,
             **_tile_options(tile),

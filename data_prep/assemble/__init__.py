@@ -1,0 +1,1 @@
+"""Parts to the finished folder: selection, shards, manifest."""

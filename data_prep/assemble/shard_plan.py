@@ -1,0 +1,252 @@
+"""Final shards out of parts: where each begins and ends, and the writing of one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.data.manifest import SPLITS
+from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
+from cat_lm.data.verified import note_shards
+from cat_lm.io.files import replacing
+from data_prep.assemble.selection import Selection
+from data_prep.encode.parts import (
+    Parts,
+    UnitDocuments,
+    disk_errors,
+    part_path,
+    read_record,
+    write_record,
+)
+
+BLOCK_TOKENS = 1 << 22
+# The held-out split goes first: it is small and reads all parts, which the other one then frees.
+ORDER = ("validation", "train")
+
+
+@dataclass
+class PlannedShard:
+    """A shard to be: its name, its counts, and its pieces (pass, unit, first document, number).
+
+    Documents are counted among those that the pass takes from the unit.
+    """
+
+    split: str
+    number: int
+    pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}"
+
+    @property
+    def units(self) -> set[int]:
+        return {unit for _, unit, _, _ in self.pieces}
+
+    def add(self, number: int, unit: int, first: int, lengths: np.ndarray, sizes: np.ndarray):
+        self.pieces.append((number, unit, first, len(lengths)))
+        self.documents += len(lengths)
+        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.bytes += int(sizes.sum(dtype=np.int64))
+
+    @classmethod
+    def from_json(cls, value: dict) -> PlannedShard:
+        return cls(**{**value, "pieces": [tuple(piece) for piece in value["pieces"]]})
+
+
+def plan_shards(
+    parts: Parts, selection: Selection, shard_tokens: int
+) -> tuple[list[PlannedShard], dict[str, dict[str, Counter]]]:
+    """All shards in the order in which they are made, and counts by set and split.
+
+    A shard takes documents in order until the next one would make it larger than `shard_tokens`;
+    a document that is larger than that has a shard of its own.
+    """
+    shards: list[PlannedShard] = []
+    counts: dict[str, dict[str, Counter]] = {}
+    for split in ORDER:
+        made: list[PlannedShard] = []
+        for number in range(selection.passes if split == "train" else 1):
+            for unit in sorted(parts.records):
+                documents = parts.read(unit).documents
+                chosen = documents[
+                    selection.chosen(documents, unit, parts.unit_splits[unit], split, number)
+                ]
+                _cut(made, split, number, unit, chosen, shard_tokens)
+                _count(counts, parts.names, split, chosen)
+        shards += made
+    return shards, counts
+
+
+def _cut(
+    shards: list[PlannedShard],
+    split: str,
+    number: int,
+    unit: int,
+    documents: np.ndarray,
+    shard_tokens: int,
+) -> None:
+    """Appends the documents of a unit to the last shard and as many new ones as it takes."""
+    lengths, sizes = documents["length"], documents["bytes"]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    first = 0
+    while first < len(lengths):
+        if not shards:
+            shards.append(PlannedShard(split, 0))
+        shard = shards[-1]
+        before = int(ends[first - 1]) if first else 0
+        room = before + shard_tokens - shard.tokens
+        stop = int(np.searchsorted(ends, room, side="right"))
+        if stop <= first:
+            if shard.tokens:
+                shards.append(PlannedShard(split, shard.number + 1))
+                continue
+            stop = first + 1
+        shard.add(number, unit, first, lengths[first:stop], sizes[first:stop])
+        first = stop
+
+
+def _count(counts: dict, names: list[str], split: str, documents: np.ndarray) -> None:
+    for index in np.unique(documents["set"]).tolist():
+        members = documents[documents["set"] == index]
+        counts.setdefault(names[index], {}).setdefault(split, Counter()).update(
+            documents=len(members),
+            tokens=int(members["length"].sum(dtype=np.int64)),
+            bytes=int(members["bytes"].sum(dtype=np.int64)),
+        )
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """A shard to be written into `folder`, out of `parts`."""
+
+    shard: PlannedShard
+    parts: Parts
+    selection: Selection
+    folder: Path
+    dtype: str
+    vocab_size: int
+    key: str
+
+
+def shard_record_path(work: Path, name: str) -> Path:
+    """The file that says that a shard is finished, and what it holds."""
+    return work / "shards" / f"{name}.json"
+
+
+def token_counts_path(work: Path, name: str) -> Path:
+    """The file with the number of times that each token occurs in a shard, int64 [vocab_size]."""
+    return work / "shards" / f"{name}.npy"
+
+
+def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
+    """What a finished shard holds; None where it is not there, not whole, or of another plan."""
+    record = read_record(shard_record_path(work, name))
+    if record is None or record["key"] != key:
+        return None
+    info = ShardInfo(**record["shard"])
+    sizes = {
+        folder / f"{name}.bin": info.tokens * np.dtype(dtype).itemsize,
+        folder / f"{name}.idx": index_bytes(info.documents),
+    }
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+    return info if whole and token_counts_path(work, name).is_file() else None
+
+
+def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
+    """Writes a shard, verified, into its place, then its record; `report` gets bytes of tokens."""
+    shard, work = task.shard, task.parts.work
+    dtype = np.dtype(task.dtype).newbyteorder("<")
+    counts = np.zeros(task.vocab_size, dtype=np.int64)
+    with (
+        disk_errors(task.folder),
+        ShardWriter(task.folder, shard.split, dtype, shard.tokens, first=shard.number) as writer,
+    ):
+        for tokens, documents in _blocks(task, dtype):
+            writer.write(tokens, documents["length"], documents["bytes"])
+            counts += np.bincount(tokens, minlength=task.vocab_size)
+            report(tokens.nbytes)
+    (info,) = writer.shards
+    found = (info.documents, info.tokens, info.bytes)
+    if found != (shard.documents, shard.tokens, shard.bytes):
+        raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
+    note_shards(task.folder, [info.to_json()])  # it was read back before it got its name
+    with disk_errors(work):
+        with replacing(token_counts_path(work, shard.name), "wb") as stream:
+            np.save(stream, counts)
+        record = {"key": task.key, "shard": info.to_json()}
+        write_record(shard_record_path(work, shard.name), record)
+    return shard.name
+
+
+def _blocks(task: ShardTask, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens and the documents of a shard, some million tokens at a time."""
+    for number, unit, first, count in task.shard.pieces:
+        found = task.parts.read(unit)
+        split = task.parts.unit_splits[unit]
+        chosen = task.selection.chosen(found.documents, unit, split, task.shard.split, number)
+        chosen = chosen[first : first + count]
+        maps = [
+            _token_map(part_path(task.parts.work, unit, index, "bin"), dtype, record["tokens"])
+            for index, record in enumerate(task.parts.records[unit])
+        ]
+        ends = np.cumsum(found.documents["length"][chosen], dtype=np.int64)
+        begin = 0
+        while begin < len(chosen):
+            before = int(ends[begin - 1]) if begin else 0
+            stop = int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right"))
+            some = chosen[begin : max(stop, begin + 1)]
+            yield _gather(found, some, maps), found.documents[some]
+            begin += len(some)
+
+
+def _token_map(path: Path, dtype: np.dtype, tokens: int) -> np.ndarray:
+    if tokens == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r", shape=(tokens,))
+
+
+def _gather(found: UnitDocuments, chosen: np.ndarray, maps: list[np.ndarray]) -> np.ndarray:
+    """The tokens of these documents; neighbours in a file are copied together."""
+    rounds, starts = found.round[chosen], found.start[chosen]
+    ends = starts + found.documents["length"][chosen]
+    new = np.ones(len(chosen), dtype=bool)
+    new[1:] = (starts[1:] != ends[:-1]) | (rounds[1:] != rounds[:-1])
+    firsts = np.flatnonzero(new)
+    lasts = np.append(firsts[1:], len(chosen)) - 1
+    runs = zip(rounds[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True)
+    return np.concatenate([maps[index][start:end] for index, start, end in runs])
+
+
+@dataclass
+class Assembly:
+    """The plan of the assembly; once written, what has been decided stays, whatever is deleted."""
+
+    rounds: int
+    selection: Selection
+    shards: list[PlannedShard]
+    counts: dict[str, dict[str, dict]]
+    seen: dict[str, dict[str, dict]]
+    empty: int
+    malformed: int
+
+    def to_json(self) -> dict:
+        value = {**asdict(self), "shards": [asdict(shard) for shard in self.shards]}
+        return {**value, "selection": self.selection.to_json()}
+
+    @classmethod
+    def from_json(cls, value: dict) -> Assembly:
+        shards = [PlannedShard.from_json(shard) for shard in value["shards"]]
+        selection = Selection.from_json(value["selection"])
+        return cls(**{**value, "shards": shards, "selection": selection})
+
+    def of_split(self, split: str) -> list[PlannedShard]:
+        assert split in SPLITS
+        return [shard for shard in self.shards if shard.split == split]

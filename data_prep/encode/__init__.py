@@ -1,0 +1,1 @@
+"""Input files to parts: reading, hashing, sampling, tokens."""

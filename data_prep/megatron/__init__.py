@@ -1,0 +1,1 @@
+"""Token shards that GPT-NeoX's or Megatron-LM's preprocessing wrote."""

@@ -1,0 +1,320 @@
+"""Making a prepared folder of token shards that others have written."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import cat_lm
+from cat_lm.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, fingerprint
+from cat_lm.data.opening import open_corpus
+from cat_lm.data.shards import Shard, ShardInfo, write_index
+from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
+from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
+from cat_lm.errors import UserError
+from cat_lm.io.checksums import sha256
+from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.folders import check_output
+from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
+from data_prep.assemble.manifest import unigram_loss
+from data_prep.locks import Busy, file_lock
+from data_prep.megatron.text_bytes import TextBytes
+from data_prep.megatron.validate import count_tokens, document_lengths, scan
+from data_prep.progress import TextProgress
+from data_prep.unfinished import TOKENIZER
+
+COPY_BLOCK = 1 << 24
+_PURPOSE = "adopted data on their way"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A `.bin/.idx` pair on the command line: the set's name, its split, and the files."""
+
+    set: str
+    split: str
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A pair that has its place: what the manifest says of it, and the count of each id.
+
+    `stamps` are its files as they were when they were read.
+    """
+
+    pair: Pair
+    info: ShardInfo
+    counts: np.ndarray
+    stamps: list[Stamp]
+
+
+def adopt(arguments: argparse.Namespace) -> None:
+    """Does what the command line asks for and prints a summary. Raises `UserError`."""
+    out: Path = arguments.out
+    check_output(out)
+    check_spec(arguments.tokenizer)
+    _check_free(out)
+    pairs = [
+        *(_open_pair(text, "train") for text in arguments.prefixes),
+        *(_open_pair(text, "validation") for text in arguments.validation),
+    ]
+    _check_pairs(pairs)
+    making = out.with_name(f".{out.name}.adopt.tmp")  # a kill leaves this, the next run removes it
+    make_marked(making, _PURPOSE)
+    try:
+        with file_lock(making / MARK, wait=False):
+            _make(making, pairs, arguments)
+    except Busy:
+        raise UserError(f"--out {out}: another adoption is writing to it") from None
+
+
+def _make(making: Path, pairs: list[Pair], arguments: argparse.Namespace) -> None:
+    """Makes the data in `making`, which is held, and gives them their name."""
+    out: Path = arguments.out
+    try:
+        empty_marked(making)
+        made = making / out.name
+        made.mkdir()
+        info = build_tokenizer(
+            arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token
+        )
+        adopted = _adopt_all(pairs, info, made, arguments)
+        manifest = _manifest(adopted, info, arguments)
+        write_json(made / MANIFEST, manifest)
+        for split in SPLITS:
+            open_corpus(made, split)
+        Notes(made).add([stamp for item in adopted for stamp in item.stamps])
+        os.rename(made, out)
+        sync_directory(out.parent)
+    finally:
+        remove_marked(making, _PURPOSE)
+    _print_summary(out, manifest)
+
+
+def _check_free(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; choose another folder")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file, a folder is needed")
+
+
+def _open_pair(text: str, split: str) -> Pair:
+    name, separator, path = text.partition("=")
+    prefix = Path(path if separator else text)
+    if not prefix.name or (separator and (not name or not path)):
+        raise UserError(f"{text!r}: give [NAME=]PREFIX")
+    if prefix.suffix in (".bin", ".idx"):
+        prefix = prefix.with_suffix("")
+    for suffix in (".bin", ".idx"):
+        if not prefix.with_name(prefix.name + suffix).is_file():
+            raise UserError(f"{prefix}{suffix}: no such file; give a path without .bin and .idx")
+    return Pair(name if separator else prefix.name, split, Shard(prefix))
+
+
+def _check_pairs(pairs: list[Pair]) -> None:
+    seen: dict[Path, Pair] = {}
+    for pair in pairs:
+        file = pair.shard.bin_path.resolve()
+        if file in seen:
+            raise UserError(f"{pair.shard.bin_path}: given twice, as {seen[file].split} data too")
+        seen[file] = pair
+        first = pairs[0].shard
+        if pair.shard.dtype != first.dtype:
+            raise UserError(
+                f"{pair.shard.idx_path}: holds {pair.shard.dtype.name} tokens, {first.idx_path} "
+                f"{first.dtype.name}; a folder has one kind: adopt them into two (data.mixture "
+                "reads several)"
+            )
+
+
+def _adopt_all(
+    pairs: list[Pair], info: TokenizerInfo, folder: Path, arguments: argparse.Namespace
+) -> list[Adopted]:
+    adopted: list[Adopted] = []
+    text = TextBytes(folder / TOKENIZER, info)
+    last = max(index for index, pair in enumerate(pairs) if pair.split == "train")
+    total = sum(pair.shard.num_tokens * pair.shard.dtype.itemsize for pair in pairs)
+    with TextProgress("reading", total, "of shards") as progress:
+        for index, pair in enumerate(pairs):
+            held_out = arguments.validation_documents if index == last else None
+            pieces = _examine(pair, info, text, arguments, held_out or 0, progress.update)
+            for piece in pieces:
+                number = sum(item.pair.split == piece.split for item in adopted)
+                name = f"{piece.split}-{number:05d}"
+                adopted.append(_settle(piece, name, folder, arguments.link))
+    return adopted
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What becomes a shard: documents that lie one behind the other in a pair."""
+
+    pair: Pair
+    split: str
+    start: int  # in tokens
+    lengths: np.ndarray
+    counts: np.ndarray
+    text_bytes: int
+    bin_sha256: str | None  # None for a part of a file
+    read_as: Stamp  # the pair's .bin, as it was before it was read
+
+
+def _examine(
+    pair: Pair,
+    info: TokenizerInfo,
+    text: TextBytes,
+    arguments: argparse.Namespace,
+    held_out: int,
+    report: Callable[[int], None],
+) -> list[Piece]:
+    """The shards that a pair becomes: two where its last `held_out` documents are cut off."""
+    shard = pair.shard
+    before = Listed(shard.bin_path, "0" * 64).stamp()
+    tokens = scan(shard, info, arguments.documents == "eod", report)
+    lengths = document_lengths(shard, tokens, info, arguments.documents)
+    text.check(shard, lengths)
+    if not held_out:
+        size = text.count(shard, lengths, tokens.counts)
+        digest = tokens.bin_sha256
+        return [Piece(pair, pair.split, 0, lengths, tokens.counts, size, digest, before)]
+    if held_out >= len(lengths):
+        raise UserError(
+            f"--validation-documents {held_out}: {shard.bin_path} has {len(lengths)} documents; "
+            "leave some for training"
+        )
+    cut = int(lengths[:-held_out].sum(dtype=np.int64))
+    counts = count_tokens(shard, cut, info.vocab_size)
+    train = (0, lengths[:-held_out], tokens.counts - counts)
+    return [
+        Piece(pair, split, start, own, seen, text.count(shard, own, seen, start), None, before)
+        for split, (start, own, seen) in (
+            ("train", train),
+            ("validation", (cut, lengths[-held_out:], counts)),
+        )
+    ]
+
+
+def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
+    """Puts a shard where it belongs."""
+    shard, target = piece.pair.shard, folder / f"{name}.bin"
+    tokens = int(piece.lengths.sum(dtype=np.int64))
+    digest = piece.bin_sha256
+    if link == "copy":
+        size = shard.dtype.itemsize
+        digest = _copy(shard.bin_path, target, piece.start * size, tokens * size)
+    else:
+        _link(shard.bin_path, target, link)
+    info = ShardInfo(
+        name=name,
+        documents=len(piece.lengths),
+        tokens=tokens,
+        bytes=piece.text_bytes,
+        bin_sha256=digest,
+        idx_sha256=write_index(folder / f"{name}.idx", shard.dtype, piece.lengths),
+    )
+    bin_file, idx_file = shard_files(folder, info.to_json())
+    if sha256(idx_file.path) != idx_file.sha256:
+        raise UserError(f"{idx_file.path}: reads back different; check the disk")
+    if link == "copy":
+        stamp = bin_file.stamp()
+    else:  # what was linked is what was read, unless it has changed since
+        stamp = piece.read_as.model_copy(update={"name": target.name, "sha256": digest})
+    pair = replace(piece.pair, split=piece.split)
+    return Adopted(pair, info, piece.counts, [stamp, idx_file.stamp()])
+
+
+def _link(source: Path, target: Path, link: str) -> None:
+    try:
+        if link == "hard":
+            os.link(source.resolve(), target)
+        else:
+            target.symlink_to(source.resolve())
+    except OSError as error:
+        reason = f"{source}: cannot be linked into --out ({error.strerror})"
+        others = "--link symbolic or --link copy" if link == "hard" else "--link copy"
+        raise UserError(f"{reason}; give {others}") from None
+
+
+def _copy(source: Path, target: Path, start: int, size: int) -> str:
+    """Copies bytes [start, start + size), reads them back, and returns their SHA-256."""
+    digest, left = hashlib.sha256(), size
+    with open(source, "rb") as stream, open(target, "wb") as copy:
+        stream.seek(start)
+        while left and (block := stream.read(min(left, COPY_BLOCK))):
+            copy.write(block)
+            digest.update(block)
+            left -= len(block)
+        copy.flush()
+        os.fsync(copy.fileno())
+    if left or sha256(target) != digest.hexdigest():
+        raise UserError(f"{source}: its copy reads back different; check the disk")
+    return digest.hexdigest()
+
+
+def _manifest(adopted: list[Adopted], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
+    splits, counts, sets = {}, {}, {}
+    for split in SPLITS:
+        members = [item for item in adopted if item.pair.split == split]
+        infos = [item.info for item in members]
+        splits[split] = {**_sums(infos), "shards": [shard.to_json() for shard in infos]}
+        counts[split] = np.sum([item.counts for item in members], axis=0)
+    for name in sorted({item.pair.set for item in adopted}):
+        sets[name] = {
+            split: _sums(own)
+            for split in SPLITS
+            if (own := [i.info for i in adopted if (i.pair.set, i.pair.split) == (name, split)])
+        }
+    source = _describe(adopted)
+    shards = [shard for split in SPLITS for shard in splits[split]["shards"]]
+    return {
+        "format_version": FORMAT_VERSION,
+        "tool_version": cat_lm.__version__,
+        "fingerprint": fingerprint(shards, info.sha256),
+        "source": source,
+        "tokenizer": asdict(info),
+        "dtype": adopted[0].pair.shard.dtype.name,
+        "unigram_loss": unigram_loss(*(counts[split] for split in SPLITS)),
+        "empty_documents": 0,
+        "sources": sets,
+        "splits": splits,
+        "arguments": {
+            "source": source,
+            "tokenizer": arguments.tokenizer,
+            "tokenizer_sha256": spec_sha256(arguments.tokenizer),
+            "eod_token": arguments.eod_token,
+            "documents": arguments.documents,
+            "validation_documents": arguments.validation_documents,
+        },
+    }
+
+
+def _sums(infos: list[ShardInfo]) -> dict[str, int]:
+    return {key: sum(getattr(i, key) for i in infos) for key in ("documents", "tokens", "bytes")}
+
+
+def _describe(adopted: list[Adopted]) -> dict:
+    """What the manifest says of the files; the same wherever they lie."""
+    listing = "".join(f"{i.pair.set} {i.pair.split} {i.info.bin_sha256}\n" for i in adopted)
+    return {
+        "kind": "megatron",
+        "files": len(adopted),
+        "file_bytes": sum(i.info.tokens * i.pair.shard.dtype.itemsize for i in adopted),
+        "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+    }
+
+
+def _print_summary(out: Path, manifest: dict) -> None:
+    for split, counts in manifest["splits"].items():
+        print(
+            f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
+            f"{counts['bytes']:,} bytes of text, {len(counts['shards'])} shards"
+        )
+    print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
+    print(f"{out}: complete")

@@ -1,0 +1,51 @@
+"""The documents that a command line asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+
+from cat_lm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asks for, and nothing else."""
+
+    sets: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    tokens: int | None = None
+    mixture: dict[str, str] | None = None
+    repeat: dict[str, str] | None = None
+    max_repeats: int = 4
+
+    def includes(self, name: str) -> bool:
+        """Whether training documents of this set are wanted."""
+        return self.holds_out(name) and (self.mixture is None or name in self.mixture)
+
+    def holds_out(self, name: str) -> bool:
+        """Whether held-out documents of this set are wanted: mixtures and budgets leave them be."""
+        return (self.sets is None or name in self.sets) and name not in self.exclude
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Every set that is named, with its flag."""
+        flags = {
+            "--sets": self.sets or (),
+            "--exclude-sets": self.exclude,
+            "--mixture": self.mixture or (),
+            "--repeat": self.repeat or (),
+        }
+        return [(flag, name) for flag, found in flags.items() for name in found]
+
+    def check_names(self, there: Collection[str]) -> None:
+        """Raises `UserError` where a set is named that is not among those of the input."""
+        for flag, name in self.named:
+            if name not in there:
+                raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(there))}")
+
+    def shares(self) -> dict[str, Fraction]:
+        """The mixture's weights, adding up to 1."""
+        weights = {name: Fraction(weight) for name, weight in self.mixture.items()}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}

@@ -1,0 +1,1 @@
+"""Share what several evaluation commands read, write and draw."""

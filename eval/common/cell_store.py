@@ -1,0 +1,96 @@
+"""Keep results that are computed once: a folder with a JSON file for each, the cells.
+
+A cell is named by what decides its numbers, written whole or not at all with a checksum of its
+values, and checked when it is read, so that a command which was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cat_lm.errors import UserError
+from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
+from cat_lm.io.seals import opened, write_sealed
+
+
+def key_hash(key: Mapping[str, Any], digits: int = 16) -> str:
+    """Name a key, which may hold anything that has a fixed text."""
+    text = json.dumps(key, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+class DamagedCell(UserError):
+    """A file that is no cell of its store, or not the one that was written."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: damaged: {why}; delete it, and the same command makes it again")
+
+
+@dataclass(frozen=True)
+class CellStore:
+    """A folder of cells.
+
+    Attributes:
+        shape: what every cell holds at least.
+    """
+
+    folder: Path
+    shape: type[Record]
+
+    def path(self, name: str) -> Path:
+        """FOLDER/NAME.json."""
+        return self.folder / f"{name}.json"
+
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        """Write a cell atomically."""
+        write_sealed(self.path(name), values)
+
+    def read(
+        self, name: str, fits: Callable[[dict[str, Any]], bool] = lambda values: True
+    ) -> dict[str, Any] | None:
+        """Read a cell; None where there is none.
+
+        Args:
+            fits: whether values that have the shape are those of the cell that is asked for.
+
+        Raises:
+            DamagedCell: its file holds something else, or not what was written.
+            UserError: its file may not be read.
+        """
+        path = self.path(name)
+        if not path.is_file():
+            return None
+        text = read_bytes(path)  # what may not be read is no damage
+        try:
+            values, whole = _unsealed(parse_value(text, str(path)), path)
+            if whole is not False:  # None: of a version that made no seals
+                check_shape(values, self.shape, str(path))
+        except UserError as error:
+            raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
+        if whole is False:
+            raise DamagedCell(path, "was changed after it was written")
+        if not fits(values):
+            raise DamagedCell(path, "is of something else")
+        return values
+
+    def read_intact(
+        self, name: str, fits: Callable[[dict[str, Any]], bool] = lambda values: True
+    ) -> dict[str, Any] | None:
+        """Read a cell that is cheap to compute again: None, and a line, where it is damaged."""
+        try:
+            return self.read(name, fits)
+        except DamagedCell:
+            print(f"{self.path(name)}: damaged, is computed again", file=sys.stderr)
+            return None
+
+
+def _unsealed(values: Any, path: Path) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {short(values)}, must be an object")
+    return opened(values)

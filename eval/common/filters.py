@@ -1,0 +1,92 @@
+"""Read the learned convolution filters of an exported model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.ops.convolution import kinds
+from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
+
+# Whatever a family calls its attention.
+_FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The filters of a model.
+
+    Attributes:
+        conv_type: their kind's name.
+        streams: q, k, v -> float32 [layers, *shape], the shape being the kind's.
+    """
+
+    conv_type: str
+    streams: dict[str, np.ndarray]
+
+    @property
+    def kind(self) -> kinds.Kind:
+        return kinds.get(self.conv_type)
+
+    @property
+    def heads(self) -> int:
+        """H; 1 where one filter serves all heads."""
+        return next(iter(own_taps(self).values())).shape[1]
+
+
+def read_filters(model: Path) -> Filters | None:
+    """The filters in the export at `model`; None without an export or without convolutions.
+
+    Raises UserError where its files are damaged, or are no longer what was exported.
+    """
+    if not (model / "config.json").is_file() or not weight_files(model):
+        return None
+    config = model_config(model)
+    if not getattr(config, "convolved_streams", ""):
+        return None
+    names = skeleton(model, config).state_dict()
+    places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
+    tensors = load_weights(model, config, places.keys())
+    layers: dict[str, dict[int, np.ndarray]] = {}
+    for name, match in places.items():
+        layers.setdefault(match[2], {})[int(match[1])] = tensors[name].float().numpy()
+    streams = {
+        stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
+        for stream in config.convolved_streams
+    }
+    return Filters(config.conv_type, streams)
+
+
+def own_taps(filters: Filters) -> dict[str, np.ndarray]:
+    """stream -> taps by lag, [layers, heads, W]: what all kinds have in common."""
+    found = {}
+    for stream, taps in filters.streams.items():
+        taps, axes = _mean_over_channels(taps, filters.kind)
+        # Of pairs of heads the diagonal: what a head reads of itself.
+        letters = "".join({"H": "h", "I": "h", "W": "w"}[axis] for axis in axes)
+        kept = "lhw" if "h" in letters else "lw"
+        taps = np.einsum(f"l{letters}->{kept}", taps)
+        found[stream] = taps if "h" in letters else taps[:, None]
+    return found
+
+
+def head_norms(filters: Filters) -> dict[str, np.ndarray]:
+    """stream -> the norm over lags, [layers, H, heads read from], of a kind that mixes heads."""
+    found = {}
+    for stream, taps in filters.streams.items():
+        taps, axes = _mean_over_channels(taps, filters.kind)
+        norms = np.linalg.norm(taps, axis=1 + axes.index("W"))
+        others = [axis for axis in axes if axis != "W"]
+        found[stream] = norms if others.index("H") == 0 else norms.swapaxes(1, 2)
+    return found
+
+
+def _mean_over_channels(taps: np.ndarray, kind: kinds.Kind) -> tuple[np.ndarray, list[str]]:
+    axes = list(kind.filter_axes)
+    if "D" in axes:
+        taps = taps.mean(axis=1 + axes.index("D"))
+        axes.remove("D")
+    return taps, axes

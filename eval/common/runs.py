@@ -1,0 +1,173 @@
+"""Reading finished runs: what train.py, the export and the evaluations left in a run folder."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import UserError
+from cat_lm.pretrained import weight_files
+from eval.common.filters import Filters, read_filters
+from eval.common.models import folder_sha256
+from eval.common.result_files import (
+    read_export,
+    read_manifest,
+    read_metrics,
+    read_samples,
+    read_sweep,
+    read_zero_shot,
+)
+
+EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
+ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        label: the folder's name.
+        train: (tokens, nats per token) of every step with a finite loss.
+        validation: (tokens, nats per token) of every validation with a finite loss.
+        final: the last validation's record.
+        tokens, steps: how far the run has come.
+        skipped: steps whose loss or gradient was not finite.
+        tokens_per_second: median over the steps.
+        manifests: of the prepared data by their folders; those that are no longer there are left
+            out.
+        export: the record of the exported model, empty without one.
+        sweep, zero_shot, samples: what eval.length_sweep, eval.zero_shot and eval.samples measured
+            of the weights that are exported now; empty without it.
+        outdated: those of "sweep", "zero_shot", "samples" that are there, of other weights only.
+        strangers: labels of rows in the run's sweep that are of other weights than its own.
+        filters: None without convolutions or export.
+    """
+
+    folder: Path
+    label: str
+    config: RunConfig
+    train: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    final: dict[str, Any]
+    tokens: int
+    steps: int
+    skipped: int
+    tokens_per_second: float | None
+    manifests: dict[str, dict[str, Any]]
+    export: dict[str, Any]
+    sweep: dict[str, Any]
+    zero_shot: dict[str, Any]
+    samples: dict[str, Any]
+    outdated: tuple[str, ...]
+    strangers: tuple[str, ...]
+    filters: Filters | None = field(repr=False)
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the exported model; None without an export."""
+        return self.export.get("parameters")
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The fingerprints of the prepared data that are still there."""
+        return tuple(sorted(manifest["fingerprint"] for manifest in self.manifests.values()))
+
+
+def read_run(folder: Path | str) -> Run:
+    """Reads the run at `folder`.
+
+    Raises UserError where it is no run folder, has no steps, or holds a damaged file of results.
+    """
+    folder = Path(folder)
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise UserError(f"run {folder}: has no {name}; give the folder of a run of train.py")
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = [r for r in records if "val_loss" not in r]
+    validations = [r for r in records if _finite(r.get("val_loss"))]
+    if not steps:
+        raise UserError(f"run {folder}: its metrics.jsonl holds no training step")
+    config = load_config(folder / "config.yaml")
+    measured = _Evaluations(folder)
+    speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
+    return Run(
+        folder=folder,
+        label=folder.resolve().name,
+        config=config,
+        train=[(r["tokens"], r["loss"]) for r in steps if _finite(r.get("loss"))],
+        validation=[(r["tokens"], r["val_loss"]) for r in validations],
+        final=validations[-1] if validations else {},
+        tokens=steps[-1]["tokens"],
+        steps=steps[-1]["step"],
+        skipped=sum(bool(r.get("skipped")) for r in steps),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        manifests={
+            name: manifest
+            for name in config.data.folders
+            if (manifest := read_manifest(Path(name) / "manifest.json"))
+        },
+        export=read_export(folder / "model" / "export.json"),
+        sweep=measured.sweep,
+        zero_shot=measured.zero_shot,
+        samples=measured.samples,
+        outdated=measured.outdated,
+        strangers=measured.strangers,
+        filters=read_filters(folder / "model"),
+    )
+
+
+class _Evaluations:
+    """The evaluations in a run folder, without what is of other weights than its export's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = folder / "model"
+        found = {
+            "sweep": read_sweep(folder / EVALUATION / "length_sweep.json"),
+            "zero_shot": read_zero_shot(folder / ZERO_SHOT / "zero_shot.json"),
+            "samples": read_samples(folder / EVALUATION / "samples.json"),
+        }
+        rows = found["sweep"].get("rows", [])
+        own = [row for row in rows if row["model_sha256"] == self._sha256]
+        self.sweep = {**found["sweep"], "rows": own} if own else {}
+        self.strangers = tuple(dict.fromkeys(row["label"] for row in rows if row not in own))
+        zero_shot, samples = found["zero_shot"], found["samples"]
+        measured = zero_shot.get("model", {}).get("sha256")
+        self.zero_shot = zero_shot if zero_shot and measured == self._sha256 else {}
+        measured = samples.get("model_sha256")
+        self.samples = samples if samples and measured == self._sha256 else {}
+        self.outdated = tuple(name for name in found if found[name] and not getattr(self, name))
+
+    @cached_property
+    def _sha256(self) -> str:
+        """Of the export, as the evaluations know it. Read once, and only where it is needed."""
+        if not (self._model / "config.json").is_file() or not weight_files(self._model):
+            return "no weights"
+        return folder_sha256(self._model)
+
+
+def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """What `loss_figure` draws, for each run by its label."""
+    return {run.label: {"train": run.train, "validation": run.validation} for run in runs}
+
+
+def sweep_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The rows of all length sweeps, under the runs' labels."""
+    return [{**row, "label": run.label} for run in runs for row in run.sweep.get("rows", [])]
+
+
+def unigram_loss(runs: Sequence[Run]) -> float | None:
+    """The unigram model's loss on the held-out text, where all runs have the same one folder."""
+    if len({run.data for run in runs}) > 1 or len(runs[0].manifests) != 1:
+        return None
+    return next(iter(runs[0].manifests.values()))["unigram_loss"]
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,1 @@
+"""Measure perplexity against context length (`python -m eval.length_sweep`)."""

@@ -1,0 +1,149 @@
+"""`python -m eval.length_sweep MODEL [MODEL ...]`: perplexity against context length.
+
+The text is a file (`--text`) or the validation split of prepared data (`--data`). Every model is
+scored on the same tokens at every length (see perplexity.py for the protocol): their number is the
+largest multiple of the largest length that the text (and `--max-tokens`) allows; with
+`--documents per-document` they are those of all documents that are as long as the largest length.
+Models with another tokenizer than the first one's get the same text in their own tokens; compare
+those by bits per byte.
+
+Beyond the training length a model can be read as it is (`none`) or with scaled positions and
+attention temperature: see cat_lm/model/rope_scaling.py for the methods and what has which.
+
+OUT gets length_sweep.json, .csv, .png and .svg, loss_by_position.png and .svg, and cells/, one
+file for each finished combination, which a later call does not compute again.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from cat_lm import limits
+from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, whole_numbers
+from cat_lm.errors import UserError, command
+from cat_lm.export_record import comparing_files
+from cat_lm.io.folders import check_output
+from cat_lm.pretrained import DTYPES, quiet_transformers
+from eval.length_sweep.cells import DOCUMENTS
+from eval.length_sweep.sweep import sweep, table
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m eval.length_sweep", description="Perplexity against context length."
+    )
+    parser.add_argument(
+        "models", nargs="+", type=path_name, metavar="MODEL", help="transformers or run folder"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=path_name, metavar="FILE", help="UTF-8 text")
+    source.add_argument(
+        "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
+    )
+    lengths = whole_numbers(limits.CONTEXT, "256,512")
+    parser.add_argument("--lengths", type=lengths, required=True, metavar="256,512,...")
+    parser.add_argument(
+        "--methods",
+        default="none",
+        help="of none,pi,pi+temperature,yarn (rotary positions) and none,temperature (without); "
+        "all: those that exist for each model; paper: those of the paper's figure (default: none)",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument(
+        "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
+    )
+    group = parser.add_argument_group("protocol")
+    group.add_argument(
+        "--stride",
+        type=whole(limits.CONTEXT),
+        metavar="N",
+        help="move windows on by N tokens (default: the length)",
+    )
+    group.add_argument(
+        "--documents",
+        choices=DOCUMENTS,
+        default=DOCUMENTS[0],
+        help="whether windows cross the ends of documents (default: they do)",
+    )
+    group.add_argument(
+        "--document-separator", metavar="REGEX", help="between the documents of --text"
+    )
+    group.add_argument(
+        "--min-document-tokens",
+        type=whole(limits.SCORED_TOKENS),
+        metavar="N",
+        help="per-document: leave shorter documents out (default: the largest length)",
+    )
+    group = parser.add_argument_group("scaling")
+    group.add_argument(
+        "--factor",
+        type=number(limits.SCALING_FACTOR),
+        metavar="S",
+        help="one scaling factor for all lengths (default: test length / training length, >= 1)",
+    )
+    group.add_argument(
+        "--temperature-scope",
+        choices=("logits", "rotary"),
+        default="logits",
+        help="what the temperature acts on; rotary: the rotated channels, as in transformers",
+    )
+    group.add_argument(
+        "--training-length",
+        type=whole(limits.CONTEXT),
+        metavar="N",
+        help="default: what the model's folder says",
+    )
+    group = parser.add_argument_group("computing")
+    group.add_argument("--dtype", choices=DTYPES, default="float32")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    group.add_argument(
+        "--batch-tokens",
+        type=whole(limits.BATCH_TOKENS),
+        default=8192,
+        metavar="N",
+        help="tokens per forward pass",
+    )
+    add_skip_checksums(parser)
+    return parser
+
+
+@command
+def main() -> None:
+    arguments = parser().parse_args()
+    check_output(arguments.out)
+    _check(arguments)
+    quiet_transformers()
+    options = vars(arguments)
+    with comparing_files(skip=options.pop("skip_checksums")):
+        rows = sweep(
+            options.pop("models"),
+            options.pop("lengths"),
+            options.pop("out"),
+            methods=[method.strip() for method in options.pop("methods").split(",")],
+            **options,
+        )
+    print(table(rows))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other."""
+    largest = max(arguments.lengths)
+    if arguments.stride is not None and arguments.stride > largest:
+        raise UserError(
+            f"--stride {arguments.stride}: does nothing, the largest of --lengths is {largest}"
+        )
+    if arguments.max_tokens is not None and arguments.max_tokens < largest:
+        raise UserError(
+            f"--max-tokens {arguments.max_tokens}: must be at least the largest of --lengths, "
+            f"{largest}"
+        )
+    if arguments.min_document_tokens and arguments.documents != "per-document":
+        raise UserError("--min-document-tokens: only with --documents per-document")
+    if arguments.document_separator is not None and arguments.text is None:
+        raise UserError(
+            "--document-separator: only with --text; prepared data know their documents"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""How well a model predicts a stream of tokens: the one loop behind every perplexity here.
+
+Protocol. A stream, or each document of it, is read in windows of T inputs; the input at position i
+predicts token i+1. The first window scores all its T predictions; each further one moves on by the
+stride S and scores the last S. The last window reaches back so that it is full, as in the
+lm-evaluation-harness' rolling perplexity, which is S = T. So every token but the first is scored
+exactly once, at every T and S the same ones, seeing at most T tokens before it and, but for the
+first T of a document, at least T − S + 1. Nothing is truncated.
+
+Memory is linear in T: the head's logits are made for a few rows at a time and reduced to one
+number per token, so [T, vocabulary] in fp32 never exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from cat_lm.memory import LOGIT_ELEMENTS
+from eval.length_sweep.memory import NotEnoughMemory, require_memory
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+BINS_PER_DOUBLING = 2  # of a loss curve over positions
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs tokens[start:stop]; of their predictions those from `first` on are scored."""
+
+    start: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Negative log-likelihood of a token stream.
+
+    Attributes:
+        nll: sum over the scored tokens, in nats.
+        tokens: number of tokens scored.
+        bytes: UTF-8 bytes of the text that those tokens spell.
+        words: whitespace-separated words of that text.
+        standard_error: of `loss`, in nats per token, over `groups`; nan for a single group.
+        groups: number of documents or windows that the standard error is taken over.
+        group_kind: `documents` or `windows`.
+        positions: the loss by position in the window (see `position_curve`).
+    """
+
+    nll: float
+    tokens: int
+    bytes: int
+    words: int
+    standard_error: float
+    groups: int
+    group_kind: str
+    positions: list[dict[str, Any]]
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats per token); inf where that overflows."""
+        return _exp(self.loss)
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp(nats per word), as the harness reports it for WikiText; inf where that overflows."""
+        return _exp(self.nll / self.words)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per UTF-8 byte, which does not depend on the tokenizer."""
+        return self.nll / math.log(2) / self.bytes
+
+
+def score_tokens(
+    model: PreTrainedModel,
+    tokens: np.ndarray,
+    context_length: int,
+    *,
+    num_bytes: int,
+    num_words: int,
+    eod_id: int | None = None,
+    per_document: bool = False,
+    stride: int | None = None,
+    batch_tokens: int = 8192,
+    progress: Callable[[int], object] | None = None,
+) -> Score:
+    """Scores `tokens[1:]` at windows of `context_length` and sums up (see `token_nlls`).
+
+    Args:
+        num_bytes, num_words: of the text of `tokens[1:]`.
+        eod_id: ends every document. Where two or more are scored, the standard error is taken over
+            documents; otherwise over windows.
+        per_document: windows do not cross the ends of documents; otherwise those are tokens like
+            any other.
+    """
+    spans = document_spans(tokens, eod_id) if per_document else [(0, len(tokens) - 1)]
+    windows = [w for span in spans for w in span_windows(*span, context_length, stride)]
+    nlls = token_nlls(model, tokens, windows, batch_tokens=batch_tokens, progress=progress)
+    groups, kind = _groups(tokens, windows, eod_id)
+    error, count = standard_error(nlls, groups)
+    nll = float(nlls.sum(dtype=np.float64))
+    curve = position_curve(nlls, windows)
+    return Score(nll, len(nlls), num_bytes, num_words, error, count, kind, curve)
+
+
+def document_spans(tokens: np.ndarray, eod_id: int | None) -> list[tuple[int, int]]:
+    """(start, stop) of each document: inputs tokens[start:stop] predict all of its tokens.
+
+    A document is read after the end-of-document token before it, and its own end is predicted.
+    """
+    starts = [0, *(np.flatnonzero(tokens[1:-1] == eod_id) + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(tokens) - 1], strict=True))
+
+
+def span_windows(start: int, stop: int, length: int, stride: int | None = None) -> list[Window]:
+    """The windows over inputs `start` … `stop` − 1 (see the module's protocol).
+
+    Args:
+        length: T, inputs per window.
+        stride: S, tokens that each window after the first scores; T by default and at most.
+    """
+    step = min(stride or length, length)
+    stops = [*range(start + length, stop, step), stop] if start < stop else []
+    scored = [start, *stops]
+    return [
+        Window(max(start, end - length), first, end)
+        for first, end in zip(scored, stops, strict=False)
+    ]
+
+
+def token_nlls(
+    model: PreTrainedModel,
+    tokens: np.ndarray,
+    windows: Sequence[Window],
+    *,
+    batch_tokens: int = 8192,
+    progress: Callable[[int], object] | None = None,
+) -> np.ndarray:
+    """The negative log-likelihood of each of `tokens[1:]`, in nats: float32 [len(tokens) - 1].
+
+    Args:
+        model: a causal language model whose logits are its output embedding applied to its
+            backbone's last hidden state; this is checked.
+        tokens: int64 [N]; the first is context only.
+        windows: each token is scored in one of them (nan where it is in none).
+        batch_tokens: windows are batched up to this many tokens (at least one window).
+        progress: called with the number of tokens scored since the last call.
+
+    Raises:
+        UserError: a token outside the vocabulary, or logits that cannot be made in chunks.
+        NotEnoughMemory: a UserError; the longest window does not fit.
+    """
+    import torch
+
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if tokens.max() >= vocabulary:
+        raise UserError(
+            f"token {tokens.max()}: outside the model's vocabulary of {vocabulary}; "
+            "the tokens were made with another tokenizer"
+        )
+    batches = _batches(windows, batch_tokens)
+    longest = batches[0][0]
+    require_memory(model, len(batches[0]), longest.stop - longest.start)
+    stream = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
+    nlls = torch.full((len(tokens) - 1,), math.nan, dtype=torch.float32)
+    with torch.inference_mode():
+        _require_linear_head(model, stream[: min(len(stream), 9)])
+        for batch in batches:
+            found = _batch_nlls(model, stream, batch).cpu()
+            sizes = [window.stop - window.first for window in batch]
+            for window, values in zip(batch, found.split(sizes), strict=True):
+                nlls[window.first : window.stop] = values
+            if progress:
+                progress(sum(sizes))
+    return nlls.numpy()
+
+
+def standard_error(nlls: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
+    """The standard error of the mean over tokens when tokens of one group hang together.
+
+    The mean is a ratio of sums over G groups, m = sum s_g / sum n_g; its linearised standard
+    error is sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g.
+
+    Args:
+        nlls: [N] nats.
+        groups: [N] the group of each token, as integers.
+
+    Returns:
+        The standard error in nats per token (nan for one group), and G.
+    """
+    _, index = np.unique(groups, return_inverse=True)
+    counts = np.bincount(index)
+    sums = np.bincount(index, weights=nlls)
+    total = len(counts)
+    if total < 2:
+        return math.nan, total
+    residuals = sums - sums.sum() / counts.sum() * counts
+    return math.sqrt(total / (total - 1) * (residuals**2).sum()) / counts.sum(), total
+
+
+def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str, Any]]:
+    """The mean loss by the number of tokens seen, in bins that grow with it.
+
+    Args:
+        nlls: [N] nats, of the tokens that `windows` score.
+
+    Returns:
+        For each bin that holds tokens: `start` and `stop`, where start <= tokens seen in the
+        window < stop; `tokens` in it; `loss`, nats per token, None where it is not finite.
+    """
+    seen = np.concatenate(
+        [np.arange(w.first - w.start, w.stop - w.start, dtype=np.int64) + 1 for w in windows]
+    )
+    order = np.concatenate([np.arange(w.first, w.stop) for w in windows])
+    doublings = math.ceil(math.log2(int(seen.max()) + 1))
+    powers = 2 ** (np.arange(doublings * BINS_PER_DOUBLING + 1) / BINS_PER_DOUBLING)
+    edges = np.unique(np.ceil(powers - 1e-9).astype(np.int64))
+    index = np.searchsorted(edges, seen, side="right") - 1
+    counts = np.bincount(index, minlength=len(edges))
+    sums = np.bincount(index, weights=nlls[order], minlength=len(edges))
+    return [
+        {
+            "start": int(edges[i]),
+            "stop": int(edges[i + 1]),
+            "tokens": int(counts[i]),
+            "loss": float(sums[i] / counts[i]) if math.isfinite(sums[i]) else None,
+        }
+        for i in np.flatnonzero(counts)
+    ]
+
+
+def _batches(windows: Sequence[Window], budget: int) -> list[list[Window]]:
+    """Windows of like length together, the longest first: what does not fit fails at once."""
+    ordered = sorted(windows, key=lambda window: window.start - window.stop)
+    batches: list[list[Window]] = []
+    for window in ordered:
+        room = batches and (len(batches[-1]) + 1) * _inputs(batches[-1][0]) <= budget
+        if room:
+            batches[-1].append(window)
+        else:
+            batches.append([window])
+    return batches
+
+
+def _inputs(window: Window) -> int:
+    return window.stop - window.start
+
+
+def _batch_nlls(
+    model: PreTrainedModel, stream: torch.Tensor, batch: Sequence[Window]
+) -> torch.Tensor:
+    """Nats [sum of the scored tokens], window after window.
+
+    Rows are filled up on their right, which no earlier position can see, so that attention needs
+    no mask: with one, it would not be linear in memory.
+    """
+    import torch
+
+    longest = _inputs(batch[0])
+    inputs = stream.new_zeros(len(batch), longest)
+    scored = torch.zeros(len(batch), longest, dtype=torch.bool)
+    for row, window in enumerate(batch):
+        inputs[row, : _inputs(window)] = stream[window.start : window.stop]
+        scored[row, window.first - window.start : _inputs(window)] = True
+    targets = torch.cat([stream[window.first + 1 : window.stop + 1] for window in batch])
+    try:
+        hidden = model.base_model(inputs.to(model.device), use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1) if scored.all() else hidden[scored.to(hidden.device)]
+        return _head_nlls(model.get_output_embeddings(), hidden, targets.to(hidden.device))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise NotEnoughMemory(longest, len(batch)) from error
+
+
+def _head_nlls(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """hidden [N, C], targets [N] -> nats [N]."""
+    import torch
+
+    rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
+    # Made beforehand: small tensors that stay between large ones that go would keep the
+    # allocator from using the freed memory again.
+    nlls = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+    for part, h, t in zip(nlls.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+        part.copy_(torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none"))
+    return nlls
+
+
+def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """Some architectures scale or cap their logits after the head; chunks would miss that."""
+    import torch
+
+    inputs = tokens[None].to(model.device)
+    hidden = model.base_model(inputs, use_cache=False).last_hidden_state
+    chunked = model.get_output_embeddings()(hidden).float()
+    dense = model(inputs, use_cache=False).logits.float()
+    if not torch.allclose(chunked, dense, rtol=1e-2, atol=1e-2, equal_nan=True):
+        raise UserError(
+            f"model type {model.config.model_type}: its logits are not its output embedding times "
+            "its last hidden state, so they cannot be computed in chunks"
+        )
+
+
+def _groups(
+    tokens: np.ndarray, windows: Sequence[Window], eod_id: int | None
+) -> tuple[np.ndarray, str]:
+    """The document of every scored token where there are several, otherwise its window."""
+    if eod_id is not None:
+        # An end-of-document token belongs to the document it ends.
+        documents = np.cumsum(tokens[:-1] == eod_id)
+        if documents[-1] > documents[0]:
+            return documents, "documents"
+    groups = np.empty(len(tokens) - 1, dtype=np.int64)
+    for number, window in enumerate(windows):
+        groups[window.first : window.stop] = number
+    return groups, "windows"
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

@@ -1,0 +1,92 @@
+"""The tokens that a length sweep scores: of the same text for every model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cat_lm.errors import UserError
+from cat_lm.pretrained import check_vocabulary, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eval.length_sweep.cells import Subject
+    from eval.length_sweep.token_stream import TokenStream
+
+
+def sweep_streams(
+    subjects: Sequence[Subject],
+    largest: int,
+    *,
+    text: Path | str | None,
+    data: Path | str | None,
+    separator: str | None,
+    max_tokens: int | None,
+    document_tokens: int | None,
+) -> list[TokenStream]:
+    """Each model's tokens of the same text; the range is fixed by the first and `largest`.
+
+    Raises UserError where the text has no window of `largest` tokens in a model's own tokens.
+    """
+    from eval.length_sweep.token_stream import read_text, split_documents, split_stream, text_stream
+
+    tokenizers = [load_tokenizer(subject.folder) for subject in subjects]
+    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
+        check_vocabulary(tokenizer, subject.config)
+    first = tokenizers[0]
+    if data is not None:
+        # Every tokenizer is compared with the data's own.
+        streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
+        if document_tokens is not None:
+            return [_long_enough(stream, largest) for stream in streams]
+        return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
+    stream = text_stream(split_documents(read_text(text), separator), first, str(text))
+    if document_tokens is None:
+        stream = _whole_windows(stream, largest, max_tokens, first)
+    else:
+        stream = _long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
+    scored = None
+    streams = []
+    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
+        if tokenizer.get_vocab() == first.get_vocab():
+            streams.append(stream)
+            continue
+        scored = scored or stream.texts(first)
+        # The same text can be fewer tokens than the first model's.
+        other = text_stream(scored, tokenizer, f"model {subject.label}: {text}")
+        if document_tokens is None:
+            _whole_windows(other, largest, None, tokenizer)
+        streams.append(other if document_tokens is None else _long_enough(other, largest))
+    return streams
+
+
+def _whole_windows(
+    stream: TokenStream,
+    largest: int,
+    max_tokens: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TokenStream:
+    available = len(stream.tokens) - 1
+    limit = min(available, max_tokens or available)
+    if limit < largest:
+        why = f"--max-tokens is {limit}" if limit < available else f"it has {available} tokens"
+        raise UserError(
+            f"{stream.source}: too short for length {largest} ({why}); "
+            f"use lengths up to {limit} or a longer text"
+        )
+    return stream.cut(limit, tokenizer, multiple_of=largest)
+
+
+def _long_enough(stream: TokenStream, largest: int) -> TokenStream:
+    """Raises UserError where no document fills a window of the largest length."""
+    from eval.length_sweep.perplexity import document_spans
+
+    longest = max(stop - start for start, stop in document_spans(stream.tokens, stream.eod_id))
+    if longest < largest:
+        raise UserError(
+            f"{stream.source}: too short for length {largest}: the longest document has "
+            f"{longest} tokens"
+        )
+    return stream

@@ -1,0 +1,252 @@
+"""What a model is scored on: a text file, or the validation split of prepared data."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from cat_lm.io import readers
+from cat_lm.pretrained import load_tokenizer
+
+# Why tokens of a text are not scored -> the same for people.
+REASONS = {
+    "first": "the first one, which has nothing before it",
+    "max_tokens": "by --max-tokens",
+    "end": "at the end, too few for a window of the largest length",
+    "short_documents": "in documents that are too short",
+}
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Tokens with what is needed to score them and to say what was scored.
+
+    Attributes:
+        tokens: int64 [N]; the first is context only.
+        num_bytes: UTF-8 bytes of the text of tokens[1:].
+        num_words: words of that text, counted in every document as the harness counts WikiText's:
+            the parts between white space.
+        eod_id: the token after every document but the last.
+        source: what the tokens came from, for people.
+        left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
+        sha256: of the tokens, so that equal streams are known to be equal.
+    """
+
+    tokens: np.ndarray
+    num_bytes: int
+    num_words: int
+    eod_id: int
+    source: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> int:
+        """Tokens that a model's score is taken over: all but the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is scored and what is not, for each reason; together `text_tokens`."""
+        parts = {f"left_out_{reason}": self.left_out.get(reason, 0) for reason in REASONS}
+        return {"text_tokens": self.scored + sum(self.left_out.values()), **parts}
+
+    @property
+    def account(self) -> str:
+        """The same in a line for people."""
+        total = self.counts["text_tokens"]
+        parts = [f"{n:,} {REASONS[reason]}" for reason, n in self.left_out.items() if n]
+        left_out = f"; left out: {', '.join(parts)}" if parts else ""
+        return f"{self.source}: {self.scored:,} of {total:,} tokens are scored{left_out}"
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes()).hexdigest()
+
+    @property
+    def num_documents(self) -> int:
+        return 1 + int((self.tokens[1:-1] == self.eod_id).sum())
+
+    def cut(
+        self, limit: int, tokenizer: PreTrainedTokenizerBase, multiple_of: int = 1
+    ) -> TokenStream:
+        """The stream's first `limit` predicted tokens, less what is over a multiple of a number."""
+        limit = min(limit, self.scored)
+        scored = limit // multiple_of * multiple_of
+        if scored == self.scored:
+            return self
+        cut = _added(self.left_out, max_tokens=self.scored - limit, end=limit - scored)
+        return _stream(self.tokens[: scored + 1], tokenizer, self.eod_id, self.source, cut)
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The documents' texts, as `tokenizer`, which made the tokens, spells them."""
+        return _texts(self.tokens[1:], tokenizer, self.eod_id)
+
+    def whole_documents(
+        self, at_least: int, budget: int | None, tokenizer: PreTrainedTokenizerBase
+    ) -> TokenStream:
+        """The documents of `at_least` tokens or more, each after an end-of-document token.
+
+        Args:
+            budget: tokens; documents are taken in their order as long as they fit. A first one
+                that does not fit is cut.
+
+        Raises:
+            UserError: no document is that long.
+        """
+        tokens, cut = _long_documents(self.tokens[1:], self.eod_id, at_least, budget, self.source)
+        left_out = _added(self.left_out, **cut)
+        return _stream(tokens, tokenizer, self.eod_id, self.source, left_out)
+
+
+def read_text(path: Path | str) -> str:
+    """A UTF-8 text file. Raises UserError where it cannot be read or holds nothing."""
+    text = readers.read_text(path, "--text")
+    if not text.strip():
+        raise UserError(f"--text {path}: is empty")
+    return text
+
+
+def split_documents(text: str, separator: str | None) -> list[str]:
+    """The parts of `text` between matches of a regular expression; without one, `text` itself."""
+    if separator is None:
+        return [text]
+    try:
+        # Not re.split, which returns what groups match among the parts.
+        spans = [match.span() for match in re.finditer(separator, text)]
+    except re.error as error:
+        raise UserError(
+            f"--document-separator {separator!r}: no regular expression: {error}"
+        ) from None
+    starts = [0, *(stop for _, stop in spans)]
+    stops = [*(start for start, _ in spans), len(text)]
+    parts = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return [part for part in parts if part.strip()]
+
+
+def text_stream(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: str
+) -> TokenStream:
+    """All tokens of the documents are scored, the first one after an end-of-document token.
+
+    Training text has one before every document, and so it is between documents here; those are
+    scored too. Raises UserError for a tokenizer without one.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError("tokenizer: has no end-of-document (eos) token to start the text with")
+    tokens: list[int] = []
+    for document in documents:
+        # As in data preparation: what looks like a special token in a text is ordinary text.
+        ids = tokenizer(document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        tokens += [end, *ids]
+    num_bytes = sum(len(document.encode()) for document in documents)
+    array = np.array(tokens, dtype=np.int64)
+    return TokenStream(array, num_bytes, count_words(documents), end, source)
+
+
+def split_stream(
+    folder: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
+    document_tokens: int | None = None,
+) -> TokenStream:
+    """The validation split of a folder written by data_prep.prepare, as it was stored.
+
+    As in training's validation, all tokens after the first are scored, end-of-document tokens
+    too. With `max_tokens`, only that many; with `document_tokens`, only whole documents of so many
+    tokens or more (see `TokenStream.whole_documents`).
+
+    Raises:
+        UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
+            has no document that is long enough.
+    """
+    from cat_lm.data.opening import open_verified
+
+    corpus = open_verified(folder, "validation")
+    data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")
+    if data_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"--data {folder}: was prepared with another tokenizer than the model's; use --text"
+        )
+    source = f"{folder} (validation split)"
+    if document_tokens is not None:
+        tokens = corpus.tokens(0, corpus.num_tokens)
+        tokens, cut = _long_documents(tokens, corpus.eod_id, document_tokens, max_tokens, source)
+        return _stream(tokens, tokenizer, corpus.eod_id, source, cut)
+    count = min(corpus.num_tokens, max_tokens + 1) if max_tokens else corpus.num_tokens
+    tokens = corpus.tokens(0, count)
+    left_out = {"first": 1, "max_tokens": corpus.num_tokens - count}
+    stream = _stream(tokens, tokenizer, corpus.eod_id, source, left_out)
+    if count < corpus.num_tokens:
+        return stream
+    return replace(stream, num_bytes=corpus.num_bytes)
+
+
+def _added(counts: Mapping[str, int], **more: int) -> dict[str, int]:
+    return {name: counts.get(name, 0) + more.get(name, 0) for name in counts.keys() | more.keys()}
+
+
+def count_words(documents: Sequence[str]) -> int:
+    """Words of all documents, by the harness' definition for WikiText."""
+    return sum(len(re.split(r"\s+", document)) for document in documents)
+
+
+def _stream(
+    tokens: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    eod_id: int,
+    source: str,
+    left_out: Mapping[str, int],
+) -> TokenStream:
+    """Bytes and words are exact but for a character or word that is cut at either end."""
+    texts = _texts(tokens[1:], tokenizer, eod_id)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    return TokenStream(tokens, num_bytes, count_words(texts), eod_id, source, left_out)
+
+
+def _texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int) -> list[str]:
+    """The documents that `tokens` spell; end-of-document tokens spell nothing."""
+    parts = np.split(tokens, np.flatnonzero(tokens == eod_id))
+    documents = [part[part != eod_id] for part in parts]
+    return [
+        tokenizer.decode(document, clean_up_tokenization_spaces=False)
+        for document in documents
+        if len(document)
+    ]
+
+
+def _long_documents(
+    tokens: np.ndarray, eod_id: int, at_least: int, budget: int | None, source: str
+) -> tuple[np.ndarray, dict[str, int]]:
+    """The tokens of long documents after an end-of-document token, and how many others there are.
+
+    Args:
+        tokens: [N], each of which is of a document; its end is one of its tokens.
+    """
+    ends = np.flatnonzero(tokens == eod_id) + 1
+    documents = [part for part in np.split(tokens, ends) if (part != eod_id).any()]
+    long = [part for part in documents if len(part) >= at_least]
+    if not long:
+        longest = max(len(part) for part in documents)
+        raise UserError(
+            f"{source}: too short: no document has {at_least} tokens, the longest has {longest}; "
+            f"use shorter --lengths or --min-document-tokens {longest}"
+        )
+    totals = np.cumsum([len(part) for part in long])
+    count = int((totals <= (budget or totals[-1])).sum())
+    kept = np.concatenate(long[:count] or [long[0][:budget]])
+    left_out = {
+        "max_tokens": int(totals[-1]) - len(kept),
+        "short_documents": len(tokens) - int(totals[-1]),
+    }
+    return np.concatenate([[eod_id], kept]), left_out

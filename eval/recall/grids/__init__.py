@@ -1,0 +1,1 @@
+"""Plan the figures' grids of runs, and gather what they found."""

@@ -1,0 +1,1 @@
+"""Draw and tell what grids found."""

@@ -1,0 +1,185 @@
+"""Learned filters of recall models: which delay did each head learn?
+
+A filter with a single tap is a delay. A layer that recalls by single taps matches a query with the
+key before its value, and so has
+
+    delay(k) = delay(q) + delay(v) + 1
+
+which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one lag further on. For
+copying there is no such rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from eval.common.style import GRID, INK, LAGS, MUTED, STYLE, diverging_map, save_figure
+from eval.recall.tasks import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from eval.recall.grids.plan import Run
+
+STREAMS = "qkv"
+SINGLE = 0.8  # share of a filter's sum of squares from which its largest tap counts as single
+_NUMBERED = 6  # taps up to which a picture has their values in words
+_MOST_LINES = 60  # lines of one picture
+
+
+def best_runs(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dict[str, Any]]]:
+    """The run with the best last accuracy for each panel, mixer and length that has filters.
+
+    The last, not the best seen: filters are those of the end of training.
+    """
+    found: dict[tuple, tuple[Run, dict[str, Any]]] = {}
+    for run, record in rows:
+        if not any(record["filters"]):
+            continue
+        place = (run.row, run.column, run.line, run.cell.seq_len)
+        if place not in found or record["accuracy"] > found[place][1]["accuracy"]:
+            found[place] = (run, record)
+    return list(found.values())
+
+
+def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
+    """The filters of one run as FOLDER/NAME-filters.png and .svg beside its FOLDER/NAME.json.
+
+    Returns:
+        The PNG, or none where the mixer has no such filters.
+    """
+    if not any(record["filters"]):
+        return None
+    cell = record["cell"]
+    place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
+    entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
+    entry["heads"] = list(heads(record["filters"], recalls=_recalls(cell["task"])))
+    name = f"{path.stem}-filters"
+    save_figure(
+        draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent / name
+    )
+    return path.with_name(f"{name}.png")
+
+
+def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Plain values for a figure's best runs: where each stands, and its heads' delays."""
+    return [
+        {
+            "row": run.row,
+            "column": run.column,
+            "mixer": run.line,
+            "seq_len": run.cell.seq_len,
+            "lr": run.cell.lr,
+            "seed": run.cell.seed,
+            "accuracy": record["accuracy"],
+            "heads": list(heads(record["filters"], recalls=_recalls(run.cell.task))),
+        }
+        for run, record in best_runs(rows)
+    ]
+
+
+def _recalls(task: str) -> bool:
+    return TASKS[task.partition(":")[0]][0].recalls
+
+
+def heads(
+    filters: Sequence[dict[str, list[list[float]]]], *, recalls: bool
+) -> Iterator[dict[str, Any]]:
+    """Each head of each layer with its filters.
+
+    Args:
+        filters: for each layer, stream -> [H][W], lag 0 first; a stream without one has delay 0.
+        recalls: whether the task is one of recall, whose rule says something.
+
+    Yields:
+        `layer`, `head`, `taps` and `delays` by stream; `single`: the least share that a largest
+        tap has of its filter's squares; for recall `key_is_one_more`: whether delay(k) = delay(q)
+        + delay(v) + 1, none where a filter has no single tap.
+    """
+    for layer, streams in enumerate(filters):
+        for head in range(len(next(iter(streams.values()), []))):
+            taps = {s: streams[s][head] for s in STREAMS if s in streams}
+            delays = {s: int(np.abs(f).argmax()) for s, f in taps.items()}
+            shares = [np.square(f).max() / max(np.square(f).sum(), 1e-30) for f in taps.values()]
+            lag = {s: delays.get(s, 0) for s in STREAMS}
+            found = {"layer": layer, "head": head, "taps": taps, "delays": delays}
+            found["single"] = round(float(min(shares)), 3)
+            if recalls:
+                holds = lag["k"] == lag["q"] + lag["v"] + 1
+                found["key_is_one_more"] = holds if min(shares) >= SINGLE else None
+            yield found
+
+
+def verdict(head: dict[str, Any]) -> str:
+    """Whether the rule holds for a head of a task of recall; nothing for others."""
+    if "key_is_one_more" not in head:
+        return ""
+    return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]
+
+
+def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
+    """A line for each head, a panel for each stream: taps by lag, beside them what was learned.
+
+    Args:
+        entries: as `table` gives them; where there are too many lines, the first ones are drawn.
+    """
+    lines = [(entry, head) for entry in entries for head in entry["heads"]]
+    if len(lines) > _MOST_LINES:
+        title += f": the first {_MOST_LINES} of {len(lines)} heads"
+        lines = lines[:_MOST_LINES]
+    streams = [s for s in STREAMS if any(s in head["taps"] for _, head in lines)]
+    longest = max(len(f) for _, head in lines for f in head["taps"].values())
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        # Inches: what the names take at 8 points, and room for a number in each cell.
+        names = [_name(*line) for line in lines]
+        beside = 1.6 + 0.062 * max(map(len, names))
+        wide = max(1.2, 0.42 * longest) if longest <= _NUMBERED else 2.2
+        size = (beside + wide * len(streams), 1.2 + 0.24 * len(lines))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, len(streams), squeeze=False)[0]
+        for axes, stream in zip(panels, streams, strict=True):
+            _panel(axes, stream, [head["taps"].get(stream, []) for _, head in lines], longest)
+        panels[0].set_yticks(range(len(lines)), names, fontsize=8)
+        right = panels[-1].secondary_yaxis("right")
+        said = [f"{entry['accuracy']:.3f}  {verdict(head)}".rstrip() for entry, head in lines]
+        right.set_yticks(range(len(lines)), said, fontsize=8)
+        right.spines[:].set_visible(False)
+        right.tick_params(length=0)
+        rule = "; delay(k) = delay(q) + delay(v) + 1?" if any(verdict(h) for _, h in lines) else ""
+        figure.suptitle(f"{title}\nat the right: accuracy{rule}", fontsize=9)
+    return figure
+
+
+def _panel(axes: Axes, stream: str, filters: Sequence[Sequence[float]], longest: int) -> None:
+    values = np.full((len(filters), longest), np.nan)
+    for line, taps in enumerate(filters):
+        values[line, : len(taps)] = taps
+    largest = np.array([max(map(abs, taps), default=1.0) for taps in filters])[:, None]
+    axes.imshow(values / largest, cmap=diverging_map(), vmin=-1, vmax=1, aspect="auto")
+    if longest <= _NUMBERED:
+        for (line, lag), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                strong = abs(value) > 0.6 * largest[line, 0]
+                colour = "white" if strong else INK
+                axes.text(lag, line, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
+    axes.set_facecolor(GRID)  # where a filter ends before the longest
+    axes.set_title(stream, fontsize=10, color=INK)
+    step = 1 if longest <= _NUMBERED else 4
+    axes.set_xticks(range(0, longest, step))
+    axes.set_yticks([])
+    axes.set_xlabel(LAGS)
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_color(MUTED)
+    axes.tick_params(length=0)
+
+
+def _name(entry: dict[str, Any], head: dict[str, Any]) -> str:
+    name = f"{entry['row']}, {entry['column']}, L {entry['seq_len']}: {entry['mixer']}"
+    several = len(entry["heads"]) > 1
+    return f"{name}, layer {head['layer']}, head {head['head']}" if several else name

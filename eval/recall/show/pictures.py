@@ -1,0 +1,120 @@
+"""The figures' pictures: accuracy against length, the best of all runs as lines, runs as points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
+from eval.recall.grids.plan import NEGATIVE, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    Rows = Sequence[tuple[Run, dict[str, Any]]]
+    Points = Callable[[Run, dict[str, Any]], dict[int, float]]
+
+# Greys mean the control and the frame here.
+COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
+_APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
+
+
+def draw(rows: Rows, points: Points, title: str) -> Figure:
+    """Panels of accuracy against length.
+
+    Args:
+        points: what of a run stands where: length -> accuracy.
+        title: above all panels.
+    """
+    shown = [(run, record) for run, record in rows if run.row != "control"]
+    down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
+    lines = list(dict.fromkeys(run.line for run, _ in shown))
+    with matplotlib.rc_context(STYLE):
+        size = (2.9 + 2.9 * len(across), 0.9 + 2.4 * len(down))
+        drawing = Figure(figsize=size, layout="constrained")
+        panels = drawing.subplots(len(down), len(across), squeeze=False, sharey=True)
+        for i, row in enumerate(down):
+            for j, column in enumerate(across):
+                part = [(r, d) for r, d in shown if (r.row, r.column) == (row, column)]
+                _panel(panels[i, j], part, lines, points)
+                panels[i, j].set_title(f"{row}, {column}", loc="left", fontsize=9, color=INK)
+        for axes in panels[-1]:
+            axes.set_xlabel("sequence length")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("accuracy")
+        drawing.legend(handles=_legend(lines, shown), loc="outside right upper", fontsize=8)
+        drawing.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return drawing
+
+
+def _style(index: int, line: str) -> dict[str, Any]:
+    """How a line looks: by colour and marker, from the ninth on dashed and hollow too."""
+    if line == NEGATIVE:
+        return {"color": MUTED, "linestyle": ":", "marker": "x", "linewidth": 1.0}
+    again = index >= len(COLOURS)
+    colour = COLOURS[index % len(COLOURS)]
+    return {
+        "color": colour,
+        "linestyle": "--" if again else "-",
+        "marker": MARKERS[index % len(MARKERS)],
+        "markerfacecolor": PAPER if again else colour,
+        "linewidth": 1.5,
+    }
+
+
+def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None:
+    middle = (len(lines) - 1) / 2
+    ticks = sorted({x for run, record in part for x in points(run, record)})
+    apart = _APART if len(ticks) > 1 else 1.2 ** (1 / len(lines))
+    for index, line in enumerate(lines):
+        every = [p for run, d in part if run.line == line for p in points(run, d).items()]
+        if not every:
+            continue
+        best: dict[int, float] = {}
+        for x, accuracy in every:
+            best[x] = max(accuracy, best.get(x, 0.0))
+        style, beside = _style(index, line), apart ** (index - middle)
+        # The first lines, CAT's, stand above the others.
+        axes.plot(
+            [x * beside for x in sorted(best)],
+            [best[x] for x in sorted(best)],
+            **style,
+            markersize=4.5,
+            zorder=3 + (len(lines) - index) / len(lines),
+        )
+        xs, ys = [x * beside for x, _ in every], [y for _, y in every]
+        axes.scatter(xs, ys, s=10, color=style["color"], alpha=0.5, linewidths=0, zorder=5)
+    for length in {run.cell.seq_len for run, _ in part if run.across_tests}:
+        axes.axvline(length, color=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+    axes.set_ylim(-0.03, 1.05)
+
+
+def _legend(lines: Sequence[str], shown: Rows) -> list[Line2D]:
+    handles = []
+    for index, line in enumerate(lines):
+        style = {"markersize": 4.5, **_style(index, line)}
+        handles.append(Line2D([], [], label=_label(line, shown), **style))
+    point = {"linestyle": "none", "marker": "o", "markersize": 3, "alpha": 0.5, "color": MUTED}
+    handles.append(Line2D([], [], label="every run (line: the best)", **point))
+    if any(run.across_tests for run, _ in shown):
+        trained = {"linestyle": (0, (4, 3)), "color": MUTED, "linewidth": 1}
+        handles.append(Line2D([], [], label="trained length", **trained))
+    return handles
+
+
+def _label(line: str, shown: Rows) -> str:
+    """A line's name, with its layers where all its runs have as many."""
+    layers = {record["layers"] for run, record in shown if run.line == line}
+    if line == NEGATIVE:
+        return f"{line} (control)"
+    if len(layers) > 1:
+        return line
+    return f"{line} ({(n := layers.pop())} layer{'s'[: n - 1]})"

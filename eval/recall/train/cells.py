@@ -1,0 +1,152 @@
+"""Cells on disk: one JSON file each, named by what decides its result; finished ones are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from cat_lm.errors import UserError
+from cat_lm.io.readers import Record
+from eval.common.cell_store import CellStore, key_hash
+from eval.common.provenance import provenance
+
+if TYPE_CHECKING:
+    from eval.recall.train.language import LanguageCell
+    from eval.recall.train.trial import Cell
+
+    AnyCell = Cell | LanguageCell
+
+
+def _store(folder: Path) -> CellStore:
+    return CellStore(folder / "cells", _Cell)
+
+
+def _name(cell: AnyCell) -> str:
+    name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    short = key_hash(dataclasses.asdict(cell), digits=8)
+    return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
+
+
+def cell_path(folder: Path, cell: AnyCell) -> Path:
+    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
+    return _store(folder).path(_name(cell))
+
+
+def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
+    """Read the record of a finished cell, if it is there.
+
+    Raises:
+        UserError: a file that is no such record, or one from before a default was changed.
+    """
+    kinds = {key: type(value) for key, value in cell.resolved().items()}
+    record = _store(folder).read(
+        _name(cell), lambda record: all(isinstance(record.get(k), t) for k, t in kinds.items())
+    )
+    if record is not None and (changed := _changed_defaults(record, cell)):
+        raise StaleCell([cell_path(folder, cell)], changed)
+    return record
+
+
+class _Cell(Record):
+    """What every cell's record has."""
+
+    cell: dict[str, Any]
+    filters: list[dict[str, Any]]
+    delays: list[dict[str, list[int]]]
+    provenance: dict[str, Any]
+    tests: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
+
+
+class StaleCell(UserError):
+    """Finished cells whose options, where they were left out, mean something else today.
+
+    Attributes:
+        paths: their files.
+        changed: what differs in the first.
+    """
+
+    def __init__(self, paths: Sequence[Path], changed: str) -> None:
+        self.paths, self.changed = paths, changed
+        alike = dict.fromkeys(re.sub(r"-lr[^/]*$", "-lr*.json", str(path)) for path in paths)
+        these = str(paths[0]) if len(paths) == 1 else " ".join(alike)
+        super().__init__(
+            f"{len(paths)} finished, from before a default was changed ({changed}); to have the "
+            f"same command make them again, delete {these}"
+        )
+
+
+def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
+    """What differs from today's meaning, as `the mixer's window was 7, is 3`."""
+    now, then = (
+        {
+            "task": values.get("task", {}),
+            "mixer": values.get("mixer", {}).get("options", {}),
+            "model": {"layers": values.get("layers")},
+        }
+        for values in (json.loads(json.dumps(cell.resolved())), record)
+    )
+    return ", ".join(
+        f"the {kind}'s {name} was {then[kind].get(name)}, is {value}"
+        for kind in now
+        for name in now[kind] | then[kind]
+        if (value := now[kind].get(name)) != then[kind].get(name)
+    )
+
+
+def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:
+    """The record of a cell: read if it is finished, else trained, tested and written."""
+    record = finished(folder, cell)
+    if record is None:
+        with told_out_of_memory([cell], device):
+            record = cell.run(device, quiet=quiet)
+        _keep(folder, cell, record, device)
+    return record
+
+
+def run_together(folder: Path, group: Sequence[AnyCell], device: str) -> list[dict[str, Any]]:
+    """The records of cells of one kind; unfinished ones are trained as one stack.
+
+    A cell's file is written when it has stopped, so that a kill loses those still in the stack.
+
+    Raises:
+        UserError: the stack does not fit into the device's memory.
+    """
+    todo = [cell for cell in group if finished(folder, cell) is None]
+    if len(todo) > 1:
+        from eval.recall.train.stack import run_stack
+
+        with told_out_of_memory(todo, device):
+            for cell, record in run_stack(todo, device):
+                _keep(folder, cell, record, device)
+    return [run(folder, cell, device, quiet=True) for cell in group]
+
+
+@contextmanager
+def told_out_of_memory(group: Sequence[AnyCell], device: str) -> Iterator[None]:
+    """Turns the device's lack of memory for a group of cells into a UserError."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{device} has no memory for {len(group)} x {group[0].mixer}, "
+            f"d_model={group[0].d_model}, seq_len={group[0].seq_len}; a smaller batch, and in a "
+            "grid a smaller --stack or fewer --workers, need less"
+        ) from None
+
+
+def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> None:
+    from eval.recall.train.trial import delays
+
+    record["delays"] = delays(record["filters"])
+    record["provenance"] = {**provenance(), "device": device}
+    _store(folder).write(_name(cell), record)

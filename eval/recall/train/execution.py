@@ -1,0 +1,179 @@
+"""Running the cells of a grid: stacks of models in parallel processes, and how long it may take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from eval.recall.tasks import generate
+from eval.recall.train import cells
+from eval.recall.train.estimate import hours_by_mixer
+from eval.recall.train.trial import Cell
+
+if TYPE_CHECKING:
+    from eval.recall.grids.plan import Run
+    from eval.recall.train.cells import AnyCell
+
+_SHARE = 0.8  # of a GPU's free memory that stacks may take
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How cells are run.
+
+    Attributes:
+        device: of torch.
+        workers: processes at once.
+        estimate_only: stop after the estimate.
+        stack: models that are trained as one; none: as many as there are of a kind and as fit into
+            a GPU's memory, and one on a CPU, where stacks are no faster.
+    """
+
+    device: str = "cpu"
+    workers: int = 1
+    estimate_only: bool = False
+    stack: int | None = None
+
+
+def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execution) -> bool:
+    """Estimates and runs the cells that OUT does not hold; whether all are there now."""
+    todo = {run.cell: run for run in _unfinished(runs, out)}
+    print(f"{title}: {len(runs)} runs, {len(todo)} to do", flush=True)
+    groups = stacks(list(todo), execution)
+    largest = max(map(len, groups), default=1)
+    if largest > 1:
+        alone = sum(len(group) == 1 for group in groups)
+        print(f"{len(groups) - alone} stacks of up to {largest} models, {alone} models alone")
+    device, workers = execution.device, execution.workers
+    by_mixer = hours_by_mixer(groups, device)
+    hours = sum(by_mixer.values())
+    print(f"at most {hours:.2f} {device} hours, {_together(hours, execution)}")
+    costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
+    if costly:
+        print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
+    if execution.estimate_only:
+        return False
+    execute([[todo[cell] for cell in group] for group in groups], out, device, workers)
+    return True
+
+
+def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
+    """Runs whose cell OUT does not hold."""
+    found, stale = [], []
+    for run in runs:
+        try:
+            if cells.finished(out, run.cell) is None:
+                found.append(run)
+        except cells.StaleCell as error:
+            stale.append(error)
+    if stale:  # of all of them, not one after the other
+        raise cells.StaleCell([path for error in stale for path in error.paths], stale[0].changed)
+    return found
+
+
+def _together(hours: float, execution: Execution) -> str:
+    """Processes share out CPU cores, but take turns on one GPU."""
+    workers = execution.workers
+    if torch.device(execution.device).type == "cpu":
+        return f"{hours / workers:.2f} h with {workers} at once"
+    return f"less with {workers} at once where a stack leaves the GPU idle"
+
+
+def stacks(todo: Sequence[AnyCell], execution: Execution) -> list[list[AnyCell]]:
+    """Cells in groups that are trained as one; a language model is a group by itself."""
+    kinds: dict[AnyCell, list[AnyCell]] = defaultdict(list)
+    for cell in todo:
+        kinds[cell.kind if isinstance(cell, Cell) else cell].append(cell)
+    groups = []
+    for kind, alike in kinds.items():
+        most = execution.stack or (_fitting(kind, execution) if len(alike) > 1 else 1)
+        count = -(-len(alike) // most)  # stacks, as even as can be
+        groups += [
+            alike[i * len(alike) // count : (i + 1) * len(alike) // count] for i in range(count)
+        ]
+    return groups
+
+
+def _fitting(cell: Cell, execution: Execution) -> int:
+    """Models that fit beside those of the other workers."""
+    if torch.device(execution.device).type != "cuda":
+        return 1
+    free = torch.cuda.mem_get_info(execution.device)[0]
+    return max(1, int(_SHARE * free / execution.workers / bytes_of(cell)))
+
+
+def bytes_of(cell: Cell) -> int:
+    """What training a model takes at most, roughly: logits three times, 100 numbers a channel and
+    8 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
+    task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
+    scored = int((generate(task, 1, seed=0, split="train").labels != IGNORE_INDEX).sum())
+    width, length = cell.d_model, cell.seq_len
+    row = 3 * scored * task.vocabulary + layers * length * (100 * width + 8 * length)
+    numbers = cell.rows * row + 4 * width * (task.vocabulary + 16 * layers * width)
+    return 4 * numbers + 8 * cell.train_examples * (length + 2 * scored)
+
+
+def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: int) -> None:
+    """Runs stacks of cells in processes of one thread each; a finished cell has its file."""
+    context = multiprocessing.get_context("spawn")
+    started, done, count = time.monotonic(), 0, sum(map(len, groups))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
+        futures = {
+            pool.submit(cells.run_together, out, [run.cell for run in group], device): group
+            for group in groups
+        }
+        bar = tqdm(total=count, desc="runs", disable=None)
+        try:
+            for future in as_completed(futures):
+                for run, record in zip(futures[future], future.result(), strict=True):
+                    done += 1
+                    bar.update()
+                    if bar.disable:
+                        where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
+                        left = (time.monotonic() - started) / done * (count - done)
+                        accuracy = f"accuracy {record['accuracy']:.3f}"
+                        print(f"{done}/{count} {where}: {accuracy}, {left / 60:.0f} min left")
+        except BrokenProcessPool:
+            raise UserError(
+                "a process of the grid was killed, perhaps for lack of memory: try fewer "
+                "--workers; finished runs are kept, and the same command goes on"
+            ) from None
+        except BaseException:
+            # Ctrl-C, or a cell that failed: what runs now is not waited for.
+            for process in list(pool._processes.values()):
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            bar.close()
+
+
+def _start() -> None:
+    """One thread a process: the processes share the cores. A terminal's Ctrl-C reaches them too;
+    the one that started them ends them, and where that is killed they end by themselves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that an ended process leaves
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def _end_with_the_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,161 @@
+"""A small language model around a mixer: what a mixer's options do on text.
+
+The model of eval/recall/model.py with feed-forward networks, trained on prepared data (see
+data_prep) with AdamW, a linear warm-up over a tenth of the steps, a cosine to a tenth of the
+learning rate, and gradients clipped at 1; its measure is the loss on the data's validation split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm.data.loader import TrainLoader, validation_windows
+from cat_lm.data.opening import open_verified
+from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from cat_lm.training.schedule import cosine
+from eval.recall.model import RecallModel, learned_filters, parameters
+
+CLIP = 1.0
+FLOOR = 0.1  # of the learning rate, where the cosine ends
+
+
+@dataclass(frozen=True)
+class LanguageCell:
+    """All that decides a language model's result.
+
+    Attributes:
+        data: folder written by data_prep.prepare.
+        fingerprint: of these data, so that other data make another cell.
+        batch_size: rows of seq_len tokens.
+        validation_windows: windows of the validation split that are scored, from its start.
+    """
+
+    data: str
+    fingerprint: str
+    mixer: str
+    d_model: int
+    seq_len: int
+    layers: int
+    steps: int
+    lr: float
+    seed: int = 0
+    batch_size: int = 16
+    weight_decay: float = 0.1
+    validation_windows: int = 256
+    task: str = "language"
+
+    @property
+    def all_steps(self) -> int:
+        return self.steps
+
+    def resolved(self) -> dict[str, Any]:
+        """The mixer with all options, defaults too, as plain values."""
+        return {"mixer": make_mixer(self.mixer).describe()}
+
+    def timed(self, steps: int) -> LanguageCell:
+        """The same kind of step, so many times; equal for cells whose steps cost the same."""
+        return dataclasses.replace(self, lr=1e-9, seed=0, steps=steps, validation_windows=1)
+
+    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        """Trains and scores; `accuracy` is that of the next token, `loss` in nats a token.
+
+        Raises:
+            UserError: data or options that do not fit.
+        """
+        started = time.monotonic()
+        corpus = open_verified(self.data, "train")
+        if corpus.fingerprint != self.fingerprint:
+            raise UserError(f"--data {self.data}: changed since the command began")
+        loader = TrainLoader(corpus, self.seq_len, self.batch_size, self.seed)
+        held_out = validation_windows(open_verified(self.data, "validation"), self.seq_len)
+        torch.manual_seed(self.seed)
+        mixer = make_mixer(self.mixer)
+        model = RecallModel(
+            mixer,
+            vocabulary=corpus.vocab_size,
+            d_model=self.d_model,
+            positions=self.seq_len,
+            layers=self.layers,
+            feed_forward=True,
+        ).to(device)
+        history = self._train(model, loader, device)
+        trained = time.monotonic()
+        found = self._score(model, held_out, device)
+        return {
+            "cell": dataclasses.asdict(self),
+            **self.resolved(),
+            "parameters": parameters(model),
+            **found,
+            "history": history,
+            "steps": self.steps,
+            "filters": learned_filters(model),
+            "seconds": {
+                "training": round(trained - started, 2),
+                "testing": round(time.monotonic() - trained, 2),
+            },
+        }
+
+    def _train(
+        self, model: RecallModel, loader: TrainLoader, device: str
+    ) -> list[dict[str, float]]:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay
+        )
+        model.train()
+        history, every = [], max(1, self.steps // 20)
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * _rate(step + 1, self.steps)
+            tokens, labels = _tensors(loader.batch(step), device)
+            loss = F.cross_entropy(_logits(model, tokens), labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            if (step + 1) % every == 0:
+                history.append({"step": step + 1, "loss": float(loss.detach())})
+        return history
+
+    @torch.no_grad()
+    def _score(self, model: RecallModel, held_out: Any, device: str) -> dict[str, float]:
+        model.eval()
+        total, right, scored = 0.0, 0, 0
+        count = min(self.validation_windows, len(held_out))
+        for start in range(0, count, self.batch_size):
+            rows = range(start, min(start + self.batch_size, count))
+            tokens, labels = _tensors(held_out.batch(rows), device)
+            logits = _logits(model, tokens)
+            total += float(
+                F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+            )
+            right += int((logits.argmax(dim=-1) == labels).sum())
+            scored += int((labels != IGNORE_INDEX).sum())
+        return {"loss": total / scored, "accuracy": right / scored, "tokens_scored": scored}
+
+
+def _tensors(batch: dict[str, Any], device: str) -> tuple[Tensor, Tensor]:
+    """Tokens [B, T] and labels [B·T]."""
+    tokens, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
+    return tokens.to(device), labels.to(device).flatten()
+
+
+def _logits(model: RecallModel, tokens: Tensor) -> Tensor:
+    """[B·T, vocabulary]."""
+    return model(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def _rate(step: int, steps: int) -> float:
+    """The share of the learning rate at update `step` of `steps`."""
+    warmup = max(1, steps // 10)
+    if step <= warmup:
+        return step / warmup
+    return FLOOR + (1 - FLOOR) * cosine(step - warmup, steps - warmup)

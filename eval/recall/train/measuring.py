@@ -1,0 +1,119 @@
+"""How right a model's answers are: one model's, or those of a stack of models at once.
+
+Accuracy is the mean over rows of the mean over a row's scored positions. What answers is called
+with tokens […, B, T] and positions […, B, n], and gives logits […, B·n, vocabulary]; the dimensions
+before the rows are a stack's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.model import RecallModel
+from eval.recall.tasks import Examples
+
+Answer = Callable[[Tensor, Tensor], Tensor]
+_LOGITS = 2**24  # logits made at once for a model
+
+
+def scored_positions(labels: Tensor) -> Tensor:
+    """[…, B, n], the positions of labels [..., B, T] that are scored: as many in every row."""
+    found = (labels != IGNORE_INDEX).nonzero()[:, -1]
+    return found.view(*labels.shape[:-1], -1)
+
+
+def measure(model: RecallModel, examples: Examples) -> dict[str, float]:
+    """`accuracy`, mean over rows of the share of right positions; `rows_right`, share of rows whose
+    positions are all right. Answers before are given (teacher forcing)."""
+    model.eval()
+    return measure_stack(model, [examples], *_place(model), stacked=False)[0]
+
+
+def free_running(model: RecallModel, examples: Examples) -> dict[str, float]:
+    """The same when a model's own answers are fed back, where labels stand at a row's end."""
+    model.eval()
+    return free_running_stack(model, [examples], _place(model)[1], stacked=False)[0]
+
+
+def _place(model: RecallModel) -> tuple[int, torch.device]:
+    return len(model.embedding.weight), model.embedding.weight.device
+
+
+@torch.no_grad()
+def measure_stack(
+    answer: Answer,
+    examples: Sequence[Examples],
+    vocabulary: int,
+    device: torch.device | str,
+    *,
+    stacked: bool = True,
+) -> list[dict[str, float]]:
+    """`measure` for each of S models that answer at once, each with examples of its own.
+
+    Args:
+        answer: of models that are in evaluation mode.
+        stacked: whether `answer` has a dimension of models; otherwise there is one.
+    """
+    inputs, labels = _joined(examples, stacked)
+    count = int((examples[0].labels[:1] != IGNORE_INDEX).sum())
+    rows = max(1, _LOGITS // (count * vocabulary))
+    rows = min(rows, max(1, 2**22 // inputs.shape[-1] ** 2))
+    right = []
+    for start in range(0, len(examples[0]), rows):
+        part = (..., slice(start, start + rows), slice(None))
+        tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
+        positions = scored_positions(wanted)
+        found = answer(tokens, positions).argmax(dim=-1).view(positions.shape)
+        right.append((found == wanted.gather(-1, positions)).cpu())
+    correct = torch.cat(right, dim=-2).view(len(examples), -1, count)
+    return [
+        {
+            "accuracy": float(rows.double().mean(dim=1).mean()),
+            "rows_right": float(rows.all(dim=1).double().mean()),
+        }
+        for rows in correct
+    ]
+
+
+@torch.no_grad()
+def free_running_stack(
+    answer: Answer,
+    examples: Sequence[Examples],
+    device: torch.device | str,
+    *,
+    stacked: bool = True,
+) -> list[dict[str, float]]:
+    """`free_running` for each of S models that answer at once; see `measure_stack`."""
+    inputs, labels = _joined(examples, stacked)
+    first = int((examples[0].labels[0] == IGNORE_INDEX).sum())
+    rows = max(1, 2**22 // inputs.shape[-1] ** 2)
+    right = []
+    for start in range(0, len(examples[0]), rows):
+        part = (..., slice(start, start + rows), slice(None))
+        tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
+        tokens = tokens[..., : first + 1]
+        for _ in range(first, labels.shape[-1]):
+            last = tokens.new_full((*tokens.shape[:-1], 1), tokens.shape[-1] - 1)
+            found = answer(tokens, last).argmax(dim=-1)
+            tokens = torch.cat([tokens, found[..., None]], dim=-1)
+        right.append((tokens[..., first + 1 :] == wanted[..., first:]).cpu())
+    correct = torch.cat(right, dim=-2).view(len(examples), -1, labels.shape[-1] - first)
+    return [
+        {
+            "free_running_accuracy": float(rows.double().mean()),
+            "free_running_rows_right": float(rows.all(dim=1).double().mean()),
+        }
+        for rows in correct
+    ]
+
+
+def _joined(examples: Sequence[Examples], stacked: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels, [S, rows, T] of a stack, [rows, T] of one."""
+    if not stacked:
+        return examples[0].inputs, examples[0].labels
+    return np.stack([x.inputs for x in examples]), np.stack([x.labels for x in examples])

@@ -1,0 +1,311 @@
+"""Training and testing one cell: a task, a mixer, a width, a learning rate, a seed.
+
+Zoology's recipe: AdamW (torch's betas, weight decay 0.1 on all parameters), no warm-up, no
+clipping, fp32, a cosine from the learning rate to 0 stepped once an epoch; the same rows in the
+same order every epoch; stop when the test accuracy is above 0.99 after an epoch. Logits are made at
+scored positions alone. Here a model trains by itself; stack.py trains many as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
+from cat_lm.options import parse_specification
+from eval.recall.model import RecallModel, learned_filters, parameters
+from eval.recall.ranges import MOST_TOKENS, RANGES
+from eval.recall.tasks import Examples, Task, generate, make_task
+from eval.recall.tasks.multi_query import MultiQueryRecall
+from eval.recall.train.measuring import free_running, measure, scored_positions
+
+BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
+STOP_ABOVE = 0.99
+_TEST_SEED = 10  # added to the seed, as Zoology's
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All that decides a result.
+
+    Attributes:
+        task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
+        layers: none for the mixer's own.
+        batch_size: none for Zoology's at that length.
+        stop_above: test accuracy after which training stops; none: never.
+        eval_steps: also test (and perhaps stop) every so many steps; none: after epochs alone.
+        test_lengths: further lengths to test at, with the task's items in proportion.
+        fixed_items: test longer lengths also with as many items as in training.
+    """
+
+    task: str
+    mixer: str
+    d_model: int
+    seq_len: int
+    lr: float = 1e-2
+    seed: int = 0
+    epochs: int = 64
+    train_examples: int = 100_000
+    test_examples: int = 3_000
+    layers: int | None = None
+    batch_size: int | None = None
+    weight_decay: float = 0.1
+    stop_above: float | None = STOP_ABOVE
+    eval_steps: int | None = None
+    test_lengths: tuple[int, ...] = ()
+    fixed_items: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and (problem := allowed.problem(value)):
+                raise UserError(f"{name}={value}: {problem}")
+        if self.lr <= 0:
+            raise UserError(f"lr={self.lr}: must be greater than 0")
+        for name in ("train_examples", "test_examples"):
+            if getattr(self, name) * self.seq_len > MOST_TOKENS:
+                raise UserError(
+                    f"{name}={getattr(self, name)}: with seq_len={self.seq_len} these are more "
+                    f"than {MOST_TOKENS:,} tokens"
+                )
+        if self.fixed_items and not self.test_lengths:
+            raise UserError("fixed_items: needs test_lengths, at which items are fixed")
+
+    def make_task(self) -> Task:
+        """The task, or a UserError for options that do not fit."""
+        name, options = parse_specification(self.task)
+        return make_task(name, self.seq_len, options)
+
+    def resolved(self) -> dict[str, Any]:
+        """The task and the mixer with all options, and the layers, defaults too; plain values."""
+        mixer = make_mixer(self.mixer)
+        return {
+            "task": self.make_task().describe(),
+            "mixer": mixer.describe(),
+            "layers": self.layers or mixer.layers,
+        }
+
+    @property
+    def rows(self) -> int:
+        """Rows in a batch."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return next((rows for length, rows in BATCHES.items() if self.seq_len <= length), 64)
+
+    @property
+    def all_steps(self) -> int:
+        """Steps without an early stop."""
+        return self.epochs * -(-self.train_examples // self.rows)
+
+    @property
+    def kind(self) -> Cell:
+        """Equal for cells that differ in learning rate and seed alone, which can stack."""
+        return dataclasses.replace(self, lr=1.0, seed=0)
+
+    def steps(self) -> Iterator[Step]:
+        """All steps without an early stop, in order."""
+        starts, step = range(0, self.train_examples, self.rows), 0
+        for epoch in range(1, self.epochs + 1):
+            for start in starts:
+                step += 1
+                ends = start == starts[-1]
+                tested = ends or (self.eval_steps is not None and step % self.eval_steps == 0)
+                yield Step(step, epoch, slice(start, start + self.rows), tested, ends)
+
+    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        return run_cell(self, device, quiet=quiet)
+
+
+class Step(NamedTuple):
+    """A step: its number and epoch from 1, its rows, and whether a test and an epoch end it."""
+
+    number: int
+    epoch: int
+    rows: slice
+    tested: bool
+    ends_epoch: bool
+
+
+class Trial:
+    """A cell with all that its training needs, and what it has found.
+
+    Attributes:
+        tests: name of a test -> its task; examples: name -> its rows.
+        inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
+            positions are those that are scored.
+        history: a point for each test.
+    """
+
+    def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
+        started = time.monotonic()
+        self.cell, self.task, self.mixer = cell, cell.make_task(), make_mixer(cell.mixer)
+        self.tests = _tests(cell, self.task)
+        torch.manual_seed(cell.seed)
+        self.model = RecallModel(
+            self.mixer,
+            vocabulary=self.task.vocabulary,
+            d_model=cell.d_model,
+            positions=max(cell.seq_len, *(t.seq_len for t in self.tests.values())),
+            layers=cell.layers,
+        ).to(device)
+        train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
+        self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
+        self.positions = scored_positions(labels)
+        self.targets = labels.gather(1, self.positions)
+        self.examples = {
+            name: make(task, cell.test_examples, seed=cell.seed + _TEST_SEED, split="test")
+            for name, task in self.tests.items()
+        }
+        # One kernel for all parameters where there is a launch to save.
+        fused = {"fused": True} if self.inputs.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay, **fused
+        )
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, cell.epochs, eta_min=0.0
+        )
+        self.history: list[dict[str, float]] = []
+        self.data_seconds = time.monotonic() - started
+
+    def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
+        """Keeps a test's point; whether training stops here."""
+        self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
+        above = self.cell.stop_above
+        return above is not None and found["accuracy"] > above
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether the trained length is also tested with the model's own answers fed back."""
+        return self.task.free_running and getattr(self.task, "mode", "") == "autoregressive"
+
+    def record(
+        self, accuracies: dict[str, dict[str, float]], training: float, testing: float
+    ) -> dict[str, Any]:
+        """What a cell's file gets, as plain values.
+
+        Args:
+            accuracies: test -> what it found.
+            training, testing: seconds.
+        """
+        cell = self.cell
+        return {
+            "cell": dataclasses.asdict(cell),
+            **cell.resolved(),
+            "parameters": parameters(self.model),
+            "accuracy": accuracies["trained length"]["accuracy"],
+            "best_accuracy": max(point["accuracy"] for point in self.history),
+            "tests": {
+                name: {"seq_len": self.tests[name].seq_len, **found}
+                for name, found in accuracies.items()
+            },
+            "history": self.history,
+            "steps": self.history[-1]["step"],
+            "filters": learned_filters(self.model),
+            "seconds": {
+                "data": round(self.data_seconds, 2),
+                "training": round(training, 2),
+                "testing": round(testing, 2),
+            },
+        }
+
+
+def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
+    """Trains and tests a cell by itself.
+
+    Args:
+        device: of torch.
+        quiet: no progress.
+
+    Returns:
+        Plain values: accuracies by test, the history of tests, filters, times.
+
+    Raises:
+        UserError: options that do not fit.
+    """
+    trial = Trial(cell, device)
+    prepared = time.monotonic()
+    _train(trial, quiet)
+    trained = time.monotonic()
+    accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
+    if trial.runs_free:
+        accuracies["trained length"] |= free_running(trial.model, trial.examples["trained length"])
+    return trial.record(accuracies, trained - prepared, time.monotonic() - trained)
+
+
+def _tests(cell: Cell, task: Task) -> dict[str, Task]:
+    """Test name -> task."""
+    tests = {"trained length": task}
+    if cell.fixed_items and not isinstance(task, MultiQueryRecall):
+        raise UserError(f"--fixed-items: {cell.task} has no number of keys to keep")
+    for length in cell.test_lengths:
+        try:
+            tests[f"length {length}"] = task.at_length(length)
+            if cell.fixed_items and length > task.seq_len:
+                fixed = dataclasses.replace(task, seq_len=length, keys=task.num_keys)
+                tests[f"length {length}, {task.num_keys} keys"] = fixed
+        except ValueError as error:
+            raise UserError(f"--test-lengths {length}: {error}") from None
+    return tests
+
+
+def _train(trial: Trial, quiet: bool) -> None:
+    """Trains in place."""
+    cell = trial.cell
+    bar = tqdm(total=cell.all_steps, disable=True if quiet else None, leave=False)
+    for step in cell.steps():
+        loss = train_step(trial, step.rows)
+        bar.update()
+        if step.tested:
+            found = measure(trial.model, trial.examples["trained length"])
+            stops = trial.note(step, float(loss), found)
+            if not quiet:
+                _report(bar, trial.history[-1], cell)
+            if stops:
+                break
+        if step.ends_epoch:
+            trial.schedule.step()
+    bar.close()
+
+
+def train_step(trial: Trial, rows: slice) -> Tensor:
+    """One update; the loss before it."""
+    trial.model.train()
+    logits = trial.model(trial.inputs[rows], trial.positions[rows])
+    loss = F.cross_entropy(logits, trial.targets[rows].flatten())
+    trial.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    trial.optimizer.step()
+    return loss.detach()
+
+
+def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
+    text = f"accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
+    if bar.disable:
+        where = f"step {point['step']}, epoch {point['epoch']}/{cell.epochs}"
+        print(f"{where}: {text}", file=sys.stderr, flush=True)
+    else:
+        bar.set_postfix_str(text)
+
+
+def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
+    """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
+
+    A layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1.
+    """
+    return [
+        {
+            stream: [max(range(len(f)), key=lambda i, f=f: abs(f[i])) for f in heads]
+            for stream, heads in layer.items()
+        }
+        for layer in filters
+    ]

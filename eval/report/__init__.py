@@ -1,0 +1,1 @@
+"""Show finished runs side by side (`python -m eval.report`)."""

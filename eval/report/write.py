@@ -1,0 +1,94 @@
+"""Writes a report: its pictures, tables and numbers, and last the page of all."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.errors import UserError
+from cat_lm.io.files import replacing, write_json, write_text
+from cat_lm.io.own_files import set_aside
+from cat_lm.io.readers import read_bytes
+
+if TYPE_CHECKING:
+    from eval.common.runs import Run
+
+
+def report(folders: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
+    """Writes the report of the runs at `folders` into `out`; returns the page's path.
+
+    Raises UserError for a folder that is no run, and for two runs with the same name.
+    """
+    from eval.common.provenance import provenance
+    from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
+    from eval.common.style import save_figure
+    from eval.length_sweep.figures import length_figure
+    from eval.report import table2
+    from eval.report.figures import loss_figure
+    from eval.report.filters import filters_figure
+    from eval.report.page import page, table2_page
+
+    runs = [read_run(folder) for folder in folders]
+    labels = [run.label for run in runs]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"run {label}: two runs have this name; rename one folder")
+    out = Path(out)
+    rows = sweep_rows(runs)
+    made = provenance()
+    save_figure(loss_figure(curves(runs), unigram_loss(runs)), out / "loss")
+    if rows:
+        save_figure(length_figure(rows, order=labels), out / "perplexity_by_length")
+    for run in runs:
+        if run.filters:
+            save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
+    ours, theirs = table2.own_rows(runs), table2.paper_rows()
+    write_text(out / "table2.md", table2.markdown(ours, theirs))
+    write_text(out / "table2.html", table2_page(runs))
+    table2.write_csv(out / "table2.csv", ours, theirs)
+    summary = [final_numbers(run) for run in runs]
+    write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
+    with replacing(out / "summary.csv") as file:
+        # Of another architecture some columns are others.
+        columns = dict.fromkeys(column for row in summary for column in row)
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(summary)
+    # Last, so that a page is only there with all that it stands for.
+    index = out / "index.html"
+    _spare(index)
+    write_text(index, page(runs, summary, rows, title, made))
+    return index
+
+
+def _spare(index: Path) -> None:
+    """Set a page aside that no report has made, such as that of a web site in the folder."""
+    from eval.report.page import GENERATOR
+
+    if os.path.lexists(index) and GENERATOR.encode() not in read_bytes(index):
+        aside = set_aside(index)
+        print(f"note: {index} was not made by a report: now {aside.name}", file=sys.stderr)
+
+
+def final_numbers(run: Run) -> dict[str, Any]:
+    """One row of the table: what the run was and where it ended."""
+    from eval.report import table2
+
+    return {
+        "run": run.label,
+        "architecture": run.config.model.architecture,
+        **run.config.architecture.facts(run.config.model),
+        "parameters": run.parameters,
+        "tokens": run.tokens,
+        "steps": run.steps,
+        "skipped_steps": run.skipped,
+        "val_loss": run.final.get("val_loss"),
+        "val_perplexity": run.final.get("val_perplexity"),
+        "val_bits_per_byte": run.final.get("val_bits_per_byte"),
+        "tokens_per_second": run.tokens_per_second,
+        "zero_shot_average": table2.own_rows([run])[0].values[table2.AVERAGE],
+    }

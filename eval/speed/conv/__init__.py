@@ -1,0 +1,1 @@
+"""Time the convolutions beside torch's and other libraries'."""

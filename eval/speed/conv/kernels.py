@@ -1,0 +1,282 @@
+"""The causal convolutions that are timed: this project's backends, and what one would use instead.
+
+Other libraries are given everything, filters too, as they like it best, and its making is not
+timed: a filter for each of C = H·D channels, the newest input's tap last, and [B, C, T] where they
+want that. torch's is timed a second time as one would use it here, from [B, T, H, D] and this
+project's filters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm import ops
+from cat_lm.ops.convolution import kinds
+
+CONVOLUTIONS = {
+    "head": ops.head_conv,
+    "depthwise": ops.depthwise_conv,
+    "multihead": ops.multihead_conv,
+}
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """What is convolved: x [B, T, H, D] by filters of W taps.
+
+    `conv_type` is head, depthwise, multihead, or qkv for the whole step of `eval.speed.conv.qkv`.
+    """
+
+    conv_type: str
+    batch: int
+    time: int
+    heads: int
+    head_dim: int
+    window: int
+    dtype: str
+    device: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.time, self.heads, self.head_dim
+
+    @property
+    def filter_shape(self) -> tuple[int, ...]:
+        kind = kinds.get(self.conv_type)
+        return kind.filter_shape(self.heads, self.head_dim, self.window)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def backend_arguments(self) -> dict[str, Any]:
+        """How `cat_lm.ops.choose_backend` is asked; the step `qkv` convolves by heads."""
+        return {
+            "conv_type": "head" if self.conv_type == "qkv" else self.conv_type,
+            "device": self.device,
+            "dtype": self.torch_dtype,
+            "window": self.window,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+        }
+
+    def describe(self) -> str:
+        return f"{self.conv_type} W={self.window} {list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something that convolves.
+
+    Attributes:
+        name: its row in the table.
+        timed: what its time includes, in words.
+        convolve: from x and filters in the kernel's own layout to y.
+        arrange: from [B, T, H, D] to the kernel's own layout, which is not timed.
+        restore: back from it, for the check.
+        arrange_filters: from this project's layout to the kernel's own, which is not timed.
+        restore_filters: from the gradient of these to that of this project's, for the check.
+    """
+
+    name: str
+    timed: str
+    convolve: Callable[[Tensor, Tensor], Tensor]
+    arrange: Callable[[Tensor], Tensor] = Tensor.contiguous
+    restore: Callable[[Tensor], Tensor] = Tensor.contiguous
+    arrange_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
+    restore_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
+
+
+def kernels_for(case: ConvCase, names: Sequence[str]) -> tuple[list[Kernel], dict[str, str]]:
+    """The kernels that can serve a case, and for those that cannot, why.
+
+    Args:
+        names: which to look for, of `choices.KERNELS`.
+    """
+    kernels, absent = [], {}
+    for name in names:
+        try:
+            kernels += _FINDERS[name](case)
+        except _Absent as reason:
+            absent[name] = str(reason)
+    return kernels, absent
+
+
+class _Absent(Exception):
+    """A kernel cannot serve; the message says why."""
+
+
+def _own(backend: str, case: ConvCase) -> list[Kernel]:
+    try:
+        ops.choose_backend(**case.backend_arguments, backend=backend)
+    except ValueError as error:
+        raise _Absent(str(error)) from None
+    convolve = CONVOLUTIONS[case.backend_arguments["conv_type"]]
+    words = f"cat_lm.ops.{convolve.__name__}, [B, T, H, D]"
+    return [Kernel(backend, words, partial(convolve, backend=backend))]
+
+
+# torch's own convolution
+
+
+def _torch_conv1d(case: ConvCase) -> list[Kernel]:
+    if case.conv_type == "multihead":
+        shape, inside = "[B·D, H, T]", _conv1d_over_heads
+        arrange, restore = _heads_as_channels, partial(_from_heads_as_channels, case=case)
+        filters_to, filters_from = _taps_of_pairs, _from_taps_of_pairs
+    else:
+        shape, inside = "[B, H·D, T]", _conv1d_groups
+        arrange, restore = _channels_first, partial(_from_channels_first, case=case)
+        filters_to, filters_from = _channel_filters(case)
+
+    def from_time_first(x: Tensor, filters: Tensor) -> Tensor:
+        return restore(inside(arrange(x), filters_to(filters)))
+
+    return [
+        Kernel(
+            "conv1d",
+            f"torch's conv1d given, and returning, contiguous {shape}",
+            inside,
+            lambda x: arrange(x).contiguous(),
+            restore,
+            filters_to,
+            filters_from,
+        ),
+        Kernel(
+            "conv1d, transposed",
+            f"torch's conv1d from [B, T, H, D] through {shape} and back as a view",
+            from_time_first,
+        ),
+    ]
+
+
+def _conv1d_groups(x: Tensor, taps: Tensor) -> Tensor:
+    """`conv1d` with a group for each channel: x [B, C, T], taps [C, W]."""
+    channels, time = x.shape[1:]
+    return F.conv1d(x, taps[:, None], padding=taps.shape[1] - 1, groups=channels)[..., :time]
+
+
+def _conv1d_over_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """`conv1d` with heads as channels: x [B·D, H, T], weight [H_out, H_in, W]."""
+    return F.conv1d(x, weight, padding=weight.shape[2] - 1)[..., : x.shape[2]]
+
+
+def _taps_of_pairs(filters: Tensor) -> Tensor:
+    return filters.permute(1, 2, 0).flip(2)
+
+
+def _from_taps_of_pairs(weight: Tensor) -> Tensor:
+    return weight.flip(2).permute(2, 0, 1)
+
+
+def _channel_filters(
+    case: ConvCase,
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """To [C, W] with the newest input's tap last, and from its gradient to that of the filters."""
+
+    def arrange(filters: Tensor) -> Tensor:
+        if case.conv_type == "head":
+            filters = filters.repeat_interleave(case.head_dim, dim=0)
+        return filters.reshape(case.heads * case.head_dim, case.window).flip(1)
+
+    def restore(gradient: Tensor) -> Tensor:
+        channels = gradient.flip(1).unflatten(0, (case.heads, case.head_dim))
+        return channels.sum(1) if case.conv_type == "head" else channels
+
+    return arrange, restore
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def _from_channels_first(y: Tensor, case: ConvCase) -> Tensor:
+    return y.transpose(1, 2).unflatten(2, (case.heads, case.head_dim))
+
+
+def _heads_as_channels(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 2, 1).flatten(0, 1)
+
+
+def _from_heads_as_channels(y: Tensor, case: ConvCase) -> Tensor:
+    return y.unflatten(0, (case.batch, case.head_dim)).permute(0, 3, 2, 1)
+
+
+# Other libraries, where they are installed
+
+
+def _flash_linear_attention(case: ConvCase) -> list[Kernel]:
+    # The module has moved between versions; the first name is kept for old users since.
+    modules = ("fla.modules.convolution", "fla.modules.causal_conv1d")
+    convolve = _import_for_gpu(case, modules, "causal_conv1d")
+    return [
+        Kernel(
+            "fla",
+            "flash-linear-attention's causal_conv1d, Triton, [B, T, H·D]",
+            lambda x, taps: convolve(x, taps, backend="triton")[0],
+            lambda x: x.flatten(2).contiguous(),
+            lambda y: y.unflatten(2, (case.heads, case.head_dim)),
+            *_channel_filters(case),
+        )
+    ]
+
+
+def _causal_conv1d(case: ConvCase) -> list[Kernel]:
+    if not 2 <= case.window <= 4:
+        raise _Absent("has kernels for windows of 2, 3 and 4 only")
+    convolve = _import_for_gpu(case, ("causal_conv1d",), "causal_conv1d_fn")
+    restore = partial(_from_channels_first, case=case)
+    return [
+        Kernel(
+            "causal-conv1d",
+            "given, and returning, contiguous [B, H·D, T]",
+            convolve,
+            lambda x: _channels_first(x).contiguous(),
+            restore,
+            *_channel_filters(case),
+        ),
+        Kernel(
+            "causal-conv1d, channels last",
+            "given [B, H·D, T] as a view of contiguous [B, T, H·D]",
+            convolve,
+            lambda x: _channels_first(x.contiguous()),
+            restore,
+            *_channel_filters(case),
+        ),
+    ]
+
+
+def _import_for_gpu(case: ConvCase, modules: tuple[str, ...], function: str) -> Any:
+    if case.conv_type == "multihead":
+        raise _Absent("convolves each channel on its own")
+    if not case.device.startswith("cuda"):
+        raise _Absent("runs on a GPU only")
+    reasons = []
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), function)
+        except Exception as error:  # a broken installation may raise anything
+            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    raise _Absent(f"cannot be imported ({'; '.join(dict.fromkeys(reasons))})")
+
+
+_FINDERS: dict[str, Callable[[ConvCase], list[Kernel]]] = {
+    **{backend: partial(_own, backend) for backend in ops.BACKENDS},
+    "conv1d": _torch_conv1d,
+    "fla": _flash_linear_attention,
+    "causal-conv1d": _causal_conv1d,
+}

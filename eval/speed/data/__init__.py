@@ -1,0 +1,1 @@
+"""Time tokenization, preparation, the loader and the opening of corpora."""

@@ -1,0 +1,1 @@
+"""Time whole models: training steps, decoding, checkpoints."""

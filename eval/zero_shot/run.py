@@ -1,0 +1,380 @@
+"""Runs harness tasks on a model, task by task, and keeps what is finished.
+
+OUT gets `tasks/`, one file for each finished task under a name that hashes all its numbers depend
+on; a later call with the same settings reads it instead of computing the task again. The result
+files zero_shot.json and .csv are written anew after every task; tasks of earlier calls with the
+same settings stay in them. With samples, `samples/` has one jsonl file per task with every prompt
+and answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lm_eval.evaluator import evaluate
+
+from cat_lm.errors import UserError
+from cat_lm.io.readers import read_object, short
+from cat_lm.pretrained import DTYPES, model_folder, model_label
+from eval.common.models import folder_sha256, joint_sha256
+from eval.common.provenance import provenance
+from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
+from eval.zero_shot.results import (
+    cell_name,
+    counted,
+    earlier_tasks,
+    finished,
+    left_out,
+    number,
+    samples_file,
+    task_store,
+    write_result,
+    write_samples,
+)
+from eval.zero_shot.tasks import table2
+from eval.zero_shot.tasks.catalog import Catalog
+from eval.zero_shot.tasks.rows import check_answers
+from eval.zero_shot.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
+
+SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
+BOOTSTRAP_ITERATIONS = 1000  # a standard error to about two per cent
+# Keys of a definition that say where its rows are.
+_OF_DATA = {"metadata", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}
+_OF_DATA |= {"training_split", "validation_split", "test_split", "fewshot_split"}
+PACKAGES = ("lm_eval", "datasets", "accelerate", "tokenizers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run is asked for besides the model and the tasks; defaults as in the command."""
+
+    data_dir: Path | None = None
+    limit: int | None = None
+    batch_size: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_length: int | None = None
+    samples: bool = False
+    bootstrap_iterations: int = BOOTSTRAP_ITERATIONS
+
+
+def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) -> dict[str, Any]:
+    """Evaluates the model in a transformers or run folder; returns what zero_shot.json holds.
+
+    Every rank that was launched must call it; only rank 0 writes, and returns the whole result.
+    Tasks that `out` has already, with the same settings, stay in the result.
+
+    Raises UserError on all ranks: for bad input, before the first task is computed; and for tasks
+    that could not be computed, after all others are done and written.
+    """
+    with _quiet():
+        accelerator = launched_accelerator(settings.device)
+        with agreed(accelerator):
+            folder = model_folder(model)
+            catalog = Catalog(names)
+            source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
+            tasks = {name: catalog.load(name, source) for name in catalog.specs}
+            for task in tasks.values():
+                check_answers(task, source, needed_splits(task.config), settings.limit)
+            scorer = _scorer(folder, settings, accelerator)
+            for name, task in tasks.items():
+                _check_rows(name, task, settings.limit, scorer.world_size)
+            description = _describe_model(folder, scorer)
+            shared = _shared_key(description, settings)
+            earlier = earlier_tasks(out, shared) if scorer.rank == 0 else {}
+        result = {
+            "model": description,
+            "settings": _describe_settings(settings, scorer),
+            "tasks": earlier,
+            "average": table2.average(earlier),
+            **_provenance(),
+        }
+        failed = {}
+        for name, task in tasks.items():
+            key = _key(name, task) | shared
+            try:
+                values = _task_values(name, task, scorer, settings, out, key)
+            except UserError as error:
+                failed[name] = str(error)
+                if scorer.rank == 0 and len(tasks) > 1:
+                    print(f"{error}; the other tasks go on", file=sys.stderr, flush=True)
+                continue
+            if scorer.rank == 0:
+                result["tasks"][name] = values | {"data": source.records[name]}
+                result["average"] = table2.average(result["tasks"])
+                write_result(out, result)
+    if failed:
+        raise UserError(_failures(failed, len(tasks), out))
+    return result
+
+
+def _failures(failed: Mapping[str, str], asked: int, out: Path) -> str:
+    if asked == 1:
+        return next(iter(failed.values()))
+    rest = f"the {asked - len(failed)} others are in {out}"
+    return f"{len(failed)} of {asked} tasks failed: {'; '.join(failed.values())}; {rest}"
+
+
+def _task_values(
+    name: str,
+    task: ConfigurableTask,
+    scorer: Scorer,
+    settings: Settings,
+    out: Path,
+    key: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """A task's values on rank 0, read where it is finished; the others may not see the files."""
+    with agreed(scorer.ranks):
+        values = finished(out, name, key, settings.samples) if scorer.rank == 0 else None
+    if scorer.from_first_rank(values is not None):
+        return values
+    return _compute(name, task, scorer, settings, out, key)
+
+
+def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
+    dtype = _stored_dtype(folder) if settings.dtype == "auto" else settings.dtype
+    return Scorer(
+        folder,
+        dtype=dtype,
+        device=settings.device,
+        batch_size=settings.batch_size,
+        max_length=settings.max_length,
+        accelerator=accelerator,
+    )
+
+
+def _check_rows(name: str, task: ConfigurableTask, limit: int | None, ranks: int) -> None:
+    rows = len(task.task_docs)
+    rows = min(rows, limit or rows)
+    if rows < ranks:
+        raise UserError(f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer")
+
+
+def _compute(
+    name: str,
+    task: ConfigurableTask,
+    scorer: Scorer,
+    settings: Settings,
+    out: Path,
+    key: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Runs one task on all ranks; rank 0 writes its files and returns its values."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(SEED)
+    random.seed(0)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    scorer.begin(name)
+    begin = time.perf_counter()
+    try:
+        with agreed(scorer.ranks), _named(name, scorer):
+            found = evaluate(
+                scorer,
+                {"tasks": {name: task}},
+                limit=settings.limit,
+                bootstrap_iters=settings.bootstrap_iterations,
+                log_samples=settings.samples,
+            )
+    finally:
+        scorer.end()
+    seconds = time.perf_counter() - begin
+    answered = [request.doc_id for request in task.instances if request.resps]
+    positions, truncated, requests, scored = scorer.totals(len(answered), len(set(answered)))
+    if scorer.rank != 0:
+        return None
+    if settings.samples:
+        write_samples(samples_file(out, name, key), found["samples"][name])
+    values = _values(found, name)
+    values |= {
+        "left_out": left_out(task, values["rows"], scored, settings.limit),
+        "requests": requests,
+        "truncated": truncated,
+        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(positions / seconds, 1),
+        "key": dict(key),
+    }
+    task_store(out).write(cell_name(name, key), values)
+    metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
+    print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
+    return values
+
+
+@contextlib.contextmanager
+def _named(name: str, scorer: Scorer) -> Iterator[None]:
+    """What makes a task impossible becomes a UserError with its name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"task {name}: {error}") from None
+    except OverflowError:
+        raise UserError(
+            f"task {name}: its perplexity is larger than any number; the model has diverged"
+        ) from None
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"task {name}: out of memory with --batch-size {scorer.batch_size} and a context of "
+            f"{scorer.max_length}; use --batch-size auto or a smaller number"
+        ) from None
+
+
+def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The harness's result of a task, its `metric,filter` names taken apart."""
+    metrics, stderr = {}, {}
+    for key, value in found["results"][name].items():
+        metric, comma, filter_ = key.partition(",")
+        if not comma:
+            continue
+        base = metric.removesuffix("_stderr")
+        label = base if filter_ == "none" else key.replace("_stderr,", ",")
+        (stderr if metric != base else metrics)[label] = _finite(value)
+    return {
+        "metrics": metrics,
+        "stderr": stderr,
+        "version": found["versions"][name],
+        "n": found["n-samples"][name]["effective"],
+        "rows": found["n-samples"][name]["original"],
+        "num_fewshot": found["n-shot"][name],
+        "higher_is_better": found["higher_is_better"].get(name, {}),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities: the number of a diverged model is absent, as an unknown error is."""
+    if isinstance(value, str):  # the harness's "N/A"
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+# What is finished
+
+
+def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
+    """All of a task that its numbers depend on."""
+    definition = {key: v for key, v in task.dump_config().items() if key not in _OF_DATA}
+    # The few-shot examples' split is left out of it too: the rows have their own hash.
+    definition["fewshot_config"] = {
+        key: v for key, v in definition["fewshot_config"].items() if key != "split"
+    }
+    text = json.dumps(definition, sort_keys=True, default=_source_of)
+    return {
+        "task": name,
+        "version": task.VERSION,
+        "definition_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "rows_sha256": rows_sha256(task),
+    }
+
+
+def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """All else that they depend on; not the batch size and not the number of ranks."""
+    return {
+        "harness": metadata.version("lm_eval"),
+        "limit": settings.limit,
+        "bootstrap_iterations": settings.bootstrap_iterations,
+        "model_sha256": model["sha256"],
+        "tokenizer_sha256": model["tokenizer_sha256"],
+        "dtype": model["dtype"],
+        "max_length": model["max_length"],
+    }
+
+
+def _source_of(value: Any) -> str:
+    """A function of a definition as text; its `str` has an address in it, new in each process."""
+    return inspect.getsource(value) if callable(value) else str(value)
+
+
+# What is said about a result
+
+
+def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
+    prefix = scorer.prefix_token_id
+    return {
+        "label": model_label(folder),
+        "folder": str(folder),
+        "sha256": folder_sha256(folder),
+        "tokenizer_sha256": _tokenizer_sha256(scorer.tokenizer, folder),
+        "parameters": scorer.model.num_parameters(),
+        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        "max_length": scorer.max_length,
+        "prefix_token": {"id": prefix, "text": scorer.tokenizer.convert_ids_to_tokens(prefix)},
+    }
+
+
+def _describe_settings(settings: Settings, scorer: Scorer) -> dict[str, Any]:
+    return {
+        "limit": settings.limit,
+        "batch_size": scorer.batch_size,
+        "ranks": scorer.world_size,
+        "device": str(scorer.device),
+        "bootstrap_iterations": settings.bootstrap_iterations,
+        "data_dir": None if settings.data_dir is None else str(settings.data_dir),
+    }
+
+
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Of what the loaded tokenizer does, whatever files it was read from."""
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if tokenizer.is_fast:
+        values = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Of the last call, not of the tokenizer.
+        values |= {"truncation": None, "padding": None}
+        text = json.dumps(values, sort_keys=True)
+    else:
+        names = {*tokenizer.vocab_files_names.values(), "tokenizer_config.json"}
+        names |= {"special_tokens_map.json", "added_tokens.json"}
+        paths = [folder / name for name in sorted(names)]
+        text = joint_sha256([path for path in paths if path.is_file()])
+    return hashlib.sha256(f"{type(tokenizer).__name__} {special} {text}".encode()).hexdigest()
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The dtype that config.json gives the weights, as transformers' and the harness's "auto"."""
+    config = read_object(folder / "config.json")
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored not in DTYPES:
+        raise UserError(
+            f"{folder / 'config.json'}: dtype is {short(stored)}: should be one of "
+            f"{', '.join(DTYPES)}; or give --dtype"
+        )
+    return stored
+
+
+def _provenance() -> dict[str, Any]:
+    values = provenance()
+    values["versions"] |= {name: metadata.version(name) for name in PACKAGES}
+    return values
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the harness's notes and prints out of this command's output."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    # Its bootstrap would fork this process, which has threads and perhaps a GPU.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield

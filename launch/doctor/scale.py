@@ -1,0 +1,246 @@
+"""`python -m launch.doctor CONFIG --dry-run ranks=64,device=h100`: a large run looked at from here.
+
+No rank is started. The model is built without its weights, samples are assigned to all ranks, and
+DeepSpeed's engine is started on a process group that only says how large it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cat_lm import limits
+from cat_lm.cli import whole
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.host import GIB
+from cat_lm.training.devices import Device, device_by_option
+from launch.doctor.findings import Finding
+
+KEYS = ("ranks", "gpus-per-node", "device")
+# As many ranks' samples are drawn, so that a million ranks take no longer.
+MOST_RANKS = 256
+# DeepSpeed makes lists of all ranks, which of a million take minutes and gigabytes.
+MOST_STARTED = 4096
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What `--dry-run` names."""
+
+    ranks: int
+    gpus_per_node: int = 8
+    device: Device | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DryRun:
+        """Reads `ranks=64,gpus-per-node=8,device=h100`; only ranks must be there.
+
+        Raises:
+            UserError: with all that is wrong.
+        """
+        values: dict[str, str] = {}
+        errors = []
+        for part in text.split(","):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if key not in KEYS or not equals or key in values:
+                errors.append(f"{part.strip()!r}: must be one each of {'=…, '.join(KEYS)}=…")
+            values[key] = value
+        numbers = {"ranks": 0, "gpus-per-node": 8}
+        for key, allowed in (("ranks", limits.RANKS), ("gpus-per-node", limits.PER_NODE)):
+            try:
+                numbers[key] = whole(allowed)(values.get(key, str(numbers[key] or "")))
+            except argparse.ArgumentTypeError as error:
+                errors.append(f"{key}: {error}")
+        device = None
+        try:
+            device = device_by_option(values["device"]) if "device" in values else None
+        except UserError as error:
+            errors.append(str(error))
+        if errors:
+            raise UserError(f"--dry-run {text}: {'; '.join(errors)}")
+        return cls(numbers["ranks"], numbers["gpus-per-node"], device)
+
+
+class SyntheticCorpus:
+    """As many tokens as the run reads, for arithmetic where the data are not there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.name, self.split = "no data", "train"
+        self.num_tokens, self.fingerprint = num_tokens, "synthetic"
+
+
+def batch(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    """Whether nodes and global batch divide, and what a rank computes."""
+    from cat_lm.training.preflight.rules import batch_advice
+
+    ranks, per_node = asked.ranks, asked.gpus_per_node
+    nodes, problem = max(1, ranks // per_node), None
+    if ranks > per_node and ranks % per_node:
+        problem = f"ranks={ranks}: is not a multiple of gpus-per-node={per_node}"
+    device = f" of {per_node} {asked.device.name}" if asked.device else ""
+    text = f"{ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}{device}"
+    yield Finding("ranks", text, "nodes", nodes, problem, problem is not None)
+    try:
+        steps = config.accumulation_steps(ranks)
+    except UserError as error:
+        problem = f"{error}; {batch_advice(config, ranks)}"
+        yield Finding("batch", "", "accumulation", None, problem, broken=True)
+        return
+    train = config.train
+    text = (
+        f"{train.global_batch_size} sequences of {config.data.context_length} a step: "
+        f"{train.global_batch_size // ranks} a rank, {train.micro_batch_size} at once, "
+        f"{steps} micro-batch{'es' if steps > 1 else ''}"
+    )
+    yield Finding("batch", text, "accumulation", steps)
+
+
+def data(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    """The data, or that they are not there; and how all ranks' samples make up the batches."""
+    from cat_lm.data.loader import TrainLoader
+    from cat_lm.data.opening import open_data
+
+    tokens = config.total_steps * config.tokens_per_step
+    try:
+        corpus, _, loader = open_data(config)
+    except UserError as error:
+        problem = f"{error}; its arithmetic is that of {tokens:,} tokens that nobody reads"
+        yield Finding("data", "", "data", None, problem)
+        loader = TrainLoader(
+            SyntheticCorpus(tokens + 1),
+            config.data.context_length,
+            config.train.global_batch_size,
+            config.train.seed,
+        )
+    else:
+        epochs = config.total_steps * config.train.global_batch_size / loader.samples_per_epoch
+        text = f"{corpus.num_tokens:,} tokens; the run reads {tokens:,}, {epochs:.2f} epochs"
+        yield Finding("data", text, "data", corpus.fingerprint)
+    if config.train.global_batch_size % asked.ranks == 0:
+        yield _samples(config, loader, asked.ranks)
+
+
+def _samples(config: RunConfig, loader, ranks: int) -> Finding:
+    """Whether the ranks' samples, end to end, are the global batch, for any number of ranks."""
+    import numpy as np
+
+    batch_size, last = config.train.global_batch_size, config.total_steps - 1
+    steps = sorted({0, 1, last // 2, last} & set(range(last + 1)))
+    sizes = sorted(n for n in {2, ranks // 2, ranks, 2 * ranks} if n and batch_size % n == 0)
+    wrong = []
+    for step in steps:
+        whole = loader.sample_ids(step)
+        for size in sizes:
+            share = batch_size // size
+            # Of very many ranks some are looked at, the first and the last among them.
+            looked = sorted({round(n) for n in np.linspace(0, size - 1, min(size, MOST_RANKS))})
+            parts = [loader.sample_ids(step, rank, size) for rank in looked]
+            right = [whole[share * rank : share * (rank + 1)] for rank in looked]
+            if not np.array_equal(np.concatenate(parts), np.concatenate(right)):
+                wrong.append(f"step {step} among {size} ranks")
+        within_epoch = (step + 1) * batch_size <= loader.samples_per_epoch
+        if within_epoch and len(np.unique(whole)) != batch_size:
+            wrong.append(f"step {step} repeats samples")
+    problem = f"samples are assigned wrongly: {'; '.join(wrong)}" if wrong else None
+    text = (
+        f"steps {', '.join(map(str, steps))}: the ranks' samples are the global batch, in the same "
+        f"order among {', '.join(map(str, sizes))} ranks"
+    )
+    return Finding("samples", "" if wrong else text, "samples", steps, problem, bool(wrong))
+
+
+def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    """The model without its weights, what a rank keeps of it, and the memory of a step."""
+    from cat_lm.training.estimate import memory_per_rank, meta_model
+    from launch.doctor.fake_group import group_sizes, partitions
+    from launch.doctor.run_config import vocabulary
+
+    vocab_size, assumed = vocabulary(config)
+    built = meta_model(config, vocab_size)
+    parameters, stage = config.num_parameters(vocab_size), config.train.zero_stage
+    text = f"{parameters:,} parameters"
+    text += f", vocabulary taken to be {vocab_size}" if assumed else ""
+    yield Finding("model", text, "parameters", parameters)
+    sizes = group_sizes(built, config.optimizer.weight_decay)
+    parts = partitions(sizes, stage, asked.ranks)
+    text = f"ZeRO-{stage}: {sum(parts):,} of the optimizer's elements on a rank"
+    yield Finding("partitions", text, "partitions", parts)
+    memory = memory_per_rank(config, parameters, asked.ranks, vocab_size)
+    text, problem = f"about {memory.total / GIB:.1f} GiB a rank ({memory})", None
+    if asked.device is not None:
+        text += f" of {asked.device.memory:g} GiB"
+        if memory.total > asked.device.memory * GIB:
+            problem = (
+                f"about {memory.total / GIB:.1f} GiB a rank do not fit into the "
+                f"{asked.device.memory:g} GiB of {asked.device.name}; {memory.advice}"
+            )
+    yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
+
+
+def started_ranks(ranks: int) -> int:
+    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once."""
+    return max(n for n in range(1, min(ranks, MOST_STARTED) + 1) if ranks % n == 0)
+
+
+def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
+    from cat_lm.training.estimate import meta_model
+    from launch.doctor.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
+
+    per_pass = config.train.micro_batch_size * asked.ranks
+    if config.train.global_batch_size % per_pass:
+        return  # said already, and more clearly than DeepSpeed would
+    small, ranks = narrowed(config), started_ranks(asked.ranks)
+    kind, found = deepspeed_partitions(small, ranks)
+    sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
+    expected = partitions(sizes, config.train.zero_stage, ranks)
+    problem = None
+    if found != expected:
+        problem = f"DeepSpeed partitions otherwise than computed here: {found}, not {expected}"
+    text = f"DeepSpeed's {kind} starts with {ranks} ranks (fake group, narrowed model)"
+    yield Finding("engine", text, "engine", found, problem, problem is not None)
+
+
+def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    from cat_lm.training.schedule import learning_rate
+
+    steps, warmup = config.total_steps, config.steps_of("warmup")
+    rates = {step: learning_rate(config, step) for step in (1, max(1, warmup), steps)}
+    text = (
+        f"{steps:,} steps of {config.tokens_per_step:,} tokens, {warmup:,} of them warm-up; "
+        "learning rate " + ", ".join(f"{rate:.2e} at step {step:,}" for step, rate in rates.items())
+    )
+    yield Finding("schedule", text, "steps", steps)
+
+
+def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+    """The size of one, of one rank's file, and of all that the run keeps."""
+    from cat_lm.training.estimate import checkpoint_bytes
+    from launch.doctor.run_config import vocabulary
+
+    one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
+    rule, saves = config.checkpoint, config.total_steps // config.checkpoint.every_steps
+    kept = min(saves, rule.keep_last)
+    if rule.keep_every_steps:
+        kept += config.total_steps // rule.keep_every_steps
+    text = (
+        f"{one / GIB:.1f} GiB each, every {rule.every_steps:,} steps; up to "
+        f"{(kept + 1) * one / GIB:,.1f} GiB at the end of the run"
+    )
+    yield Finding("checkpoints", text, "checkpoint", one)
+
+
+ALL = (batch, model, engine, data, schedule, checkpoints)
+
+
+def examine(config: RunConfig, asked: DryRun) -> list[Finding]:
+    """All findings; no check raises, so that all that is wrong is known at once."""
+    from launch.doctor.findings import guarded
+
+    if config.train.precision == "auto":
+        from launch.doctor.run_config import precision_here
+
+        config = config.with_precision("bf16" if asked.device else precision_here(config))
+    return [finding for check in ALL for finding in guarded(check, config, asked)]

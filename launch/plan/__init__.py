@@ -1,0 +1,1 @@
+"""`python -m launch.plan`: what a run costs, before it runs."""

@@ -1,0 +1,214 @@
+"""What a run costs on a number of GPUs: the equations of `launch.plan`, and what they assume.
+
+Each is written out in README.md, beside tables that these functions computed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training.devices import Device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from cat_lm.training.estimate import Memory
+
+# The share of a GPU's peak that a training step is taken to reach where nothing was measured.
+# Published runs of dense models of 1 to 70 billion parameters on A100 and H100 report 0.35 to 0.55
+# of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
+# this project: `eval.speed train --json` makes one, which `--measured` takes instead.
+ASSUMED_MFU = 0.40
+# GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
+# at least have.
+ASSUMED_INTERCONNECT = 25.0
+# The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
+LINK_EFFICIENCY = 0.7
+# GB/s that all nodes together write to the file system of the run's folder.
+ASSUMED_STORAGE = 2.0
+# The share of the communication that can hide behind computing. DeepSpeed overlaps it only in
+# ZeRO-3 (overlap_comm), where the next layer's weights are gathered while one computes.
+OVERLAP = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.5}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine, as far as the costs depend on it.
+
+    Attributes:
+        flops: FLOP/s that a GPU achieves in training, of the model's own.
+        interconnect: GB/s that a GPU sends to other nodes.
+        storage: GB/s of the file system, for all nodes together.
+    """
+
+    device: Device
+    gpus_per_node: int
+    flops: float
+    interconnect: float
+    storage: float
+
+    def nodes(self, gpus: int) -> int:
+        """Raises `UserError` for GPUs that are not whole nodes."""
+        if gpus > self.gpus_per_node and gpus % self.gpus_per_node:
+            raise UserError(
+                f"--gpus {gpus}: is not a multiple of --gpus-per-node {self.gpus_per_node}"
+            )
+        return max(1, gpus // self.gpus_per_node)
+
+    def bandwidth(self, gpus: int) -> float:
+        """Bytes a second that each GPU sends in a ring over all of them.
+
+        A ring enters and leaves a node once; a node's GPUs each have their own way out, and as many
+        rings use them at the same time. So it is all of a node's ways out, or a GPU's link.
+        """
+        link = self.device.link
+        if self.nodes(gpus) > 1:
+            link = min(link, self.interconnect * self.gpus_per_node)
+        return LINK_EFFICIENCY * link * 1e9
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration with its model counted: what does not depend on the number of GPUs."""
+
+    config: RunConfig
+    model: PreTrainedConfig
+    parameters: int
+    flops_per_token: float
+
+    @classmethod
+    def of(cls, config: RunConfig, vocab_size: int) -> Run:
+        from cat_lm.training.engine import model_config
+        from cat_lm.training.estimate import flops_per_token
+
+        model, length = model_config(config, vocab_size), config.data.context_length
+        parameters = config.num_parameters(vocab_size)
+        return cls(config, model, parameters, flops_per_token(model, parameters, length))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a run needs on `gpus` GPUs. Times in seconds, sizes in bytes."""
+
+    gpus: int
+    nodes: int
+    micro_batch_size: int
+    accumulation_steps: int
+    compute_seconds: float
+    communication_bytes: float
+    communication_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    checkpoints: int
+    validation_seconds: float
+    total_seconds: float
+    memory: Memory
+
+    @property
+    def days(self) -> float:
+        return self.total_seconds / 86_400
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpus * self.total_seconds / 3600
+
+
+def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
+    """The costs of `run` on `gpus` GPUs.
+
+    Raises:
+        UserError: the global batch cannot be shared by so many GPUs, or they are not whole nodes.
+    """
+    from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank
+
+    config = with_fitting_micro_batch(run.config, gpus)
+    compute = compute_seconds(run, cluster, gpus)
+    volume = communication_bytes(config, run.parameters, gpus)
+    communication = volume / cluster.bandwidth(gpus)
+    overlap = OVERLAP[config.train.zero_stage]
+    exposed = communication - min(overlap * communication, compute)
+    step = compute + exposed
+    saved = checkpoint_bytes(run.parameters)
+    saves = math.ceil(config.total_steps / config.checkpoint.every_steps)
+    validation = validation_flops(run) / (gpus * cluster.flops)
+    saving = saved / (cluster.storage * 1e9)
+    return Costs(
+        gpus=gpus,
+        nodes=cluster.nodes(gpus),
+        micro_batch_size=config.train.micro_batch_size,
+        accumulation_steps=config.accumulation_steps(gpus),
+        compute_seconds=compute,
+        communication_bytes=volume,
+        communication_seconds=communication,
+        exposed_seconds=exposed,
+        step_seconds=step,
+        tokens_per_second=config.tokens_per_step / step,
+        checkpoint_bytes=saved,
+        checkpoint_seconds=saving,
+        checkpoints=saves,
+        validation_seconds=validation,
+        total_seconds=config.total_steps * step + saves * saving + validation,
+        memory=memory_per_rank(config, run.parameters, gpus, run.model.vocab_size),
+    )
+
+
+def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
+    """`config` with the largest micro-batch, up to its own, that divides a GPU's share.
+
+    Raises:
+        UserError: the GPUs do not divide the global batch.
+    """
+    batch = config.train.global_batch_size
+    if batch % gpus:
+        fits = [n for n in range(1, batch + 1) if batch % n == 0]
+        near = [max(n for n in fits if n < gpus), *[n for n in fits if n > gpus][:1]]
+        raise UserError(
+            f"--gpus {gpus}: train.global_batch_size={batch} sequences cannot be shared by "
+            f"{gpus} GPUs; {' or '.join(map(str, near))} GPUs can, or change the batch"
+        )
+    share = batch // gpus
+    largest = min(config.train.micro_batch_size, share)
+    micro = max(size for size in range(1, largest + 1) if share % size == 0)
+    train = config.train.model_copy(update={"micro_batch_size": micro})
+    return config.model_copy(update={"train": train})
+
+
+def compute_seconds(run: Run, cluster: Cluster, gpus: int) -> float:
+    """Of a step. Activation checkpointing computes each forward pass, a third, once more."""
+    again = 4 / 3 if run.config.train.activation_checkpointing else 1.0
+    work = again * run.flops_per_token * run.config.tokens_per_step
+    return work / (gpus * cluster.flops)
+
+
+def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
+    """Bytes that each GPU sends in a step, as DeepSpeed reduces and gathers here.
+
+    A ring all-reduce of P numbers sends 2 (n − 1) / n of them, a reduce-scatter or an all-gather
+    half of that. Gradients travel in fp32. ZeRO-0 all-reduces them once a step; so does ZeRO-1
+    (DeepSpeed combines the ranks' buckets in one all-reduce) and then gathers the weights; ZeRO-2
+    reduces after every micro-batch. ZeRO-3 gathers the weights twice in every micro-batch and
+    reduce-scatters the gradients.
+    """
+    stage, passes = config.train.zero_stage, config.accumulation_steps(gpus)
+    weights = parameters * (2 if config.train.precision == "bf16" else 4)
+    gradients = 4 * parameters
+    sent = {
+        0: 2 * gradients,
+        1: 2 * gradients + weights,
+        2: passes * 2 * gradients + weights,
+        3: passes * (gradients + 2 * weights),
+    }[stage]
+    return sent * (gpus - 1) / gpus
+
+
+def validation_flops(run: Run) -> float:
+    """Forward passes over `validation.max_tokens`; 0 where it is the whole split, unknown here."""
+    every, tokens = run.config.validation.every_steps, run.config.validation.max_tokens or 0
+    return run.config.total_steps // every * tokens * run.flops_per_token / 3

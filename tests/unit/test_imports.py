@@ -1,0 +1,125 @@
+"""Modules import each other in no circle, and rooms one way.
+
+Imports inside functions count; those for type checkers only do not.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_packaging import REPOSITORY, source_files
+
+# Rooms and modules of a folder, the upper ones first: none imports one of a row above its own, nor
+# another one of its row.
+LAYERS = {
+    "": (("train",), ("launch",), ("eval",), ("data_prep",), ("cat_lm",)),
+    "cat_lm": (
+        ("upcycle",),
+        ("export", "generate"),
+        ("training",),
+        ("data",),
+        ("model_files",),
+        ("model",),
+        ("ops",),
+        ("io",),
+        ("errors", "limits", "host"),
+    ),
+    "data_prep": (
+        ("prepare", "inspect", "adopt"),
+        ("pipeline", "megatron", "check"),
+        ("assemble",),
+        ("encode",),
+        ("sources",),
+        ("amounts", "selection_spec", "progress", "unfinished", "workers"),
+    ),
+    "launch": (("slurm", "doctor", "plan"), ("environment",)),
+}
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+
+
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            child = ast.Module(child.orelse, [])
+        yield child
+        yield from run_time_nodes(child)
+
+
+def imports(source: str, modules: set[str]) -> set[str]:
+    """The modules among these that a text imports, wherever in it."""
+    found = set()
+    for node in run_time_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                known = {inner, f"{inner}.__init__"} & modules
+                found.add(inner if known else node.module)
+    packages = {f"{name}.__init__" for name in found}
+    return (found | packages) & modules
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    texts = {module_name(path): path.read_text(encoding="utf-8") for path in source_files()}
+    return {name: imports(text, set(texts)) - {name} for name, text in texts.items()}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in turn, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_circle_of_imports(graph):
+    assert len(graph) > 150
+    assert circle(graph) == []
+
+
+def test_a_circle_within_functions_would_be_found():
+    modules = {"a", "b", "c"}
+    texts = {
+        "a": "import b",
+        "b": "def f():\n    from c import thing",
+        "c": "if TYPE_CHECKING:\n    import a\nelse:\n    import b",
+    }
+    graph = {name: imports(text, modules) for name, text in texts.items()}
+    assert graph == {"a": {"b"}, "b": {"c"}, "c": {"b"}}
+    assert sorted(set(circle(graph))) == ["b", "c"]
+    assert circle({**graph, "c": set()}) == []
+
+
+def test_a_package_is_told_from_a_name_in_it():
+    modules = {"room.__init__", "room.door", "room.inner.__init__"}
+    assert imports("from room import door", modules) == {"room.door"}
+    assert imports("from room import anything", modules) == {"room.__init__"}
+    assert imports("from room import inner", modules) == {"room.inner.__init__"}
+    assert imports("import room.door", modules) == {"room.door"}
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_rooms_import_one_way(graph, folder):
+    rank = {room: row for row, rooms in enumerate(LAYERS[folder]) for room in rooms}
+    prefix = f"{folder}." if folder else ""
+
+    def room_of(module: str) -> str | None:
+        rest = module.removeprefix(prefix) if module.startswith(prefix) else ""
+        return rest.split(".")[0] or None
+
+    assert rank.keys() <= {room_of(module) for module in graph}, "a room of the table is gone"
+    for module, imported in graph.items():
+        for other in imported:
+            above, below = room_of(module), room_of(other)
+            if above != below and above in rank and below in rank:
+                assert rank[above] < rank[below], f"{module} imports {other}"
