@@ -48,8 +48,6 @@ class Hyena(nn.Module):
             *(nn.Linear(hidden, hidden), sine, nn.Linear(hidden, hidden), sine),
             nn.Linear(hidden, width, bias=False),
         )
-        rates = torch.linspace(-math.log(FLOOR) / SLOW, -math.log(FLOOR) / FAST, width)
-        self.register_buffer("rates", rates, persistent=False)
         self.D = nn.Parameter(torch.randn(width))
         self.out_proj = nn.Linear(width, width)
 
@@ -64,10 +62,13 @@ class Hyena(nn.Module):
         return self.out_proj(after * (long_convolution(v, self.filters(x.shape[1])) + self.D * v))
 
     def filters(self, time: int) -> Tensor:
-        """h [T, C], lag 0 first."""
+        """Make h [T, C], lag 0 first, in fp32 at least."""
         length, bands = self.options.length, (self.options.features - 1) // 2
-        steps = torch.arange(time, device=self.rates.device)[:, None].to(self.rates.dtype)
-        frequencies = torch.linspace(1e-4, bands - 1, bands, device=steps.device, dtype=steps.dtype)
+        like = {"device": self.D.device, "dtype": torch.promote_types(self.D.dtype, torch.float32)}
+        steps = torch.arange(time, device=self.D.device)[:, None].to(like["dtype"])
+        frequencies = torch.linspace(1e-4, bands - 1, bands, **like)
         phases, fraction = 2 * math.pi / length * steps * frequencies, steps / (length - 1)
         features = torch.cat([fraction, phases.cos(), -phases.sin()], dim=-1)
-        return self.network(features) * (-fraction * self.rates).exp()
+        slow, fast = -math.log(FLOOR) / SLOW, -math.log(FLOOR) / FAST
+        rates = torch.linspace(slow, fast, len(self.D), **like)
+        return self.network(features.to(self.D.dtype)) * (-fraction * rates).exp()
