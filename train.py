@@ -68,7 +68,7 @@ def main() -> None:
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
-    distributed.leave(exit_code)
+    distributed.hard_exit(exit_code)
 
 
 class Trainer:
@@ -83,13 +83,13 @@ class Trainer:
             convolution_backend,
             resolve_precision,
         )
-        from cat_lm.training.initial import load_initial_weights, vocab_size
+        from cat_lm.training.init_from import load_initial_weights, vocab_size
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
 
         self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
-        precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
+        precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
         checked = preflight.check(config, ranks, watchdog.progress)
@@ -98,7 +98,7 @@ class Trainer:
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)
-        self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
+        self.log = ranks.on_rank_zero(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
         start_from = self.checkpoints.to_resume()
         watchdog.progress("choosing the checkpoint")
@@ -121,8 +121,8 @@ class Trainer:
             self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
         # What is written on the way.
-        self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
-        if aside := ranks.on_first(lambda: config.save(folder / "config.yaml")):
+        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, resumed_step=self.step))
+        if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
         self.log.line(self.report.plan(self.loader, self.step))
@@ -151,7 +151,7 @@ class Trainer:
                 self.validate()
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
-            exit_code = self.stop.agreed(self.ranks) if not is_last else 0
+            exit_code = self.stop.agreed_exit_code(self.ranks) if not is_last else 0
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
@@ -170,7 +170,7 @@ class Trainer:
                 self.metrics.close()
             self.log.close()
             self.checkpoints.close()
-            self.ranks.on_first(self.check_writes)
+            self.ranks.on_rank_zero(self.check_writes)
         return exit_code
 
     def write_error(self) -> str | None:
@@ -262,7 +262,7 @@ class Trainer:
     def save(self) -> None:
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
-        self.ranks.on_first(self.check_writes)
+        self.ranks.on_rank_zero(self.check_writes)
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,

@@ -279,7 +279,7 @@ def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
 
 def _section_of(values: dict[str, Any], name: str) -> type[Section]:
     """Find a section's class; of an architecture that is not known, what all have."""
-    content = values.get(name)
+    content = values.get(name, {})
     if name == "model" and isinstance(content, dict):
         asked = content.get("architecture", architectures.DEFAULT)
         if asked in architectures.names():
@@ -287,8 +287,13 @@ def _section_of(values: dict[str, Any], name: str) -> type[Section]:
     return RunConfig.model_fields[name].annotation
 
 
+def known_keys(values: dict[str, Any]) -> dict[str, list[str]]:
+    """List the keys of every section of a configuration with these values."""
+    return {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
+
+
 def _unknown_keys(values: dict[str, Any]) -> list[str]:
-    known = {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
+    known = known_keys(values)
     dotted = [f"{section}.{key}" for section, keys in known.items() for key in keys]
     errors = []
     for section, content in values.items():

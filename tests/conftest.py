@@ -36,9 +36,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return workers.scheduler(config, log) if config.option.dist == "load" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cat_lm")
+    group.addoption("--all", action="store_true", help="also the tests marked `long`")
+    group.addoption(
+        "--write-durations",
+        action="store_true",
+        help="write what each test took into tests/durations.json, which orders them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(workers.Durations())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        items[:], left_out = workers.without_long(items, config.args)
+        config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        workers.longest_first(items)
+        workers.longest_first(items, workers.known_durations())
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Environment, style and all tests. Arguments go to pytest: bash tests/run.sh tests/unit -k loader
+# Environment, style and tests; --all: also those that take long and prove what is rare.
+# Arguments go to pytest: bash tests/run.sh tests/unit -k loader
 # Several tests run at a time, each in a worker process: -n 0 for one after another in one process.
 set -euo pipefail
 

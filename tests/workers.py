@@ -1,37 +1,22 @@
 """How `pytest -n` spreads the tests over worker processes; tests/conftest.py holds the hooks.
 
 A worker gets whole files, so that what a file's tests share is made once, and the longest come
-first. A whole folder are the tests on the SLURM cluster, which share the cluster and mostly wait,
-and those on the GPU.
+first, by tests/durations.json. A whole folder are the tests on the SLURM cluster, which share the
+cluster and mostly wait, and those on the GPU.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 WHOLE_FOLDERS = ("tests/slurm/", "tests/gpu/")
-# Pieces of work that take long, the longest first; all others come after them.
-LONGEST = (
-    "tests/slurm/",
-    "tests/distributed/test_elastic.py",
-    "tests/fuzz/test_fuzz.py",
-    "tests/e2e/test_readme.py",
-    "tests/e2e/test_train_command.py",
-    "tests/unit/test_ops_triton.py",
-    "tests/distributed/test_engine.py",
-    "tests/distributed/test_resume.py",
-    "tests/distributed/test_launcher_gone.py",
-    "tests/distributed/test_checkpoint.py",
-    "tests/distributed/test_checkpoint_faults.py",
-    "tests/e2e/test_lowest_transformers.py",
-    "tests/unit/test_model_auto.py",
-    "tests/unit/test_model_decode.py",
-    "tests/unit/test_ops_cpu.py",
-    "tests/distributed/test_preflight.py",
-    "tests/distributed/test_memory.py",
-)
+DURATIONS = Path(__file__).with_name("durations.json")
+_WRITTEN_SECONDS = 0.5  # shorter tests are not in the file
 
 
 def piece(nodeid: str) -> str:
@@ -40,10 +25,62 @@ def piece(nodeid: str) -> str:
     return next((folder for folder in WHOLE_FOLDERS if file.startswith(folder)), file)
 
 
-def longest_first(items: list[pytest.Item]) -> None:
-    """Brings `items` into the order in which pieces are handed out; within one nothing changes."""
-    ranks = {name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(piece(item.nodeid), len(LONGEST)))
+def longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+    """Bring `items` into the order in which pieces are handed out; within one nothing changes.
+
+    Args:
+        seconds: by node id; a piece takes what its tests that are run take.
+    """
+    totals: dict[str, float] = defaultdict(float)
+    for item in items:
+        totals[piece(item.nodeid)] += seconds.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -totals[piece(item.nodeid)])
+
+
+def known_durations() -> dict[str, float]:
+    """Seconds of each test that takes long, by node id, as the checked-in file has them."""
+    return json.loads(DURATIONS.read_text(encoding="utf-8"))
+
+
+class Durations:
+    """Collects the seconds of a run's tests, for the file (`--write-durations`)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Replace what the file says of the files that ran; others stay while they are there."""
+        ran = {_file(nodeid) for nodeid in self.seconds}
+        root = DURATIONS.parents[1]
+        kept = {
+            nodeid: seconds
+            for nodeid, seconds in known_durations().items()
+            if _file(nodeid) not in ran and (root / _file(nodeid)).exists()
+        }
+        found = {n: round(s, 1) for n, s in self.seconds.items() if s >= _WRITTEN_SECONDS}
+        text = json.dumps(kept | found, indent=0, sort_keys=True, ensure_ascii=False)
+        DURATIONS.write_text(text + "\n", encoding="utf-8")
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def without_long(items: list[pytest.Item], named: list[str]) -> tuple[list, list]:
+    """(what is run, what is left out) where the long tier was not asked for.
+
+    Args:
+        named: the command line's files and tests; a test that is named is run.
+    """
+    tests = tuple(argument for argument in named if "::" in argument)
+    chosen: tuple[list, list] = ([], [])
+    for item in items:
+        is_named = bool(tests) and item.nodeid.startswith(tests)
+        chosen[item.get_closest_marker("long") is not None and not is_named].append(item)
+    return chosen
 
 
 def worker_count(arguments: list[str]) -> int:

@@ -282,5 +282,6 @@ def layer_channels(model: Any) -> int:
 def key_value_bytes(model: Any, length: int, itemsize: int) -> int:
     """Count the bytes of keys and values of `length` tokens in all layers; `model` as above."""
     heads = model.num_attention_heads
-    width = model.hidden_size // heads * (getattr(model, "num_key_value_heads", None) or heads)
+    channels = getattr(model, "head_dim", None) or model.hidden_size // heads
+    width = channels * (getattr(model, "num_key_value_heads", None) or heads)
     return 2 * model.num_hidden_layers * width * itemsize * length

@@ -29,6 +29,7 @@ from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import replacing
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
@@ -160,8 +161,8 @@ def _check_space(folder: Path, manifest: dict) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"data.cache_dir: {folder} has {free / 2**30:.1f} GiB free, the data need "
-            f"{needed / 2**30:.1f} GiB more; name a folder on a larger disk"
+            f"data.cache_dir: {folder} has {free / GIB:.1f} GiB free, the data need "
+            f"{needed / GIB:.1f} GiB more; name a folder on a larger disk"
         )
 
 

@@ -13,7 +13,6 @@ verified that way; their length is, and that their tokens are of the vocabulary.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
+from cat_lm.io.locks import Busy, hold
 
 CHUNK = 32 * 2**20
 
@@ -158,16 +158,16 @@ class RemoteShard:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Holds a lock file; gives whether it is held."""
-    with open(path, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            ours = True
-        except BlockingIOError:
-            ours = False
-        except OSError as error:
+    """Hold a lock file; give whether it is held. Raises UserError where there are no locks."""
+    try:
+        lock = hold(path, wait=wait)
+    except Busy:
+        yield False
+        return
+    with lock:
+        if lock.error is not None:
             raise UserError(
-                f"data.cache_dir: {path.parent} has no file locks ({error.strerror}), which ranks "
-                "need to share copies; name a folder on a local disk"
-            ) from None
-        yield ours
+                f"data.cache_dir: {path.parent} has no file locks ({lock.error.strerror}), which "
+                "ranks need to share copies; name a folder on a local disk"
+            )
+        yield True

@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cat_lm.model.cache import CatCache
     from cat_lm.model.configuration import CatConfig
+    from cat_lm.model.configuration_llama import CatLlamaConfig
     from cat_lm.model.modeling import CatForCausalLM, CatModel
+    from cat_lm.model.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
 
 __all__ = ["CatCache", "CatConfig", "CatForCausalLM", "CatModel"]
+__all__ += ["CatLlamaConfig", "CatLlamaForCausalLM", "CatLlamaModel"]
 
 _HOMES = {
     "CatCache": "cat_lm.model.cache",
     "CatConfig": "cat_lm.model.configuration",
     "CatForCausalLM": "cat_lm.model.modeling",
     "CatModel": "cat_lm.model.modeling",
+    "CatLlamaConfig": "cat_lm.model.configuration_llama",
+    "CatLlamaForCausalLM": "cat_lm.model.modeling_llama",
+    "CatLlamaModel": "cat_lm.model.modeling_llama",
 }
 
 

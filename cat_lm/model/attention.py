@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXAttention,
@@ -13,21 +14,51 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     eager_attention_forward,
 )
 
-from cat_lm.model.cache import ConvStateMixin
+from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import AttentionConvolution
+from cat_lm.model.convolution import PackedConvolution
 from cat_lm.model.map_mixing import attend_mixing_maps, sum_over_maps
 from cat_lm.model.names import current_name
 from cat_lm.model.rope_scaling import logit_temperature
 
 
-class CatAttention(GPTNeoXAttention):
+class AttentionMixin:
+    """Calls the configuration's attention function for the attention of any family."""
+
+    eager_attention: Callable  # the family's own, of transformers
+
+    def take_earlier_names(self) -> None:
+        """Read the library's and earlier versions' names of what the convolution holds now."""
+        self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, type(self).eager_attention
+        )
+        return attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+
+
+class CatAttention(AttentionMixin, GPTNeoXAttention):
     """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
 
     The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
     act on the softmax instead: see `cat_lm.model.map_mixing`. With `conv_type: none` this is
     GPT-NeoX's attention, bit for bit; with `position_embedding: none` nothing is rotated.
     """
+
+    eager_attention = staticmethod(eager_attention_forward)
 
     def __init__(self, config: CatConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -39,10 +70,10 @@ class CatAttention(GPTNeoXAttention):
             self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
             # In the order of the computation, which is that of the optimizer's flat buffers.
             dense = self._modules.pop("dense")
-            self.convolution = AttentionConvolution(config, self.query_key_value.bias)
+            self.convolution = PackedConvolution(config, self.query_key_value.bias)
             self.query_key_value.register_parameter("bias", None)
             self.dense = dense
-            self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+            self.take_earlier_names()
         self.dense.writes_residual = True
         self.scaling /= logit_temperature(config)
 
@@ -69,14 +100,14 @@ class CatAttention(GPTNeoXAttention):
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
         """
-        follows_cache = _follows_cache(layer_past, self.layer_idx)
+        continues = follows_cache(layer_past, self.layer_idx)
         streams = self._project(
             hidden_states,
             position_embeddings,
             padding_mask,
             document_ids,
             layer_past,
-            follows_cache,
+            continues,
         )
         # [B, T, H, D] to [B, H, T, D]
         query, key, value = (stream.transpose(1, 2) for stream in streams[:3])
@@ -85,7 +116,7 @@ class CatAttention(GPTNeoXAttention):
 
         if not self.config.mixes_maps:
             output, maps = self._attend(query, key, value, attention_mask, **kwargs)
-        elif follows_cache:
+        elif continues:
             dropout = self.attention_dropout if self.training else 0.0
             output, maps = attend_mixing_maps(
                 query, key, value, streams[3], attention_mask, self.scaling, dropout
@@ -96,24 +127,6 @@ class CatAttention(GPTNeoXAttention):
             output = sum_over_maps(output)
         return self.dense(output.flatten(2).contiguous()), maps
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        return attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **kwargs,
-        )
-
     def _project(
         self,
         hidden_states: Tensor,
@@ -121,9 +134,9 @@ class CatAttention(GPTNeoXAttention):
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
         cache: Cache | None,
-        follows_cache: bool,
+        continues: bool,
     ) -> tuple[Tensor, ...]:
-        """Rotated queries and keys, and values, each [B, T, H, D]; see `AttentionConvolution`."""
+        """Rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`."""
         projected = self.query_key_value(hidden_states)
         if self.convolution is None:
             heads = self.config.num_attention_heads
@@ -132,9 +145,8 @@ class CatAttention(GPTNeoXAttention):
             if rotary is not None:
                 query, key = apply_rotary_pos_emb(query, key, *rotary)
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        layer = _cache_layer(cache, self.layer_idx)
-        state = layer if isinstance(layer, ConvStateMixin) else None
-        return self.convolution(projected, rotary, padding_mask, document_ids, state, follows_cache)
+        state = state_of(cache, self.layer_idx)
+        return self.convolution(projected, rotary, padding_mask, document_ids, state, continues)
 
 
 def _rename_earlier_parameters(
@@ -143,19 +155,3 @@ def _rename_earlier_parameters(
     """Take GPT-NeoX's and earlier versions' names for what the convolution holds now."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[current_name(name, has_convolution=True)] = state_dict.pop(name)
-
-
-def _cache_layer(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:
-    """The layer's part of the cache; None too where a cache makes it when it is first filled."""
-    if cache is None or layer_index >= len(cache.layers):
-        return None
-    return cache.layers[layer_index]
-
-
-def _follows_cache(cache: Cache | None, layer_index: int) -> bool:
-    """Whether attention reads keys that are not among the new ones.
-
-    A static layer's keys always are more than the new ones: those that are still to come.
-    """
-    layer = _cache_layer(cache, layer_index)
-    return layer is not None and (isinstance(layer, StaticLayer) or layer.get_seq_length() > 0)

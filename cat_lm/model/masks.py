@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
-from cat_lm.model.configuration import CatConfig
+from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops.documents import document_positions, document_runs
 
 
@@ -35,7 +35,7 @@ class SequenceLayout:
 
 
 def sequence_layout(
-    config: CatConfig,
+    config: AttentionSettings,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
@@ -85,7 +85,7 @@ def sequence_layout(
     return SequenceLayout(position_ids, prepared_mask, padding_mask, documents, attention_kwargs)
 
 
-def check_attention(config: CatConfig) -> None:
+def check_attention(config: AttentionSettings) -> None:
     """Raises ValueError for an attention function that cannot serve the configuration."""
     if config.mixes_maps and "flash" in config._attn_implementation:
         raise ValueError(
@@ -120,9 +120,9 @@ def _runs_of_positions(position_ids: Tensor) -> Tensor:
 
 
 def _padding_mask(
-    config: CatConfig, attention_mask: Any, padding_mask: Tensor | None, time: int
+    config: AttentionSettings, attention_mask: Any, padding_mask: Tensor | None, time: int
 ) -> Tensor | None:
-    if not config.convolved_streams or (attention_mask is None and padding_mask is None):
+    if not config.reads_padding or (attention_mask is None and padding_mask is None):
         return None
     if padding_mask is None:
         if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

@@ -24,10 +24,11 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import is_marked, remove_files, remove_marked, set_aside
 from data_prep.encode.parts import read_record
 from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
-from data_prep.locks import Busy, file_lock
+from data_prep.locks import file_lock
 from data_prep.unfinished import (
     MALFORMED,
     MARKER,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from xml.sax.saxutils import quoteattr
 
 import matplotlib
 import numpy as np
@@ -104,7 +105,7 @@ def save_figure(figure: Figure, stem: Path | str) -> None:
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an inline SVG element in the page's font.
+    """Draw a figure as an inline SVG element in the page's font.
 
     Args:
         name: unique on the page; keeps the ids of two drawings apart.
@@ -118,10 +119,8 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # The font is the page's; only sizes stay.
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return re.sub(r' width="[^"]*pt" height="[^"]*pt"', "", svg, count=1).replace(
-        "<svg ", f'<svg role="img" aria-label="{label}" ', 1
-    )
+    svg = re.sub(r' width="[^"]*pt" height="[^"]*pt"', "", svg, count=1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label={quoteattr(description)} ', 1)
 
 
 def short_count(value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -15,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cat_lm.errors import UserError
+from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.readers import Record
 from eval.common.cell_store import CellStore
 from eval.common.result_files import read_metrics
@@ -48,7 +48,7 @@ class Workers:
     them to stop, once, and waits until they have saved.
     """
 
-    def __init__(self, study: Study, parallel: int, threads: int, lock: IO | None = None) -> None:
+    def __init__(self, study: Study, parallel: int, threads: int, lock: Lock | None = None) -> None:
         self.study, self.parallel = study, parallel
         self._lock_file = lock  # of `held`, which the processes hold as long as they live
         self.environment = os.environ | {
@@ -131,7 +131,7 @@ class Workers:
 
 
 @contextmanager
-def held(study: Study) -> Iterator[IO]:
+def held(study: Study) -> Iterator[Lock]:
     """The study's folder, for one call and the processes that it starts.
 
     These inherit the lock: after a `kill -9` of this program its trainings go on, and a new call
@@ -139,17 +139,16 @@ def held(study: Study) -> Iterator[IO]:
     """
     path = study.out / ".lock"
     study.out.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--out {study.out}: another call of the study works in it, or trainings that a "
-                f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
-                f"names them)"
-            ) from None
-        except OSError:
-            pass  # some cluster file systems have no locks; a study there must start all the same
+    try:
+        # Some cluster file systems have no locks; a study there must start all the same.
+        lock = hold(path, wait=False)
+    except Busy:
+        raise UserError(
+            f"--out {study.out}: another call of the study works in it, or trainings that a "
+            f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
+            f"names them)"
+        ) from None
+    with lock:
         yield lock
 
 

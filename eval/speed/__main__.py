@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|train|decode|data|checkpoint [--json FILE]`: speed, side by side.
+"""`python -m eval.speed conv|train|decode|engine|stacks|data|checkpoint [--json FILE]`: speed.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 from eval.speed.data import command as data
@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
     _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
+    _add_stacks(benchmarks.add_parser("stacks", help="small models of recall trained as one"))
     models = list(benchmarks.choices.values())
+    _add_engine(benchmarks.add_parser("engine", help="a run's own step, and its peak memory"))
     data.add_arguments(
         benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
     )
@@ -184,6 +186,49 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="float32", attention="sdpa")
 
 
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """One rank on the device that training takes: there is nothing to choose."""
+    parser.add_argument("config", type=path, metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
+    )
+    parser.set_defaults(device="auto", threads=None)
+
+
+def _add_stacks(parser: argparse.ArgumentParser) -> None:
+    from eval.recall.mixers import mixer_names
+    from eval.recall.ranges import RANGES
+
+    parser.add_argument("--task", default="mqar", help="of eval.recall (default: mqar)")
+    known = tuple(mixer_names())
+    parser.add_argument(
+        "--mixers",
+        type=names(known),
+        default=known,
+        metavar="LIST",
+        help=f"of {', '.join(known)} (default: all)",
+    )
+    parser.add_argument(
+        "--models",
+        type=whole_numbers(limits.SAMPLES, "1,4,16"),
+        default=(1, 4, 16),
+        metavar="LIST",
+        help="how many are trained as one (default: 1,4,16)",
+    )
+    for name, default in (("d_model", 64), ("seq_len", 64), ("batch_size", 512)):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=whole(RANGES[name]),
+            default=default,
+            metavar="N",
+            help=f"default: {default}",
+        )
+    parser.add_argument(
+        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
+    )
+
+
 def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.conv.measure import ConvOptions, conv_speed
 
@@ -226,6 +271,27 @@ def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         for prompt in options.prompts
     ]
     return decode_speed(cases, options.models, options.repeats)
+
+
+def run_engine(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.engine import engine_speed
+
+    return engine_speed(options.config, options.overrides, options.repeats)
+
+
+def run_stacks(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.stacks import StackOptions, stacks_speed
+
+    asked = StackOptions(
+        task=options.task,
+        mixers=options.mixers,
+        sizes=options.models,
+        d_model=options.d_model,
+        seq_len=options.seq_len,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
+    )
+    return stacks_speed(asked, device)
 
 
 def _check_room(what: str, size: int, device: Any) -> None:
@@ -292,7 +358,7 @@ def main() -> None:
     device = open_device(options.device, options.threads)
     started = provenance()
     runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
-    runs["checkpoint"] = run_checkpoint
+    runs |= {"checkpoint": run_checkpoint, "engine": run_engine, "stacks": run_stacks}
     run = runs[options.benchmark]
     measured = run(options, device)
     record = {
@@ -307,7 +373,7 @@ def main() -> None:
         write_json(options.json, record)
         print(f"wrote {options.json}", file=sys.stderr)
     if refused := record.get("refused"):
-        what = "tokenizers" if options.benchmark == "data" else "kernels"
+        what = {"data": "tokenizers", "stacks": "stacks"}.get(options.benchmark, "kernels")
         print(f"error: {len(refused)} {what} are wrong and refused", file=sys.stderr)
         raise SystemExit(1)
 

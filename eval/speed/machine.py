@@ -79,3 +79,20 @@ def copy_bandwidth(device: torch.device, sizes: list[int], repeats: int) -> dict
         calls[size] = partial(torch.empty_like(source).copy_, source)
     timings = time_in_turn(calls, device, repeats, title="copy")
     return {size: 2 * size / timing.median for size, timing in timings.items()}
+
+
+def resident_bytes(field: str) -> int:
+    """Bytes of this process: `VmRSS`, what it has now, or `VmHWM`, the most since `forget_peak`.
+
+    Raises:
+        UserError: the system does not say.
+    """
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise UserError(f"/proc/self/status has no {field}: memory cannot be measured on this system")
+
+
+def forget_peak() -> None:
+    """Make Linux forget the highest resident size so far."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

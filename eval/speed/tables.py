@@ -21,6 +21,20 @@ def checkpoint_table(record: dict[str, Any]) -> str:
     return "\n".join([_where(record), *checkpoint_lines(record)])
 
 
+def engine_table(record: dict[str, Any]) -> str:
+    """A run's step, and its memory beside the estimate."""
+    from eval.speed.model.engine import engine_lines
+
+    return "\n".join([_where(record), *engine_lines(record)])
+
+
+def stacks_table(record: dict[str, Any]) -> str:
+    """Steps of stacked models a second, and their memory beside the estimate."""
+    from eval.speed.model.stacks import stack_lines
+
+    return "\n".join([_where(record), *stack_lines(record)])
+
+
 def conv_table(record: dict[str, Any]) -> str:
     """For each case: milliseconds, share of the copy bandwidth, and times as fast as conv1d."""
     columns = ("quartiles", "of copy", "vs conv1d")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from cat_lm.host import GIB
 from launch.doctor.findings import Finding
 from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
 
@@ -28,7 +29,6 @@ OPTIONAL = {
 }
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 COMPILERS = ("c++", "g++", "clang++")
-GIB = 2**30
 
 
 def python() -> Iterator[Finding]:

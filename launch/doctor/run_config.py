@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.io.folders import check_output
 from launch.doctor.findings import Finding
 
-GIB = 2**30
 # Of data that are not there: that of the paper's tokenizer.
 ASSUMED_VOCABULARY = 32_000
 

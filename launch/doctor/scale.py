@@ -14,10 +14,10 @@ from cat_lm import limits
 from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.training.devices import Device, device_by_option
 from launch.doctor.findings import Finding
 
-GIB = 2**30
 KEYS = ("ranks", "gpus-per-node", "device")
 # As many ranks' samples are drawn, so that a million ranks take no longer.
 MOST_RANKS = 256

@@ -22,16 +22,16 @@ from tests.runs import losses, run_values
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
     "cat_lm.training.checkpoint.saving.prepare",
-    "cat_lm.training.state.full_precision_weights",
-    "cat_lm.training.state.write_state",
-    "cat_lm.training.state.save_file",
-    "cat_lm.training.generators.save_random_states",
+    "cat_lm.training.optimizer_state.full_precision_weights",
+    "cat_lm.training.optimizer_state.write_state",
+    "cat_lm.training.optimizer_state.save_file",
+    "cat_lm.training.rng.save_random_states",
     "safetensors.torch.save_file",
     "shutil.copytree",
-    "cat_lm.training.state.checksum_as_written",
+    "cat_lm.training.optimizer_state.checksum_as_written",
     "cat_lm.training.checkpoint.saving.flush",
     "cat_lm.training.checkpoint.saving.checksum",
-    "cat_lm.training.state.read_index",
+    "cat_lm.training.optimizer_state.read_index",
     "cat_lm.training.checkpoint.saving.sync_directory",
     "cat_lm.training.checkpoint.saving.write_marker",
     "os.rename",
@@ -75,32 +75,33 @@ def train(ranks, values: dict, saving=None, at_step: int = 0) -> None:
         trainer.run()
 
 
-def killed_everywhere(ranks, data: str, folder: str) -> list[str]:
-    """Kills the third save, which also prunes, before and after each action; then goes on."""
+def killed_everywhere(ranks, data: str, folder: str, after: bool) -> list[str]:
+    """Kills the third save, which also prunes, before or after each action; then goes on."""
     done = []
     for number, action in enumerate(ACTIONS):
-        for after in (False, True):
-            run = Path(folder) / f"{number}-{after}"
-            values = run_values(data, run, max_steps=8, resume="auto")
-            values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
-            values["validation"]["every_steps"] = 8
-            try:
-                train(ranks, values, lambda a=action, b=after: failing(a, b, Killed()), at_step=6)
-            except Killed:
-                done.append(run.name)
-            newest = find_checkpoint(run)
-            assert newest.name in ("step-00000004", "step-00000006"), (action, newest)
-            train(ranks, values)
-            names = {path.name for path in (run / "checkpoints").iterdir()}
-            assert names == {".lock", "latest", "step-00000006", "step-00000008"}, (action, names)
+        run = Path(folder) / str(number)
+        values = run_values(data, run, max_steps=8, resume="auto")
+        values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
+        values["validation"]["every_steps"] = 8
+        try:
+            train(ranks, values, lambda a=action: failing(a, after, Killed()), at_step=6)
+        except Killed:
+            done.append(run.name)
+        newest = find_checkpoint(run)
+        assert newest.name in ("step-00000004", "step-00000006"), (action, newest)
+        train(ranks, values)
+        names = {path.name for path in (run / "checkpoints").iterdir()}
+        assert names == {".lock", "latest", "step-00000006", "step-00000008"}, (action, names)
     return done
 
 
-def test_a_save_killed_at_any_action_costs_nothing(tiny_corpus, tmp_path):
+# After one action is nearly before the next.
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_save_killed_at_any_action_costs_nothing(after, tiny_corpus, tmp_path):
     run_on_ranks(train, 1, reference := run_values(tiny_corpus, tmp_path / "whole", max_steps=8))
     assert reference["validation"]["every_steps"] == 6
-    runs = run_on_ranks(killed_everywhere, 1, str(tiny_corpus), str(tmp_path))[0]
-    assert len(runs) == 2 * len(ACTIONS)
+    runs = run_on_ranks(killed_everywhere, 1, str(tiny_corpus), str(tmp_path), after)[0]
+    assert len(runs) == len(ACTIONS)
     steps = [row for row in losses(tmp_path / "whole") if len(row) == 3]
     for run in runs:
         assert [row for row in losses(tmp_path / run) if len(row) == 3] == steps, run
@@ -109,7 +110,7 @@ def test_a_save_killed_at_any_action_costs_nothing(tiny_corpus, tmp_path):
 FAILING_ON_ONE_RANK = (
     "torch.save",
     "cat_lm.training.checkpoint.saving.os.fsync",
-    "cat_lm.training.state.save_file",
+    "cat_lm.training.optimizer_state.save_file",
 )
 
 

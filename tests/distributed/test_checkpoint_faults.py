@@ -59,7 +59,7 @@ def continued(ranks, data: str, folder: str) -> None:
                 shutil.copytree(first, run)
                 flip(run / "checkpoints/step-00000004" / name)
 
-            ranks.on_first(prepare)
+            ranks.on_rank_zero(prepare)
             with mock.patch.object(verifying, "LARGE", large):
                 train(ranks, values_of(data, run, resume="auto"))
 

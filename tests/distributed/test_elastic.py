@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.training import state
+from cat_lm.training import optimizer_state
 from cat_lm.training.checkpoint import is_complete
-from cat_lm.training.generators import seed_of
+from cat_lm.training.rng import seed_of
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
@@ -39,7 +39,11 @@ LOADS = [
 ]
 LOADS += [("bf16", *load) for load in ((1, 0, 2, 1), (2, 1, 1, 3), (2, 3, 1, 2), (1, 2, 2, 0))]
 LOADS += [("one", *load) for load in ((1, 0, 2, 3), (2, 3, 1, 2))]
-SOURCES = sorted({load[:3] for load in LOADS})
+# The short tier: every change of ranks, and every stage that saves and that loads, once in fp32.
+SHORT = {("fp32", s, t) for s, t in ((0, 1), (1, 0), (2, 3), (3, 2))}
+SHORT |= {("bf16", 1, 3), ("bf16", 2, 0), ("one", 3, 2)}
+# What other tests here go on from.
+STARTS = {("fp32", 1, 0), ("fp32", 2, 1), ("fp32", 2, 3)}
 # What rounding may do in 20 steps: the figures of the checkpoint's docstring. Seen: 5e-7 and 1e-3.
 TOLERANCE = {"fp32": 1e-4, "one": 1e-4, "bf16": 1e-2}
 
@@ -75,7 +79,7 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def save(self):
-            if self.step in save_at or self.stop.agreed(ranks):
+            if self.step in save_at or self.stop.agreed_exit_code(ranks):
                 super().save()
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
@@ -95,10 +99,10 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
         return trainer.run(), samples
 
 
-def straight_runs(ranks, data: str, folder: str):
+def straight_runs(ranks, data: str, folder: str, loads: list[tuple]):
     """The uninterrupted runs, which save once on their way."""
     found = {}
-    for variant, world_size, stage in SOURCES:
+    for variant, world_size, stage in sorted({load[:3] for load in loads} | STARTS):
         if world_size == ranks.world_size:
             run = Path(folder) / f"{variant}-{world_size}-{stage}"
             values = values_of(data, run, variant, stage)
@@ -108,10 +112,10 @@ def straight_runs(ranks, data: str, folder: str):
     return found
 
 
-def resumed_runs(ranks, data: str, folder: str):
+def resumed_runs(ranks, data: str, folder: str, loads: list[tuple]):
     """The runs that go on from a save of others; they save what they loaded before any step."""
     found = {}
-    for variant, *source, world_size, stage in LOADS:
+    for variant, *source, world_size, stage in loads:
         if world_size == ranks.world_size:
             start = Path(folder) / f"{variant}-{source[0]}-{source[1]}/checkpoints"
             start /= f"step-{SAVED_AT:08d}"
@@ -144,14 +148,17 @@ def part_of_changing_run(ranks, data: str, folder: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_corpus, tmp_path_factory):
-    """The folder of all runs, and what each rank of them returned.
+def runs(request, tiny_corpus, tmp_path_factory):
+    """The folder of all runs that the chosen tests look at, and what each rank of them returned.
 
     All in four groups of processes: on a busy machine a group takes a minute to start.
     """
+    chosen = [item for item in request.session.items if item.path == request.path]
+    given = [item.callspec.params for item in chosen if hasattr(item, "callspec")]
+    loads = [params["load"] for params in given if "load" in params]
     folder = tmp_path_factory.mktemp("elastic")
     work = ((straight_runs, 2), (straight_runs, 1), (resumed_runs, 2), (resumed_runs, 1))
-    return folder, [run_on_ranks(f, n, str(tiny_corpus), str(folder)) for f, n in work]
+    return folder, [run_on_ranks(f, n, str(tiny_corpus), str(folder), loads) for f, n in work]
 
 
 def step_losses(run: Path) -> dict[int, float]:
@@ -174,7 +181,15 @@ def optimizer_steps(checkpoint: Path) -> set[str]:
     return {safe_open(path, framework="pt").metadata()["step"] for path in paths}
 
 
-@pytest.mark.parametrize("load", LOADS, ids=lambda load: "-".join(map(str, load)))
+def in_tiers() -> list:
+    """LOADS; those beyond SHORT are long."""
+    return [
+        pytest.param(load, marks=[] if (load[0], load[2], load[4]) in SHORT else pytest.mark.long)
+        for load in LOADS
+    ]
+
+
+@pytest.mark.parametrize("load", in_tiers(), ids=lambda load: "-".join(map(str, load)))
 def test_every_change_of_ranks_and_stage_goes_on(runs, load):
     """The same moments, weights and step bit for bit; the same samples; the same 20 losses."""
     folder, found = runs
@@ -218,7 +233,7 @@ def test_a_run_interrupted_twice_with_changes(runs):
 
 def forgetful_runs(ranks, data: str, folder: str) -> None:
     """Losses of runs that load all but one part of the optimizer's state."""
-    original = state.read_state
+    original = optimizer_state.read_state
 
     def without(part, engine, *arguments):
         original(engine, *arguments)
@@ -228,7 +243,7 @@ def forgetful_runs(ranks, data: str, folder: str) -> None:
     start = Path(folder) / f"fp32-2-1/checkpoints/step-{SAVED_AT:08d}"
     for part in ("exp_avg", "exp_avg_sq", "step"):
         run = Path(folder) / f"without-{part}"
-        with mock.patch.object(state, "read_state", partial(without, part)):
+        with mock.patch.object(optimizer_state, "read_state", partial(without, part)):
             train(ranks, values_of(data, run, "fp32", 2, resume=str(start), max_steps=8))
 
 
@@ -311,7 +326,7 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
                 assert not is_complete(checkpoint)
             seal(checkpoint)
 
-        ranks.on_first(prepare)
+        ranks.on_rank_zero(prepare)
         run = Path(folder) / f"from-damaged-{name}"
         found[name] = answer(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
     return found
@@ -358,9 +373,9 @@ def negative_zeros(ranks, data: str, folder: str) -> dict[int, bool]:
     found = {}
 
     def gather(trainer):
-        for fragment in state.fragments(trainer.engine):
+        for fragment in optimizer_state.fragments(trainer.engine):
             fragment.of(fragment.stepped).fill_(-0.0)
-        weights = state.full_precision_weights(trainer.engine).values()
+        weights = optimizer_state.full_precision_weights(trainer.engine).values()
         stage = trainer.config.train.zero_stage
         found[stage] = all(w.signbit().all() and not w.any() for w in weights)
 

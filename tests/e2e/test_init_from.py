@@ -79,7 +79,7 @@ def test_upcycled_model_goes_on_where_the_plain_one_is(tiny_corpus, pythia, tmp_
 def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     from cat_lm.data.opening import open_corpus
     from cat_lm.training.engine import build_model
-    from cat_lm.training.initial import load_initial_weights, vocab_size
+    from cat_lm.training.init_from import load_initial_weights, vocab_size
 
     corpus = open_corpus(tiny_corpus, "train")
 

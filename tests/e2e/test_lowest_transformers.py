@@ -32,6 +32,9 @@ TESTS = {
 }
 
 
+pytestmark = pytest.mark.long
+
+
 def lowest(name: str) -> str:
     return re.search(r">=([\d.]+)", requirements()[name])[1]
 

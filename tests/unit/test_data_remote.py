@@ -40,7 +40,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(storage_module, "FIRST_DELAY", 0.0001)
+    monkeypatch.setattr("cat_lm.io.retries.FIRST_WAIT", 0.0001)
 
 
 def waited_for(condition, seconds=300):
@@ -176,7 +176,7 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
 
 
 def test_processes_share_the_copies(local, tmp_path):
-    code = "import sys, time; from cat_lm.data import TokenCorpus, TrainLoader\n"
+    code = "import sys, time; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train', sys.argv[2])\n"
     code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
     code += "while not all(s.is_here() for s in c.shards): time.sleep(0.01)"
@@ -212,7 +212,7 @@ def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"^{url}: cannot be connected to \(.*refused\)$"):
         Storage(url)
     waits = []
-    monkeypatch.setattr(storage_module.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
     url = "http://127.0.0.1:9/x"
     with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
         open_corpus(url, "train", tmp_path)

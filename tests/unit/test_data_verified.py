@@ -189,7 +189,7 @@ def test_what_was_prepared_or_adopted_here_is_noted_by_its_maker(tmp_path, tiny_
 class Together:
     """Ranks that are threads; `meet` gives every one of them what each has brought."""
 
-    everywhere = Ranks.everywhere
+    on_all_ranks = Ranks.on_all_ranks
     local_rank = 0  # each on a host of its own
 
     def __init__(self, size):

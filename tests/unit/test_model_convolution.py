@@ -116,7 +116,7 @@ def test_gradients_of_filters_in_fp64(variant):
     model = cat_model(**variant, conv_window=3, num_hidden_layers=1).double()
     convolution = model.gpt_neox.layers[0].attention.convolution
     ids = random_ids(1, 6)
-    filters = [filters.detach().requires_grad_() for filters in convolution.filters()]
+    filters = [filters.detach().requires_grad_() for filters in convolution.filters().values()]
     names = [f"gpt_neox.layers.0.attention.convolution.{s}_filter" for s in "qkv"]
 
     def loss(*filters):

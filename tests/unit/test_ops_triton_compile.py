@@ -25,9 +25,15 @@ SHARED_MEMORY = {HOPPER: 232448, AMPERE: 166912, ADA: 101376, MI300: 65536}
 INTEGERS_NOT_OF_16 = ("tiles_per_program", "blocks_per_program", "batch_size")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+OTHERS = [pytest.param(gpu, marks=pytest.mark.long) for gpu in (AMPERE, ADA, MI300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Nothing that an earlier run compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
 def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
@@ -79,10 +85,10 @@ def tile_of(target, dtype: torch.dtype, window: int, **how):
         (HOPPER, torch.bfloat16, 21, False, None),
         (HOPPER, torch.bfloat16, 128, False, "i32"),
         (HOPPER, torch.float32, 21, False, "i32"),
-        (AMPERE, torch.bfloat16, 128, True, None),
-        (AMPERE, torch.float16, 1, False, None),
-        (ADA, torch.bfloat16, 64, False, None),
-        (MI300, torch.bfloat16, 21, False, "i32"),
+        pytest.param(AMPERE, torch.bfloat16, 128, True, None, marks=pytest.mark.long),
+        pytest.param(AMPERE, torch.float16, 1, False, None, marks=pytest.mark.long),
+        pytest.param(ADA, torch.bfloat16, 64, False, None, marks=pytest.mark.long),
+        pytest.param(MI300, torch.bfloat16, 21, False, "i32", marks=pytest.mark.long),
     ],
 )
 def test_one_stream(target, dtype, window, per_channel, positions):
@@ -109,7 +115,7 @@ def test_one_stream(target, dtype, window, per_channel, positions):
         assert re.search(r"cp\.async\.cg|ld\.global\S*\.v4\.b32", forward.asm["ptx"])
 
 
-@pytest.mark.parametrize("target", [HOPPER, AMPERE, ADA, MI300])
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 @pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
 def test_packed_streams(target, filters):
     from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
@@ -128,7 +134,7 @@ def test_packed_streams(target, filters):
     compiled(backward_qkv_kernel, target, pointers | gradients, constants | rotary, options)
 
 
-@pytest.mark.parametrize("target", [HOPPER, ADA, MI300])
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS[1:]])
 @pytest.mark.parametrize("positions", [None, "i32"])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_multihead(target, element, positions):
@@ -160,7 +166,7 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize("target", [HOPPER, AMPERE, ADA, MI300])
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 @pytest.mark.parametrize("kind", SCANS)
 def test_scan_of_recall(kind, target):
     from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton

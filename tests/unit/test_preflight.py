@@ -11,14 +11,13 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.host import GIB
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
 from tests.runs import run_values
-
-GIB = 2**30
 
 
 def config(**train) -> RunConfig:

@@ -393,19 +393,61 @@ def test_decoding_is_transformers_greedy():
 
 
 def test_wrong_cache_is_not_timed(speed, monkeypatch):
-    from cat_lm.model.cache import ConvDynamicLayer
+    from cat_lm.model.cache import StateDynamicLayer
 
-    exchange = ConvDynamicLayer.exchange_conv_inputs
+    exchange = StateDynamicLayer.exchange_inputs
 
     def forgetful(self, *arguments, **options):
         return 20.0 + exchange(self, *arguments, **options)
 
-    monkeypatch.setattr(ConvDynamicLayer, "exchange_conv_inputs", forgetful)
+    monkeypatch.setattr(StateDynamicLayer, "exchange_inputs", forgetful)
     monkeypatch.setattr(decode, "decode_uncached", lambda *_: pytest.fail("timed"))
     arguments = ("--models", "cat", "--prompts", 12, "--new-tokens", 12)
     code, record, out, err = speed("decode", *TINY, *arguments)
     assert (code, record, out) == (2, None, "")
     assert "greedy tokens after a prompt of 12 differ" in err.splitlines()[-1]
+
+
+# Stacks of recall's models
+
+STACKS = ("stacks", "--d-model", 16, "--seq-len", 16, "--batch-size", 4, "--repeats", 2)
+
+
+def test_stacks_record(speed):
+    mixers = ("attention", "cat")
+    code, record, out, err = speed(*STACKS, "--mixers", ",".join(mixers), "--models", "1,3")
+    assert code == 0, err
+    assert record["refused"] == [] and record["case"]["sizes"] == [1, 3]
+    rows = [(row["mixer"], row["models"]) for row in record["results"]]
+    assert rows == [(mixer, models_) for mixer in mixers for models_ in (1, 3)]
+    for row in record["results"]:
+        seconds = row["step_seconds"]["median"]
+        assert len(row["step_seconds"]["all"]) == 2 and row["measured_bytes"] is None
+        assert row["model_steps_per_second"] == pytest.approx(row["models"] / seconds)
+        first = record["results"][2 * mixers.index(row["mixer"])]
+        expected = row["model_steps_per_second"] / first["model_steps_per_second"]
+        assert row["times_as_fast_as_the_first"] == pytest.approx(expected)
+        assert row["estimated_bytes"] == row["models"] * first["estimated_bytes"] > 0
+        assert row["mixer"] in out
+
+
+def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
+    from eval.speed.model import stacks
+
+    train_step = stacks.train_step
+
+    def failing(stack, trials, rows):
+        if trials[0].cell.mixer == "attention":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return train_step(stack, trials, rows)
+
+    monkeypatch.setattr(stacks, "train_step", failing)
+    code, record, out, err = speed(*STACKS, "--mixers", "attention,cat", "--models", "2")
+    assert code == 1 and "1 stacks are wrong and refused" in err
+    assert [row["mixer"] for row in record["results"]] == ["cat"]
+    (refused,) = record["refused"]
+    assert refused["case"] == "attention, 2 as one" and "out of memory" in refused["reason"]
+    assert "refused: attention, 2 as one" in out
 
 
 # Bad input
@@ -430,6 +472,8 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
             "a model of --hidden-size 131072, --layers 8: takes",
         ),
         (("decode", "--models", "stock"), "'stock' is not one of"),
+        (("stacks", "--mixers", "none,rnn"), "'rnn' is not one of"),
+        (("stacks", "--task", "sing"), "sing"),
         (("sing",), "invalid choice: 'sing'"),
     ],
 )

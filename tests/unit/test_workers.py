@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,21 +16,83 @@ from tests import workers
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_what_is_named_is_there():
-    for name in (*workers.LONGEST, *workers.WHOLE_FOLDERS):
-        assert (REPOSITORY / name).exists(), name
+def test_whole_folders_and_the_files_of_durations_are_there():
+    for name in workers.WHOLE_FOLDERS:
+        assert (REPOSITORY / name).is_dir(), name
+    seconds = workers.known_durations()
+    assert len(seconds) > 10 and all(value > 0 for value in seconds.values())
+    # A file that moves takes its durations along with the next `--write-durations`.
+    there = [name for name in seconds if (REPOSITORY / name.partition("::")[0]).exists()]
+    assert len(there) > len(seconds) / 2
 
 
 def test_the_longest_come_first_and_each_piece_stays_in_its_order():
     ids = ["tests/unit/test_b.py::one", "tests/e2e/test_readme.py::two[a::b]"]
     ids += ["tests/slurm/test_faults.py::last", "tests/unit/test_b.py::again"]
-    ids += ["tests/slurm/test_cluster.py::after_it", "tests/distributed/test_elastic.py::x"]
+    ids += ["tests/slurm/test_cluster.py::after_it", "tests/unit/test_new.py::x"]
     items = [SimpleNamespace(nodeid=name) for name in ids]
-    workers.longest_first(items)
-    assert [ids.index(item.nodeid) for item in items] == [2, 4, 5, 1, 0, 3]
+    seconds = {ids[0]: 3.0, ids[3]: 4.0, ids[1]: 6.0, ids[4]: 100.0, "tests/unit/gone.py::x": 9.0}
+    workers.longest_first(items, seconds)
+    assert [ids.index(item.nodeid) for item in items] == [2, 4, 0, 3, 1, 5]
     assert [workers.piece(name) for name in ids[:3]] == [
         *("tests/unit/test_b.py", "tests/e2e/test_readme.py", "tests/slurm/")
     ]
+
+
+def suite(folder: Path) -> Path:
+    """A small suite with this project's hooks and a durations file of its own."""
+    (folder / "tests").mkdir()
+    for name in ("conftest.py", "workers.py"):
+        (folder / "tests" / name).write_text((REPOSITORY / "tests" / name).read_text())
+    (folder / "tests/__init__.py").touch()
+    (folder / "tests/durations.json").write_text('{"tests/gone.py::x": 3, "tests/test_b.py::b": 7}')
+    (folder / "setup.cfg").write_text("[tool:pytest]\nmarkers =\n    long: takes long\n")
+    (folder / "tests/test_a.py").write_text(
+        "import time, pytest\n\n@pytest.mark.long\ndef test_long(): time.sleep(0.6)\n\n"
+        "@pytest.mark.parametrize('x', [1, pytest.param(2, marks=pytest.mark.long)])\n"
+        "def test_short(x): pass\n"
+    )
+    (folder / "tests/test_b.py").write_text("def test_b(): pass\n")
+    return folder
+
+
+def run_suite(folder: Path, *arguments: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        ((), "2 passed, 2 deselected"),
+        (("-n", "2"), "2 passed"),
+        (("--all",), "4 passed"),
+        (("--all", "-n", "2"), "4 passed"),
+        # What is named is run.
+        (("tests/test_a.py::test_long",), "1 passed"),
+        (("tests/test_a.py",), "1 passed, 2 deselected"),
+    ],
+)
+def test_the_long_tier_is_run_when_asked_for(arguments, counts, tmp_path):
+    assert counts in run_suite(suite(tmp_path), *arguments)
+
+
+@pytest.mark.parametrize("spread", [(), ("-n", "2")])
+def test_durations_are_written(spread, tmp_path):
+    """Of the files that ran; those of a file that did not stay, those of one that is gone go."""
+    suite(tmp_path)
+    run_suite(tmp_path, "--all", "--write-durations", "tests/test_a.py", *spread)
+    found = json.loads((tmp_path / "tests/durations.json").read_text())
+    assert found.keys() == {"tests/test_a.py::test_long", "tests/test_b.py::b"}
+    assert found["tests/test_a.py::test_long"] >= 0.6 and found["tests/test_b.py::b"] == 7
 
 
 @pytest.mark.parametrize(

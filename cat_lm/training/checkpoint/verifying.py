@@ -50,7 +50,7 @@ class Verifier:
             except UserError as error:
                 return without_folder(error, folder)
 
-        contents = ranks.agree_on(ranks.on_first(marker))
+        contents = ranks.broadcast(ranks.on_rank_zero(marker))
         if isinstance(contents, str):
             return contents
         self._contents[folder] = contents
@@ -88,7 +88,7 @@ class Verifier:
 
     def _first(self, find: Callable[[], str | None]) -> str | None:
         """The first rank's finding that is one."""
-        problems = self._ranks.gather(self._ranks.everywhere(find))
+        problems = self._ranks.gather(self._ranks.on_all_ranks(find))
         return next((problem for problem in problems if problem is not None), None)
 
 

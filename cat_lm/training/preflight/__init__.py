@@ -49,11 +49,11 @@ def check(
     """
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(host_name())
-    probe = Probe(output, ranks.agree_on(secrets.token_hex(8)), hosts[0])
+    probe = Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
     existed = output.exists()
     if ranks.is_first:
         probe.write()
-    ranks.wait()  # the first rank's file is there before another looks for it
+    ranks.barrier()  # the first rank's file is there before another looks for it
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     try:
         gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None))

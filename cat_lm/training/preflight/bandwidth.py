@@ -53,7 +53,7 @@ def measure(ranks: Ranks) -> Transport | None:
 
 
 def _seconds(buffer: torch.Tensor, ranks: Ranks) -> float:
-    ranks.wait()
+    ranks.barrier()
     start = time.perf_counter()
     torch.distributed.all_reduce(buffer)
     if buffer.device.type == "cuda":

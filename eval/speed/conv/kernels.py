@@ -33,7 +33,7 @@ CONVOLUTIONS = {
 class ConvCase:
     """What is convolved: x [B, T, H, D] by filters of W taps.
 
-    `conv_type` is head, depthwise, multihead, or qkv for the whole step of `eval.speed.qkv`.
+    `conv_type` is head, depthwise, multihead, or qkv for the whole step of `eval.speed.conv.qkv`.
     """
 
     conv_type: str

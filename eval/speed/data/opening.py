@@ -21,7 +21,7 @@ from eval.speed.progress import say
 SHARD_TOKENS = 500_000_000  # the preparation's default
 MEAN_LENGTH = 1000  # tokens in a document: SlimPajama's are about as long
 OPENINGS = 3
-CHILD = "from eval.speed.data_open import child; child()"
+CHILD = "from eval.speed.data.opening import child; child()"
 
 
 def open_speed(

@@ -13,15 +13,14 @@ import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cat_lm.errors import UserError
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
 from eval.speed.choices import MODELS
+from eval.speed.machine import forget_peak, resident_bytes
 from eval.speed.model.build import (
     ModelSize,
     build,
@@ -145,16 +144,8 @@ def peak_memory(case: TrainCase, name: str) -> int:
         for _ in range(2):
             step()
         return torch.cuda.max_memory_allocated() - before
-    # Linux forgets the highest resident size so far when asked to.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _resident("VmRSS")
+    forget_peak()
+    before = resident_bytes("VmRSS")
     for _ in range(2):
         step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise UserError(f"/proc/self/status has no {field}: memory cannot be measured on this system")
+    return resident_bytes("VmHWM") - before

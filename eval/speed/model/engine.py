@@ -1,0 +1,128 @@
+"""`python -m eval.speed engine CONFIG.yaml`: a run's step as `train.py` makes it, and its memory.
+
+DeepSpeed's engine with the configuration's precision, ZeRO stage, clipping and AdamW takes steps on
+random tokens: no data are read and nothing is saved. Peak memory stands beside the estimate that
+refuses runs before they start (`cat_lm.training.estimate`); on a CPU it holds also what libraries
+take when they are first used. One rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cat_lm.config import RunConfig, load_config
+from cat_lm.training.estimate import (
+    count_parameters,
+    flops_per_token,
+    memory_per_rank,
+    peak_flops,
+)
+from eval.speed.machine import forget_peak, resident_bytes
+from eval.speed.progress import rounds, say
+from eval.speed.timing import summary
+
+WARM_UPS = 2
+
+
+def engine_speed(path: Path, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Time `repeats` steps of one configuration on one rank, and measure their peak memory.
+
+    Args:
+        path, overrides: the configuration and its changes, as `train.py` takes them.
+
+    Raises:
+        UserError: the configuration is wrong, or its model cannot be built.
+    """
+    from cat_lm.training import distributed
+    from cat_lm.training.engine import resolve_precision
+
+    config = load_config(path, overrides)
+    with distributed.start() as ranks:
+        precision, _ = resolve_precision(config, ranks.device)
+        train = config.train.model_copy(update={"precision": precision})
+        return {
+            "config": str(path),
+            "overrides": list(overrides),
+            **_measure(config.model_copy(update={"train": train}), ranks, repeats),
+        }
+
+
+def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
+    from cat_lm.training.engine import Engine, build_model, convolution_backend
+
+    on_gpu = ranks.device.type == "cuda"
+    gc.collect()
+    before = 0 if on_gpu else resident_bytes("VmRSS")
+    say("building the model")
+    model = build_model(config, config.model.vocab_size)
+    parameters, vocab_size = count_parameters(model), model.config.vocab_size
+    backend = convolution_backend(config, model, ranks.device)
+    flops = flops_per_token(model.config, parameters, config.data.context_length)
+    engine = Engine(model, config, ranks)
+    if not on_gpu:
+        forget_peak()
+    seconds = _steps(engine, ranks, vocab_size, repeats)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")
+    estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
+    tokens = config.train.global_batch_size * config.data.context_length
+    median, device_flops = summary(seconds)["median"], peak_flops(config, ranks.device)
+    return {
+        "model": config.model.model_dump(),
+        "train": config.train.model_dump(),
+        "convolution": backend,
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "step_seconds": summary(seconds),
+        "tokens_per_second": tokens / median,
+        "flops_per_step": flops * tokens,
+        "peak_flops": device_flops,
+        "mfu": flops * tokens / median / device_flops if device_flops else None,
+        "memory": {
+            "measured_bytes": peak - before,
+            "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
+            "estimated_bytes": estimate.total,
+            "estimated_parts": {
+                name: getattr(estimate, name)
+                for name in ("weights", "gradients", "optimizer", "activations", "buffers")
+            },
+        },
+    }
+
+
+def _steps(engine: Any, ranks: Any, vocab_size: int, repeats: int) -> list[float]:
+    """Seconds of each step after the warm-up, on random tokens that differ from step to step."""
+    config, random, seconds = engine.config, np.random.default_rng(0), []
+    rows = config.train.global_batch_size // ranks.world_size
+    for number in rounds(WARM_UPS + repeats, "steps"):
+        ids = random.integers(0, vocab_size, (rows, config.data.context_length))
+        start = time.perf_counter()
+        engine.train_step({"input_ids": ids, "labels": ids}, lr=1e-6)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        if number >= WARM_UPS:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def engine_lines(record: dict[str, Any]) -> list[str]:
+    """Write the record as lines: speed, then memory beside its estimate."""
+    low, high = record["step_seconds"]["quartiles"]
+    memory, mfu = record["memory"], record["mfu"]
+    ratio = memory["estimated_bytes"] / memory["measured_bytes"]
+    return [
+        f"{record['config']}: {record['parameters']:,} parameters, ZeRO "
+        f"{record['train']['zero_stage']}, {record['train']['precision']}, "
+        f"{record['tokens_per_step']:,} tokens a step",
+        f"step {record['step_seconds']['median']:.4f} s ({low:.4f}-{high:.4f}), "
+        f"{record['tokens_per_second']:,.0f} tokens/s, MFU "
+        f"{'unknown' if mfu is None else f'{mfu:.1%}'}",
+        f"peak memory {memory['measured_bytes'] / 2**30:.3f} GiB, estimated "
+        f"{memory['estimated_bytes'] / 2**30:.3f} GiB ({ratio:.2f} of what it took)",
+    ]

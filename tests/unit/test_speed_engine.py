@@ -1,0 +1,59 @@
+"""eval.speed engine: a run's own steps, and their memory beside the estimate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+
+from eval.speed.__main__ import main
+from tests.distributed.ranks import run_on_ranks
+from tests.runs import run_values
+
+
+def measured(ranks, folder: str) -> dict:
+    config, record = Path(folder) / "run.yaml", Path(folder) / "r.json"
+    config.write_text(yaml.safe_dump(run_values("absent", "unused")))
+    command = [
+        "eval.speed",
+        "engine",
+        str(config),
+        "train.global_batch_size=4",
+        "model.vocab_size=50",
+    ]
+    with (
+        mock.patch.object(sys, "argv", [*command, "--repeats", "3", "--json", str(record)]),
+        mock.patch("cat_lm.training.distributed.start") as start,
+    ):
+        start.return_value.__enter__.return_value = ranks
+        main()
+    return json.loads(record.read_text())
+
+
+def test_the_record(tmp_path):
+    (record,) = run_on_ranks(measured, 1, str(tmp_path))
+    assert record["tokens_per_step"] == 4 * 32 and record["model"]["vocab_size"] == 50
+    assert len(record["step_seconds"]["all"]) == 3
+    seconds = record["step_seconds"]["median"]
+    assert record["tokens_per_second"] == pytest.approx(128 / seconds)
+    assert record["flops_per_step"] > 6 * 128 * (record["parameters"] - 50 * 32) > 0
+    assert record["mfu"] is None and record["peak_flops"] is None
+    memory = record["memory"]
+    # Weights, gradients and two moments in fp32, and what torch takes when it is first used.
+    assert memory["measured_bytes"] > 0 and memory["reserved_bytes"] is None
+    assert memory["estimated_bytes"] > 16 * record["parameters"]
+    assert sum(memory["estimated_parts"].values()) == pytest.approx(memory["estimated_bytes"])
+    assert not (tmp_path / "unused").exists() and not Path("unused").exists()
+
+
+def test_a_wrong_configuration_is_one_line(monkeypatch, capsys):
+    argv = ["eval.speed", "engine", "configs/quickstart.yaml", "model.hidden_sise=3"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "model.hidden_sise: unknown key" in capsys.readouterr().err
