@@ -51,16 +51,15 @@ class MixerLayer(GradientCheckpointingLayer):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.index = index
-        self.kind = mixer_of(config)
-        self.setting = Setting(width, index, config.num_hidden_layers)
+        setting = Setting(width, index, config.num_hidden_layers)
         self.mixer_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.mixer = self.kind.build(self.setting)
+        self.mixer = mixer_of(config).build(setting)
         self.mlp = GatedMLP(width, config.intermediate_size)
-        if _keeps(self.mixer):
-            for module in self.mixer.modules():
-                module.keeps_initialisation = True
-        # Drawn by the constructors, unless they ran for the names and shapes alone.
-        self.lacks_values = any(p.is_meta for p in self.mixer.parameters())
+        keeps, lacks = _keeps(self.mixer), any(p.is_meta for p in self.mixer.parameters())
+        for name, module in self.mixer.named_modules():
+            module.keeps_initialisation = keeps
+            if lacks:  # the constructors ran for names and shapes alone
+                module.undrawn = (setting, name)
 
     def forward(
         self,
@@ -100,23 +99,21 @@ class MixerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module's own parameters; those that were loaded are left alone."""
-        if isinstance(module, MixerLayer):
-            if module.lacks_values:
-                self._draw_mixer(module)
+        is_matrix = isinstance(module, nn.Linear | nn.Embedding)
+        if hasattr(module, "undrawn") and (_keeps(module) or not is_matrix):
+            self._draw(module, *module.undrawn)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, nn.Linear | nn.Embedding) and not _keeps(module):
+        elif is_matrix and not _keeps(module):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
 
-    def _draw_mixer(self, layer: MixerLayer) -> None:
-        """Give what a checkpoint lacks of a mixer the values that a new one has."""
-        fresh = layer.kind.build(layer.setting)
-        for module, other in zip(layer.mixer.modules(), fresh.modules(), strict=True):
-            if _keeps(layer.mixer) or not isinstance(module, nn.Linear):
-                for key, value in other.named_parameters(recurse=False):
-                    init.copy_(module.get_parameter(key), value)
+    def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
+        """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""
+        fresh = mixer_of(self.config).build(setting).get_submodule(name)
+        for key, value in fresh.named_parameters(recurse=False):
+            init.copy_(module.get_parameter(key), value)
 
 
 class CatMixerModel(MixerPreTrainedModel):

@@ -31,6 +31,20 @@ class Sine(nn.Module):
         return (self.frequency * x).sin()
 
 
+class FilterNetwork(nn.Module):
+    """Four linear layers with sines between them, whose frequencies the layers share."""
+
+    def __init__(self, features: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, hidden) for n in (features, hidden, hidden))
+        self.last, self.sine = nn.Linear(hidden, width, bias=False), Sine(hidden)
+
+    def forward(self, z: Tensor) -> Tensor:
+        for layer in self.layers:
+            z = self.sine(layer(z))
+        return self.last(z)
+
+
 class Hyena(nn.Module):
     """One Hyena layer."""
 
@@ -38,16 +52,12 @@ class Hyena(nn.Module):
 
     def __init__(self, options: hyena.Options, setting: Setting) -> None:
         super().__init__()
-        width, hidden, sine = setting.d_model, options.hidden, Sine(options.hidden)
+        width, hidden = setting.d_model, options.hidden
         self.options, bound = options, 1 / math.sqrt(options.window)
         self.in_proj = nn.Linear(width, 3 * width)
         self.short = nn.Parameter(torch.empty(1, 3 * width, options.window).uniform_(-bound, bound))
         self.short_bias = nn.Parameter(torch.empty(1, 3 * width).uniform_(-bound, bound))
-        self.network = nn.Sequential(
-            *(nn.Linear(options.features, hidden), sine),
-            *(nn.Linear(hidden, hidden), sine, nn.Linear(hidden, hidden), sine),
-            nn.Linear(hidden, width, bias=False),
-        )
+        self.network = FilterNetwork(options.features, hidden, width)
         self.D = nn.Parameter(torch.randn(width))
         self.out_proj = nn.Linear(width, width)
 
