@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from cat_lm.export_record import CARD, verify, verifying
 from cat_lm.io.readers import read_object
 from cat_lm.model_files import (
     WEIGHTS,
+    Naming,
     asks_for_code,
     check_fit,
     read_headers,
@@ -202,15 +204,14 @@ def load_weights(
     files = weight_files(folder)
     with verifying(folder, _are_read(files)):
         _check_headers(folder, config)
-        tensors = read_tensors(files, names, _has_convolution(config))
+        tensors = read_tensors(files, names, _naming(config))
         refuse_non_finite(f"model {folder}", tensors)
     return tensors
 
 
 def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     """Compare names and shapes before anything of their size is made."""
-    files = weight_files(folder)
-    stored = read_headers(files, _has_convolution(config))
+    stored = read_headers(weight_files(folder), _naming(config))
     architecture = architectures.find(config)
     if architecture is None:
         return
@@ -221,8 +222,9 @@ def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     check_fit(folder, stored, expected, tied)
 
 
-def _has_convolution(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "convolved_streams", ""))
+def _naming(config: PreTrainedConfig) -> Naming:
+    architecture = architectures.find(config)
+    return str if architecture is None else partial(architecture.todays_name, config)
 
 
 def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

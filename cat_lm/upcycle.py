@@ -194,9 +194,9 @@ def _target_weights(
             )
     dtype = weights[architecture.layer_weight.format(layer=0)].dtype
     added = _filters(folder, target)
-    weights = {
-        architecture.parameter_name(name, bool(added)): tensor for name, tensor in weights.items()
-    }
+    for name in list(weights):
+        new = architecture.todays_name(target, name) if added else architecture.plain_name(name)
+        weights[new] = weights.pop(name)
     for name in added:
         weights[name] = architecture.identity_filter(target, name).to(dtype)
     return weights

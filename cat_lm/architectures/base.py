@@ -57,6 +57,7 @@ class Architecture:
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
+        short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
     """
@@ -70,6 +71,7 @@ class Architecture:
     layer_weight: ClassVar[str]
     scales_positions: ClassVar[bool] = False
     takes_convolutions: ClassVar[bool] = False
+    short_names: ClassVar[dict[str, str]] = {}
     free_keys: ClassVar[frozenset[str]] = frozenset()
     unoffered_keys: ClassVar[tuple[str, ...]] = ()
 
@@ -244,9 +246,28 @@ class Architecture:
         """Give the numbers that make a model's size, by name."""
         return {"layers": section.num_hidden_layers, "hidden size": section.hidden_size}
 
+    # Variants: what sets models of one family and size apart
+
     def variant(self, section: Any) -> str:
-        """Name what sets the speed of models of one family and size apart; "" for nothing."""
+        """Name the variant of a model; "" in a family of one."""
         return ""
+
+    def variants(self) -> dict[str, str]:
+        """Give all variants by name, in a few words; with a `library_type` the library's first."""
+        return {"": self.title}
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give the section's keys that make a model one of a variant.
+
+        Args:
+            heads: for what has heads and no other key for them.
+            context_length: for tables that are as long.
+        """
+        return {}
+
+    def decodes(self, variant: str) -> bool:
+        """Tell whether models of a variant decode token by token, from a state."""
+        return True
 
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
@@ -258,14 +279,23 @@ class Architecture:
         """
         return "no convolutions"
 
+    # Files of the library and of earlier versions
+
+    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+        """Translate the name of a file's tensor into that in the model of a configuration.
+
+        None for a constant that old files hold and no model does.
+        """
+        return name
+
     # Upcycling: models with convolutions, and the same without
 
     def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
         """Make the filter that changes nothing, for the parameter `name`."""
         raise NotImplementedError
 
-    def parameter_name(self, name: str, convolved: bool) -> str:
-        """Translate a parameter's name into that in a model with, or without, convolutions."""
+    def plain_name(self, name: str) -> str:
+        """Translate the name of a parameter of a model with convolutions into that without."""
         return name
 
 

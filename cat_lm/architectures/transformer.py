@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -10,6 +11,7 @@ from cat_lm import limits
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
 from cat_lm.config_sections import number, whole
 from cat_lm.model import attention, rules
+from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
 from cat_lm.ops.convolution import kinds
 
@@ -81,7 +83,13 @@ class ConvolutionKeys(ModelSection):
 
 
 class Transformer(Architecture):
-    """A family whose section has `AttentionKeys` and `ConvolutionKeys`."""
+    """A family whose section has `AttentionKeys` and `ConvolutionKeys`.
+
+    Attributes:
+        old_constants: a pattern of what old versions of transformers stored with the weights.
+    """
+
+    old_constants: ClassVar[str]
 
     scales_positions = True
     takes_convolutions = True
@@ -276,6 +284,15 @@ class Transformer(Architecture):
         """Name the kind of convolution."""
         return section.conv_type
 
+    def variants(self) -> dict[str, str]:
+        """Give every kind of convolution, after none."""
+        every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
+        return {"none": "no convolution"} | every
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give the kind of convolution."""
+        return {"conv_type": variant}
+
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
@@ -283,6 +300,15 @@ class Transformer(Architecture):
         from cat_lm.model.convolution import describe_backend
 
         return describe_backend(config, device, dtype, backend)
+
+    # Files of the library and of earlier versions
+
+    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+        """Translate a name by the patterns of this family's configuration class."""
+        if re.search(self.old_constants, name):
+            return None
+        convolved = bool(getattr(config, "convolved_streams", ""))
+        return renamed(name, self.config_class().renamings(convolved))
 
     # Upcycling
 

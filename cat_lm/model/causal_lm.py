@@ -22,7 +22,6 @@ from cat_lm.model.cache import CatCache, attach_layer_state
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
-from cat_lm.model.names import renamings
 from cat_lm.ops import BACKENDS
 
 # What decides which configuration a name means.
@@ -47,7 +46,7 @@ class PreTrainedMixin:
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
             config = cls.config_class.from_pretrained(name_or_path, **hub)
-        renamed = renamings(bool(config.convolved_streams)) | (
+        renamed = config.renamings(bool(config.convolved_streams)) | (
             kwargs.pop("key_mapping", None) or {}
         )
         loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -48,6 +48,8 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     """
 
     model_type = "cat_llama"
+    # The projections' biases are added after the convolution.
+    convolved_names: ClassVar[dict[str, str]] = {r"\.([qkv])_proj\.bias$": r".convolution.\1_bias"}
     # Tensor parallelism would have to split the filters along with the heads.
     base_model_tp_plan = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cat_lm.limits import (
     CONTEXT,
@@ -50,7 +50,15 @@ class AttentionSettings:
 
     A family's configuration extends this and its own of the library, and says the meaning of the
     fields in its docstring.
+
+    Attributes:
+        earlier_names: patterns of parameters' names in files of the library and of earlier
+            versions, and what takes their place.
+        convolved_names: the same, of models with convolutions only.
     """
+
+    earlier_names: ClassVar[dict[str, str]] = {}
+    convolved_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
     conv_window: int = 21
@@ -67,6 +75,11 @@ class AttentionSettings:
     score_options: dict[str, Any] | None = None
     value_transform: str = "none"
     value_options: dict[str, Any] | None = None
+
+    @classmethod
+    def renamings(cls, convolved: bool) -> dict[str, str]:
+        """Give the patterns for the files of models with or without convolutions."""
+        return cls.earlier_names | (cls.convolved_names if convolved else {})
 
     @property
     def head_width(self) -> int:

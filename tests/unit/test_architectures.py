@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from cat_lm import architectures, plugins
 from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
@@ -20,9 +21,10 @@ from cat_lm.config import changed_values, known_keys, load_config
 from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
+from cat_lm.pretrained import load_model, load_weights
 from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
-from tests.unit.tiny_models import cat_model, each_model, random_ids
+from tests.unit.tiny_models import cat_model, each_model, random_ids, stock_model
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
@@ -336,6 +338,45 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
         and architectures.of_config(model.config).name == config.model.architecture
     )
     assert count_parameters(model) == config.num_parameters(99)
+
+
+def renamed_in(folder: Path, pattern: str, replacement: str, **more: torch.Tensor) -> None:
+    """Give tensors of a model's file other names, and add some."""
+    file = folder / "model.safetensors"
+    tensors = {re.sub(pattern, replacement, k): v.clone() for k, v in load_file(file).items()}
+    save_file(tensors | more, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", [{}, {"conv_type": "none"}, {"family": "llama"}])
+def test_a_family_says_its_earlier_names(variant, tmp_path, monkeypatch):
+    model = cat_model(attention_bias=True, **variant)
+    kind = type(model.config)
+    monkeypatch.setattr(kind, "earlier_names", {r"^old_head\.": "lm_head."})
+    model.save_pretrained(tmp_path)
+    expected = load_weights(tmp_path, model.config)
+    assert expected.keys() == model.state_dict().keys()
+    renamed_in(tmp_path, "^lm_head", "old_head")
+    for found in (load_weights(tmp_path, model.config), load_model(tmp_path).state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    renamed_in(tmp_path, "^old_head", "older.head")
+    with pytest.raises(UserError, match=r"missing keys lm_head\.weight"):
+        load_weights(tmp_path, model.config)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_constants_that_old_files_of_llama_hold_are_left_out(library, tmp_path):
+    fields = {"family": "llama", "attention_bias": True}
+    model = stock_model(**fields) if library else cat_model(**fields)
+    model.save_pretrained(tmp_path)
+    constant = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    renamed_in(tmp_path, "^$", "", **constant)
+    assert load_weights(tmp_path, model.config).keys() == model.state_dict().keys()
+    ids = random_ids(1, 9)
+    assert torch.equal(load_model(tmp_path)(ids).logits, model.eval()(ids).logits)
+    renamed_in(tmp_path, "^$", "", **{"model.layers.0.self_attn.rotary_emb.odd": torch.ones(4)})
+    with pytest.raises(UserError, match=r"unexpected keys .*rotary_emb\.odd"):
+        load_weights(tmp_path, model.config)
 
 
 # Packages that bring their own

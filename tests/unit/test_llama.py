@@ -14,7 +14,6 @@ from cat_lm import architectures
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM, CatLlamaModel
 from cat_lm.model.cache import StateDynamicLayer
 from cat_lm.model.configuration_llama import check_settings
-from cat_lm.model.names import current_name
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.unit.tiny_models import (
     GROUPED,
@@ -24,6 +23,7 @@ from tests.unit.tiny_models import (
     cat_model,
     random_ids,
     stock_model,
+    todays_name,
     with_weights_of,
 )
 
@@ -65,7 +65,7 @@ def test_logits_and_gradients_equal_the_library(kind, heads, attn_implementation
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     ours = gradients(model)
     for name, gradient in gradients(stock).items():
-        own = ours[current_name(name, has_convolution=kind != "none")]
+        own = ours[todays_name(model, name)]
         torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

@@ -97,6 +97,7 @@ DEPTHWISE = Kind(
     "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
 )
 _KINDS = {kind.name: kind for kind in (HEAD, DEPTHWISE, MULTIHEAD)}
+BUILT_IN = tuple(_KINDS)
 
 
 def register(kind: Kind) -> None:
