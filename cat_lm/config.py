@@ -334,8 +334,11 @@ def _owner(name: str) -> str:
 def _unknown(name: str, known: list[str], owner: str = "") -> str:
     # A right key in the wrong section is nearer than a similar key in this one.
     same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)
-    return f"{clipped(name)}: unknown key{owner}; the nearest known one is {near[0]}"
+    # A key of another architecture is no slip, and may well have no counterpart here.
+    cutoff = 0.8 if owner else 0.0
+    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=cutoff)
+    nearest = f"; the nearest known one is {near[0]}" if near else ""
+    return f"{clipped(name)}: unknown key{owner}{nearest}"
 
 
 def _describe(error: dict[str, Any]) -> str:

@@ -28,7 +28,8 @@ _FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
 
 def _known_mixer(name: str) -> str:
     if name not in mixers.names():
-        raise ValueError(f"must be one of {', '.join(mixers.names())}")
+        where = "; its options are mixer_options" if ":" in name else ""
+        raise ValueError(f"must be one of {', '.join(mixers.names())}{where}")
     return name
 
 

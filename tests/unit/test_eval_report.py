@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cat_lm.io.files import write_json
+from cat_lm.ops.convolution import kinds
 from eval.common.filters import Filters, own_taps, read_filters
 from eval.common.models import folder_sha256
 from eval.report import table2
@@ -171,6 +172,24 @@ class TestFilters:
             assert len(views(filters)) == (1 if name == "cat" else 2)
             for view in views(filters):
                 assert {v.shape[:2] for v in view.values.values()} == {(2, 2)}, "layers, heads"
+
+    @pytest.mark.parametrize("kind", ["head", "multihead"])
+    def test_shared_keys_and_values_are_drawn_in_whole_layers(self, kind):
+        """Keys and values of fewer heads than the queries: layers lie side by side all the same."""
+        shapes = {
+            stream: (3, *kinds.get(kind).filter_shape(heads, 8, 5))
+            for stream, heads in {"q": 4, "k": 2, "v": 2}.items()
+        }
+        drawn = np.random.default_rng(0)
+        taps = {stream: drawn.standard_normal(shape) for stream, shape in shapes.items()}
+        figure = filters_figure(Filters(kind, taps))
+        panels = [part.axes[:3] for part in figure.subfigs]
+        assert len(panels) == (1 if kind == "head" else 2)
+        for axes in [axes for row in panels for axes in row]:
+            (image,) = axes.images
+            assert image.get_extent()[2:] == [3, 0] and axes.get_ylim() == (3, 0)
+            assert [line.get_ydata()[0] for line in axes.lines] == [1, 2]
+        assert [tick for tick in panels[0][0].get_yticks()] == [0.5, 1.5, 2.5]
 
     def test_multihead_view_is_of_the_right_pairs(self):
         taps = np.zeros((1, 3, 2, 2), dtype=np.float32)  # layers, W, H_out, H_in
