@@ -162,7 +162,7 @@ def export_model(
 
 
 def training_facts(step_folder: Path) -> dict[str, Any]:
-    """What the checkpoint and its run know about the training: step, tokens, context, loss.
+    """Gather what checkpoint and run know of the training: step, tokens, context, loss.
 
     Raises UserError where a file of them is damaged.
     """
@@ -179,7 +179,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
 
 
 class _Metrics(Record):
-    """What is used of a line of `metrics.jsonl`."""
+    """Hold what is used of a line of `metrics.jsonl`."""
 
     step: int = Field(ge=0)
     val_loss: float | None = None

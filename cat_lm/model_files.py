@@ -38,14 +38,14 @@ def _check_plain(name: str) -> str:
 
 
 class WeightIndex(Record):
-    """Which file holds which tensor, for weights in several files."""
+    """Say which file holds which tensor, for weights in several files."""
 
     metadata: dict[str, Any]
     weight_map: dict[str, Annotated[InsideName, AfterValidator(_check_plain)]]
 
 
 class TokenIds(Record):
-    """What is used of `generation_config.json` before transformers checks the rest."""
+    """Hold what is used of `generation_config.json` before transformers checks the rest."""
 
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -132,7 +132,7 @@ def reason(error: BaseException) -> str:
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor before its numbers."""
+    """Hold what a file says of a tensor before its numbers."""
 
     shape: tuple[int, ...]
     dtype: str

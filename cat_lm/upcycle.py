@@ -128,7 +128,7 @@ def _read_config(folder: Path) -> tuple[PreTrainedConfig, Architecture]:
 def _refuse_active(
     folder: Path, source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
 ) -> None:
-    """What makes source or target compute something that no choice of filters undoes."""
+    """Refuse what makes source or target compute something that no filters undo."""
     fields = source.to_dict()
     if "silu" in (convolution.activation, fields.get("conv_activation")):
         where = (

@@ -109,6 +109,7 @@ class Llama(Transformer):
             *rules.key_value_problems(section),
             *rules.unmixed_problems(section),
             *rules.whole_rotation_problems(section),
+            *rules.part_rotation_problems(section),
         ]
 
     def narrowed(self, section: LlamaSection) -> LlamaSection:

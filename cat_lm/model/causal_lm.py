@@ -65,11 +65,11 @@ class CausalBody:
     cache_argument = "past_key_values"  # by which the layers take the cache
 
     def _enter(self, inputs_embeds: Tensor) -> Tensor:
-        """What comes between the embeddings [B, T, C] and the first layer."""
+        """Do what comes between the embeddings [B, T, C] and the first layer."""
         return inputs_embeds
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
-        """What comes after the last layer: the final norm. [B, T, C]"""
+        """Do what comes after the last layer: the final norm. [B, T, C]"""
         raise NotImplementedError
 
     @merge_with_config_defaults

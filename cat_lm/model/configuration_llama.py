@@ -16,7 +16,12 @@ from cat_lm.model.rope_scaling import (
     check_rope_parameters,
     check_temperature,
 )
-from cat_lm.model.rules import key_value_problems, unmixed_problems, whole_rotation_problems
+from cat_lm.model.rules import (
+    key_value_problems,
+    part_rotation_problems,
+    unmixed_problems,
+    whole_rotation_problems,
+)
 from cat_lm.model.settings import (
     NUMBERS,
     SWITCHES,
@@ -104,9 +109,4 @@ def check_fields(config: LlamaConfig | SimpleNamespace) -> None:
     refuse(key_value_problems(config))
     if config.rope_parameters:
         check_rope_numbers(config.rope_parameters)
-        part = config.rope_parameters.get("partial_rotary_factor")
-        if part not in (None, 1):
-            raise ValueError(
-                f"rope_parameters.partial_rotary_factor={part}: Llama rotates all channels of a "
-                "head; leave it out"
-            )
+        refuse(part_rotation_problems(config))

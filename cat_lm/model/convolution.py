@@ -32,7 +32,7 @@ def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
 def describe_backend(
     config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
 ) -> str:
-    """What will compute the convolutions of a model, and why, in one line for a log.
+    """Say what will compute the convolutions of a model, and why, in one line.
 
     Args:
         config: the model's.

@@ -85,7 +85,7 @@ def _keeps(module: nn.Module) -> bool:
 
 
 class MixerPreTrainedModel(PreTrainedModel):
-    """What the classes below share: configuration, initialisation, what transformers may do."""
+    """Share with the classes below: configuration, initialisation, what transformers may do."""
 
     config_class = CatMixerConfig
     config: CatMixerConfig

@@ -67,7 +67,7 @@ _RANGES = {
 
 
 def is_scaled(config: PreTrainedConfig) -> bool:
-    """Whether positions or attention differ from those of a model without any scaling."""
+    """Tell whether positions or attention differ from those of a model without any scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     scaled_rope = rope.get("rope_type", "default") != "default" and has_rope(config)
     return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1

@@ -97,6 +97,17 @@ def whole_rotation_problems(model: Any) -> list[str]:
     ]
 
 
+def part_rotation_problems(model: Any) -> list[str]:
+    """Say that a part of a head is rotated where all of it must be."""
+    part = (model.rope_parameters or {}).get("partial_rotary_factor")
+    if part in (None, 1):
+        return []
+    return [
+        f"rope_parameters.partial_rotary_factor={part}: all channels of a head are rotated; "
+        "leave it out"
+    ]
+
+
 def unmixed_problems(model: Any) -> list[str]:
     """Say whether attention maps would be mixed with values of another number of heads."""
     if model.conv_mixing != "maps":

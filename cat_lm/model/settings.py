@@ -46,7 +46,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class AttentionSettings:
-    """What convolution-augmented attention adds to a configuration of transformers.
+    """Hold what convolution-augmented attention adds to a configuration of transformers.
 
     A family's configuration extends this and its own of the library, and says the meaning of the
     fields in its docstring.
@@ -101,7 +101,7 @@ class AttentionSettings:
 
     @property
     def mixes_maps(self) -> bool:
-        """Whether the values' filters mix attention maps."""
+        """Tell whether the values' filters mix attention maps."""
         return mixes_maps(self)
 
     @property
@@ -112,7 +112,7 @@ class AttentionSettings:
 
     @property
     def needs_layer_state(self) -> bool:
-        """Whether a cache must hold more than keys and values."""
+        """Tell whether a cache must hold more than keys and values."""
         if self.embedding_streams and self.conv_window > 1:
             return True
         entries = attention.pattern(self), attention.value_transform(self)
@@ -120,12 +120,12 @@ class AttentionSettings:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether attention reads the positions of queries and keys, and not their order alone."""
+        """Tell whether attention reads positions of queries and keys, not their order alone."""
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
     def reads_padding(self) -> bool:
-        """Whether something beside attention reads earlier tokens and must be told padding."""
+        """Tell whether anything beside attention reads earlier tokens and must know padding."""
         convolves = bool(self.convolved_streams) or self.value_transform != "none"
         return convolves or self.reads_positions
 

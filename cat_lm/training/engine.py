@@ -25,7 +25,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: mean loss in nats per scored token, over all ranks and micro-batches."""
+    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches."""
 
     loss: float
     grad_norm: float
@@ -57,7 +57,7 @@ def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """What will compute the convolutions of this run, and why.
+    """Say what will compute the convolutions of this run, and why.
 
     Raises:
         UserError: the backend that the configuration names cannot serve.

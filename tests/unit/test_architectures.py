@@ -201,6 +201,12 @@ def test_families_by_the_type_of_a_model():
 # Configurations
 
 
+def test_a_part_of_llamas_rotation_is_refused_before_there_is_a_model():
+    part = "model.rope_parameters={rope_type: default, partial_rotary_factor: 0.5}"
+    assert "partial_rotary_factor=0.5: all channels" in error_of("model.architecture=llama", part)
+    load_config(QUICKSTART, [part])
+
+
 def test_files_of_before_the_key_and_what_is_written_now(tmp_path):
     config = loaded(conv_type="multihead")
     text = config.to_yaml()

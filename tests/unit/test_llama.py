@@ -283,7 +283,7 @@ def test_each_stream_has_its_state():
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be from"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}},
-            "partial_rotary_factor=0.5: Llama rotates all",
+            "partial_rotary_factor=0.5: all channels of a head are rotated",
         ),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},

@@ -61,7 +61,7 @@ def why_not(
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """What runs."""
+    """Say what runs."""
     return f"plain torch, lag by lag ({window} passes)"
 
 
