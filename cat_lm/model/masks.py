@@ -61,11 +61,11 @@ def sequence_layout(
     """
     check_attention(config)
     time = inputs_embeds.shape[1]
-    documents = _documents(document_ids, position_ids, attention_mask, cache)
+    documents = documents_of(document_ids, position_ids, attention_mask, cache)
     given_padding = padding_mask
-    padding_mask = _padding_mask(config, attention_mask, padding_mask, time)
+    padding_mask = padding_of(config, attention_mask, padding_mask, time)
     if position_ids is None:
-        position_ids = _positions(inputs_embeds, attention_mask, documents, cache)
+        position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
     attention_kwargs: dict[str, Any] = {}
     same_document = None
@@ -122,12 +122,13 @@ def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | No
     return visible.expand(batch, 1, time, keys)
 
 
-def _documents(
+def documents_of(
     document_ids: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     cache: Cache | None,
 ) -> Tensor | None:
+    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`."""
     if document_ids is not None:
         if cache is not None:
             raise ValueError("document_ids cannot be used with a cache; pass use_cache=False")
@@ -146,9 +147,15 @@ def _runs_of_positions(position_ids: Tensor) -> Tensor:
     return F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
 
 
-def _padding_mask(
-    config: AttentionSettings, attention_mask: Any, padding_mask: Tensor | None, time: int
+def padding_of(
+    config: Any, attention_mask: Any, padding_mask: Tensor | None, time: int
 ) -> Tensor | None:
+    """Tell the real ones of the `time` new tokens, [B, T] bool; None where all are real.
+
+    Args:
+        config: says by `reads_padding` whether that matters to the model.
+        attention_mask, padding_mask: as of `sequence_layout`.
+    """
     if not config.reads_padding or (attention_mask is None and padding_mask is None):
         return None
     if padding_mask is None:
@@ -165,12 +172,13 @@ def _padding_mask(
     return new
 
 
-def _positions(
+def positions_of(
     inputs_embeds: Tensor,
     attention_mask: Any,
     documents: Tensor | None,
     cache: Cache | None,
 ) -> Tensor:
+    """Count real tokens, from 0 in every document; [B or 1, T]."""
     time, device = inputs_embeds.shape[1], inputs_embeds.device
     if documents is not None:
         return document_positions(documents)

@@ -145,21 +145,27 @@ def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> Non
 
 
 def check_shape(config: Any, switches: tuple[str, ...]) -> None:
-    """Check what every family has: switches, heads, activation, special tokens.
+    """Check what every family with attention has: switches, heads, activation, special tokens.
 
     Raises:
         ValueError: naming the field, its value and what would be right.
     """
-    for name in switches:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+    check_switches(config, switches)
     refuse(head_problems(config))
     if not isinstance(config.hidden_act, str):
         raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
-    _check_tokens(config)
+    check_tokens(config)
 
 
-def _check_tokens(config: Any) -> None:
+def check_switches(config: Any, switches: tuple[str, ...]) -> None:
+    """Check that fields are true or false. Raises ValueError."""
+    for name in switches:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+
+
+def check_tokens(config: Any) -> None:
+    """Check the ids of the special tokens. Raises ValueError."""
     for name in _TOKENS:
         value = getattr(config, name)
         for token in value if isinstance(value, list) else [value]:
