@@ -68,7 +68,7 @@ def main() -> None:
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
-    distributed.leave(exit_code)
+    distributed.hard_exit(exit_code)
 
 
 class Trainer:
@@ -77,19 +77,13 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
         from cat_lm.training.checkpoint import Checkpoints
-        from cat_lm.training.engine import (
-            Engine,
-            build_model,
-            convolution_backend,
-            resolve_precision,
-        )
-        from cat_lm.training.initial import load_initial_weights, vocab_size
+        from cat_lm.training.engine import resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
 
         self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
-        precision, reason = ranks.agree_on(resolve_precision(config, ranks.device))
+        precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
         checked = preflight.check(config, ranks, watchdog.progress)
@@ -98,34 +92,51 @@ class Trainer:
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)
-        self.log = ranks.on_first(lambda: RunLog(folder / "train.log")) or RunLog(None)
+        self.log = ranks.on_rank_zero(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
         start_from = self.checkpoints.to_resume()
         watchdog.progress("choosing the checkpoint")
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
         self.log.line("\n".join(checked))
 
-        # Model and optimizer, as initialised or as the checkpoint left them.
-        model = build_model(config, vocab_size(config, self.corpus, start_from))
+        try:
+            self._begin(start_from)
+        except BaseException:
+            self.checkpoints.close()  # else the process would first read all of the checkpoint
+            raise
+        self.validation = Validation(held_out, self.engine, ranks, watchdog)
+
+        # What is written on the way.
+        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, resumed_step=self.step))
+        if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
+            self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
+        self.report = Report(config, self.engine.model, ranks)
+        self.log.line(self.report.plan(self.loader, self.step))
+
+    def _begin(self, start_from: Path | None) -> None:
+        """Make model and optimizer, as initialised or as the checkpoint left them."""
+        from cat_lm.export_record import comparing_files
+        from cat_lm.training.engine import Engine, build_model, convolution_backend
+        from cat_lm.training.init_from import load_initial_weights, vocab_size
+
+        config, ranks = self.config, self.ranks
+        # One rank of a host compares the files of an initial model, for all.
+        skip = ranks.local_rank != 0 or not config.train.init_checksums
+        with comparing_files(skip):
+            vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
+        model = build_model(config, vocabulary)
         self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
         if config.train.init_from is not None and start_from is None:
-            load_initial_weights(model, config.train.init_from)
+            with comparing_files(skip):
+                ranks.on_all_ranks(lambda: load_initial_weights(model, config.train.init_from))
             self.log.line(f"weights: from {config.train.init_from}")
         self.engine = Engine(model, config, ranks)
-        self.validation = Validation(held_out, self.engine, ranks, watchdog)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:
             found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
             self.step, self.skipped = found.state.step, found.state.skipped
             self.skipped_in_a_row = found.state.skipped_in_a_row
             self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
-
-        # What is written on the way.
-        self.metrics = ranks.on_first(lambda: Metrics(folder, config, resumed_step=self.step))
-        if aside := ranks.on_first(lambda: config.save(folder / "config.yaml")):
-            self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
-        self.report = Report(config, self.engine.model, ranks)
-        self.log.line(self.report.plan(self.loader, self.step))
 
     def run(self) -> int:
         """Trains to the last step, or to the step after a signal; returns the exit code."""
@@ -151,7 +162,7 @@ class Trainer:
                 self.validate()
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
-            exit_code = self.stop.agreed(self.ranks) if not is_last else 0
+            exit_code = self.stop.agreed_exit_code(self.ranks) if not is_last else 0
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
@@ -170,7 +181,7 @@ class Trainer:
                 self.metrics.close()
             self.log.close()
             self.checkpoints.close()
-            self.ranks.on_first(self.check_writes)
+            self.ranks.on_rank_zero(self.check_writes)
         return exit_code
 
     def write_error(self) -> str | None:
@@ -262,7 +273,7 @@ class Trainer:
     def save(self) -> None:
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
-        self.ranks.on_first(self.check_writes)
+        self.ranks.on_rank_zero(self.check_writes)
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
 from cat_lm.io.readers import clipped
-from cat_lm.limits import Range
+from cat_lm.limits import Range, path_problem
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
@@ -39,9 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def path_name(text: str) -> str:
-    """Be a kind for files and folders: none has a blank name."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    """Take a path, or a name that may be one, as it was typed."""
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{_short(text)} {problem}")
     return text
 
 
@@ -59,9 +59,7 @@ def whole(allowed: Range) -> Callable[[str], int]:
 
 def path(text: str) -> Path:
     """Take a path; the empty one, which would be the current folder, is none."""
-    if not text or text != text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is no path")
-    return Path(text)
+    return Path(path_name(text))
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:

@@ -7,7 +7,6 @@ The keys of `model:` are its architecture's (`cat_lm.architectures`). The ranges
 from __future__ import annotations
 
 import math
-import os
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
@@ -17,12 +16,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cat_lm import limits
 from cat_lm.limits import Range
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBT]?)")
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBGT]?)")
 # More characters than any number has that is in a range of ours.
 _MOST_CHARACTERS = 40
-# What Linux takes as a name and as a whole path, in bytes.
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 
 
 def parse_count(value: Any) -> Any:
@@ -93,17 +90,8 @@ def number(
 def _check_path(path: str | None) -> str | None:
     if path is None:
         return None
-    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
-    if not path.strip("\"'") or path != path.strip():
-        raise ValueError("is no path")
-    if any(ord(character) < 32 for character in path):
-        raise ValueError("has control characters in it")
-    encoded = os.fsencode(path)
-    if max(map(len, encoded.split(b"/"))) > _MOST_NAME_BYTES or len(encoded) > _MOST_PATH_BYTES:
-        raise ValueError(
-            f"has a name longer than {_MOST_NAME_BYTES} bytes, or is longer than "
-            f"{_MOST_PATH_BYTES:,}"
-        )
+    if problem := limits.path_problem(path):
+        raise ValueError(problem)
     return path
 
 
@@ -194,6 +182,9 @@ class TrainSection(Section):
     )
     init_from: OptionalPath = Field(
         None, description="model folder whose weights a new run starts from; default: random"
+    )
+    init_checksums: bool = Field(
+        True, description="compare files of init_from with their export's record; slow if huge"
     )
     resume: PathText = Field(
         "never", description="never, auto (newest complete checkpoint), or a path"

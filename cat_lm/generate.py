@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.cli import Parser, add_skip_checksums, number, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
+from cat_lm.host import GIB
 from cat_lm.io.readers import decode
 from cat_lm.limits import EXTRAPOLATION, FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
-from cat_lm.memory import GIB, free_bytes, generation_bytes
+from cat_lm.memory import free_bytes, generation_bytes
 from cat_lm.model_files import reason
 from cat_lm.pretrained import (
     check_vocabulary,

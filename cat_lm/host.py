@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+GIB = 2**30  # bytes
 _GROUPS = Path("/sys/fs/cgroup")
 
 

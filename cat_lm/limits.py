@@ -1,4 +1,5 @@
-"""The sensible range of every number that a user can give: in YAML and on command lines alike.
+"""The sensible range of every number that a user can give, and what can be a path: in YAML and on
+command lines alike.
 
 What lies outside cannot be meant (a billion layers, an infinite rate) and would end in no memory,
 no end or no sense; it is refused before anything is built. The bounds are generous: far beyond what
@@ -8,6 +9,7 @@ anyone has trained, and near enough that a check at a bound still takes no time.
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 # Nearer to nothing than anything that is meant: such numbers end in zeros, infinities and NaN.
@@ -108,3 +110,22 @@ TRIALS = Range(20, 10**6)
 OPTION = Range(-(2**20), 2**20)
 # An accuracy to stop at; above 1 it is never reached.
 STOP_ACCURACY = Range(0.0, 10.0)
+
+# What Linux takes as a name and as a whole path, in bytes.
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+
+
+def path_problem(text: str) -> str | None:
+    """Say why a text can be no path of a file, a folder or a model; None where it can."""
+    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
+    if not text.strip("\"'") or text != text.strip():
+        return "is no path"
+    if any(ord(character) < 32 for character in text):
+        return "is no path: it has control characters in it"
+    encoded = os.fsencode(text)
+    if max(map(len, encoded.split(b"/"))) > _MOST_NAME_BYTES or len(encoded) > _MOST_PATH_BYTES:
+        return (
+            f"has a name longer than {_MOST_NAME_BYTES} bytes, or is longer than "
+            f"{_MOST_PATH_BYTES:,}"
+        )
+    return None

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-GIB = 2**30  # bytes
 LOGIT_ELEMENTS = 2**23  # fp32 logits alive at once: 32 MiB, which fits a CPU's caches best
 
 

@@ -6,23 +6,26 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.limits import TOKENS
 
 _MOST_CHARACTERS = 40
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def amount(flag: str, text: str) -> int:
-    """A count such as 500000000, 5e8, 500M or 15B (10^9). Raises `UserError` for anything else."""
-    match = _match(r"([0-9]+(?:\.[0-9]+)?(?:E[0-9]{1,2})?)([KMBGT]?)", text.upper())
-    value = Fraction(match[1]) * _FACTORS[match[2]] if match else Fraction(0)
-    if value < 1 or value.denominator != 1:
-        given = cut(text)
-        raise UserError(f"{flag} {given}: give a whole number of at least 1, such as 500M or 15B")
-    if problem := TOKENS.problem(int(value)):
-        raise UserError(f"{flag} {text}: {problem}")
-    return int(value)
+    """Read a count such as 500000000, 5e8, 500M or 15B (10^9). Raises UserError for others."""
+    try:
+        value = parse_count(text.upper())
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise UserError(
+            f"{flag} {cut(text)}: give a whole number of at least 1, such as 500M or 15B"
+        )
+    if problem := TOKENS.problem(value):
+        raise UserError(f"{flag} {cut(text)}: {problem}")
+    return value
 
 
 def cut(text: str) -> str:
@@ -60,7 +63,7 @@ def numbers_by_set(flag: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many malformed records are borne: a number of them, or a share of all records."""
+    """The malformed records that are borne: a number of them, or a share of all records."""
 
     text: str
     count: int | None = None
@@ -77,7 +80,7 @@ class Limit:
         raise UserError(f"{flag} {cut(text)}: give a number of lines or a share such as 0.01%")
 
     def exceeded(self, malformed: int, records: int) -> bool:
-        """Whether so many malformed ones among `records` (they included) are too many."""
+        """Tell whether so many malformed ones among `records` (they included) are too many."""
         if self.count is not None:
             return malformed > self.count
         return malformed > self.share * records

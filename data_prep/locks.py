@@ -1,45 +1,28 @@
-"""Locks that the kernel releases when their holder dies."""
+"""The locks of a preparation, and the note where a file system has none."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cat_lm.io.locks import hold
+
 _noted = False
-
-
-class Busy(Exception):
-    """Someone else holds the lock."""
 
 
 @contextmanager
 def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock that the file at `path` stands for; the file stays.
+    """Hold a lock file, as `hold` does; give whether it holds anybody back.
 
-    `shared`: together with other holders of the kind. Raises `Busy` where another has it and `wait`
-    is false. A file system that knows no locks is noted, and the lock then holds nobody back (the
-    value is False): what is written under it must be safe without it, if perhaps done twice.
+    A file system that knows no locks is noted: what is written there must be safe without them, if
+    perhaps done twice.
     """
-    with open(path, "a") as stream:
-        mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        real = True
-        try:
-            fcntl.flock(stream, mode)
-            # The holder before may have removed the file that was opened above.
-            ours = path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat())
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise Busy from None
-            _note(path.parent, error)
-            ours, real = True, False
-        if not ours and not wait:
-            raise Busy
-        yield real
+    with hold(path, shared=shared, wait=wait) as lock:
+        if lock.error is not None:
+            _note(path.parent, lock.error)
+        yield lock.error is None
 
 
 def _note(folder: Path, error: OSError) -> None:

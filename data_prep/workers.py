@@ -48,7 +48,7 @@ def run_tasks(
     `work` is a function of a module (workers import it); it calls `report` with the bytes it has
     done, which reach `progress` here. A task is taken from `tasks` only when a worker is free for
     it. With one worker and one thread the work is done in this process.
-    Raises `UserError` where a task raised it, or where a worker died.
+    Raises `UserError` or `OSError` where a task raised it, and `UserError` where a worker died.
     """
     if workers == 1 and threads == 1:
         for task in tasks:
@@ -111,7 +111,7 @@ class _Crew:
         except (EOFError, OSError):
             self._mourn(connection)
         if kind == "error":
-            raise UserError(value)
+            raise value
         if kind == "crash":
             raise RuntimeError(f"a worker process failed:\n{value}")
         return kind, value
@@ -123,7 +123,7 @@ class _Crew:
             raise KeyboardInterrupt  # all processes of a job are sent the signal at once
         raise UserError(
             f"a worker process died (exit code {process.exitcode}), most likely for want of "
-            "memory; run the same command again with fewer --workers: it continues"
+            "memory; run the same command again with fewer --workers"
         ) from None
 
     def stop(self) -> None:
@@ -157,8 +157,8 @@ def _serve(connection: Connection, work: Work, threads: int) -> None:
                 return  # a task may outlive its parent in the pipe, while others begin anew
             try:
                 answer = ("result", work(task, report))
-            except UserError as error:
-                answer = ("error", str(error))
+            except (UserError, OSError) as error:
+                answer = ("error", error)
             except Exception:
                 answer = ("crash", traceback.format_exc())
             connection.send(answer)

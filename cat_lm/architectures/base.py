@@ -162,6 +162,10 @@ class Architecture:
         """Say what does not go together in a section, in lines that begin with the key."""
         return []
 
+    def isolates_documents(self, section: Any) -> bool:
+        """Tell whether the model can keep the documents of a packed row apart."""
+        return True
+
     def portable(self, section: Any) -> Any:
         """Give the same model, computed by what every machine has."""
         return section
@@ -206,7 +210,7 @@ class Architecture:
         """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
         raise NotImplementedError
 
-    def saved_maps(self, section: Any) -> int:
+    def saved_maps(self, section: Any) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
 
@@ -282,5 +286,6 @@ def layer_channels(model: Any) -> int:
 def key_value_bytes(model: Any, length: int, itemsize: int) -> int:
     """Count the bytes of keys and values of `length` tokens in all layers; `model` as above."""
     heads = model.num_attention_heads
-    width = model.hidden_size // heads * (getattr(model, "num_key_value_heads", None) or heads)
+    channels = getattr(model, "head_dim", None) or model.hidden_size // heads
+    width = channels * (getattr(model, "num_key_value_heads", None) or heads)
     return 2 * model.num_hidden_layers * width * itemsize * length

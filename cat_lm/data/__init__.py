@@ -8,12 +8,14 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader, ValidationWindows, validation_windows
 from cat_lm.data.manifest import read_manifest
 from cat_lm.data.mixture import Mixture
+from cat_lm.data.opening import open_corpus
 
 __all__ = [
     "Mixture",
     "TokenCorpus",
     "TrainLoader",
     "ValidationWindows",
+    "open_corpus",
     "read_manifest",
     "validation_windows",
 ]

@@ -1,7 +1,7 @@
 """Batches as a pure function of (data, seed, step, rank, world size).
 
 Data are cut into windows of `context_length` tokens (`cat_lm.data.windows`, or whole documents in
-`cat_lm.data.packing`); every epoch visits each window once, in a new order (`cat_lm.data.order`).
+`cat_lm.data.packing`); every epoch visits each window once, in a new order (`cat_lm.data.shuffle`).
 The order is computed, not stored, so that opening at any step costs the same, and nothing is
 replayed. A global batch does not depend on the number of ranks; rank r of w takes rows
 r·G/w … (r+1)·G/w − 1 of it.
@@ -18,8 +18,8 @@ import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.mixture import Mixture
-from cat_lm.data.order import EpochOrder, MixtureOrder
 from cat_lm.data.packing import PackedWindows
+from cat_lm.data.shuffle import EpochOrder, MixtureOrder
 from cat_lm.data.windows import (
     Batch,
     JoinedWindows,
@@ -109,7 +109,7 @@ class TrainLoader:
         return self._windows.read(numbers, self.mask_documents)
 
     def describe(self, step: int = 0, last_step: int | None = None) -> list[str]:
-        """What the log says of the data and of their mixture.
+        """Describe the data and their mixture for the log.
 
         Arguments: `step`, how many steps are done; `last_step`, how many there will be.
         """

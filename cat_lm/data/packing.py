@@ -8,14 +8,12 @@ written to), 12 bytes a piece and 8 bytes a window; reading any window costs the
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from cat_lm.data.verified import verify
 from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.locks import hold
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
@@ -39,7 +38,7 @@ _PURPOSE = "a packing plan on its way"
 
 
 class Plan(Record):
-    """What `plan.json` says: of what the plan is, and how large it came out."""
+    """The content of `plan.json`: the plan's data and settings, and its size."""
 
     version: int
     fingerprint: Digest
@@ -158,28 +157,21 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(place.parent / f".{name}.lock", "w")  # noqa: SIM115
+            # Where there are no locks, each process makes the same plan, and the first one stays.
+            lock = hold(place.parent / f".{name}.lock")
         except OSError:
             if place is places[-1]:
                 raise
             continue  # the data are on a disk that this user may only read
-        with lock, _held(lock):
+        with lock:
             if not _is_whole(place, identity):
                 _make(place, corpus, identity, cache_dir)
         return place
     raise AssertionError
 
 
-@contextlib.contextmanager
-def _held(lock: IO) -> Iterator[None]:
-    # Where there are no locks, each process makes the same plan, and the first one stays.
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    yield
-
-
 def _is_whole(folder: Path, identity: dict) -> bool:
-    """Whether a plan is there. Raises `UserError` where it is damaged or of something else."""
+    """Tell whether a plan is there. Raises `UserError` where it is damaged or of something else."""
     if not folder.is_dir():
         return False
     try:
@@ -262,7 +254,7 @@ def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[
 
 
 def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Where documents start in the stream and how long they are, `GROUP` of a shard at a time."""
+    """Give starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
     base = 0
     corpus.read_ahead()
     for shard in corpus.shards:
@@ -273,7 +265,7 @@ def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _documents(shard: Shard, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents [first, stop) of a shard start and end, in its tokens."""
+    """Find where documents [first, stop) of a shard start and end, in its tokens."""
     marks = np.asarray(shard.document_marks[first : stop + 1])
     last = marks[1:] - 1
     size = shard.dtype.itemsize

@@ -13,7 +13,6 @@ verified that way; their length is, and that their tokens are of the vocabulary.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
+from cat_lm.io.locks import Busy, hold
 
 CHUNK = 32 * 2**20
 
@@ -49,15 +49,15 @@ class RemoteShard:
         self._local: Shard | None = None
         self.bin_path = folder / f"{self.name}.bin"
 
-    def is_here(self) -> bool:
-        """Whether a verified copy is on this machine."""
+    def is_cached(self) -> bool:
+        """Tell whether a verified copy is on this machine."""
         if self._local is None and self._is_whole():
             self._local = open_shard(self._folder, self._entry, self.dtype.name)
         return self._local is not None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) in the dtype on disk, from the copy or by range."""
-        if self.is_here():
+        if self.is_cached():
             return self._local.read(start, stop)
         size = self.dtype.itemsize
         try:
@@ -86,7 +86,7 @@ class RemoteShard:
         return self._whole().document_marks
 
     def _whole(self) -> Shard:
-        if not self.is_here():
+        if not self.is_cached():
             self.copy(wait=True)
         return self._local
 
@@ -99,9 +99,9 @@ class RemoteShard:
         with locked(self._folder / f".{self.name}.lock", wait) as ours:
             if not ours:
                 return False
-            if not self.is_here():
+            if not self.is_cached():
                 self._notes.add([self._copy_file(file) for file in self._files])
-        return self.is_here()
+        return self.is_cached()
 
     def _copy_file(self, file: Listed) -> Stamp:
         """Copies a file unless it is here already; returns what is to be noted of it."""
@@ -152,22 +152,22 @@ class RemoteShard:
         return f"{self._storage.url}/{self.name}{suffix}"
 
     def _is_whole(self) -> bool:
-        """Whether both files are as they were when they were verified."""
+        """Tell whether both files are as they were when they were verified."""
         return all(self._notes.holds(file) for file in self._files)
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Holds a lock file; gives whether it is held."""
-    with open(path, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            ours = True
-        except BlockingIOError:
-            ours = False
-        except OSError as error:
+    """Hold a lock file; give whether it is held. Raises UserError where there are no locks."""
+    try:
+        lock = hold(path, wait=wait)
+    except Busy:
+        yield False
+        return
+    with lock:
+        if lock.error is not None:
             raise UserError(
-                f"data.cache_dir: {path.parent} has no file locks ({error.strerror}), which ranks "
-                "need to share copies; name a folder on a local disk"
-            ) from None
-        yield ours
+                f"data.cache_dir: {path.parent} has no file locks ({lock.error.strerror}), which "
+                "ranks need to share copies; name a folder on a local disk"
+            )
+        yield True

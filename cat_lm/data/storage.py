@@ -6,11 +6,11 @@ import ftplib
 import logging
 import re
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
+from cat_lm.io.retries import reason_of, retrying, status_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 DEFAULT_CACHE = "~/.cache/cat_lm/data"
 _log = logging.getLogger(__name__)
 
-# About three minutes in all: longer outages are the job script's to requeue after.
+# About four minutes in all: longer outages are the job script's to requeue after.
 ATTEMPTS = 10
 # Where nothing has answered at the address yet: it is more likely wrong than out of order.
 FIRST_ATTEMPTS = 2
-FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds; doubled after each failure
 # fsspec's addresses whose packages are not among this project's requirements.
 PACKAGES = {
     "s3": "s3fs",
@@ -77,34 +76,37 @@ class Storage:
             ConnectionError: every attempt failed. No `UserError`: a run that it ends is to be
                 started again.
         """
-        delay = FIRST_DELAY
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
-                self._answered = True
-                if start is not None:
-                    self._check_range(name, len(data), stop - start)
-                return data
-            except (FileNotFoundError, UserError):
-                raise
-            except Exception as error:  # every library has its own
-                if _is_refusal(error):
-                    raise UserError(self._refused(name, error)) from error
-                if not _has_no_server(error):
-                    self._answered = True
-                elif not self._answered and attempt >= FIRST_ATTEMPTS:
-                    raise UserError(
-                        f"{self.url}/{name}: nothing answers at this address ({_said(error)})"
-                    ) from error
-                if attempt == ATTEMPTS:
-                    raise ConnectionError(
-                        f"{self.url}/{name}: could not be read in {ATTEMPTS} attempts "
-                        f"({_said(error)})"
-                    ) from error
-                _log.warning("%s/%s: %s; again in %g s", self.url, name, _said(error), delay)
-            time.sleep(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
-        raise AssertionError
+
+        def fetch() -> bytes:
+            data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
+            self._answered = True
+            if start is not None:
+                self._check_range(name, len(data), stop - start)
+            return data
+
+        def note(error: Exception, attempt: int, wait: float) -> None:
+            reason = reason_of(error)
+            _log.warning("%s/%s: %s; again in %.1f s", self.url, name, reason, wait)
+
+        return retrying(fetch, lambda error, attempt: self._failure(name, error, attempt), note)
+
+    def _failure(self, name: str, error: Exception, attempt: int) -> Exception | None:
+        """Give what ends the reading of a file after an attempt; None where another may do."""
+        place, reason = f"{self.url}/{name}", reason_of(error)
+        if isinstance(error, (FileNotFoundError, UserError)):
+            return error
+        if _is_refusal(error):
+            return UserError(
+                f"{place}: access is refused ({reason}); give this process credentials the way the "
+                "storage's own tools take them (environment variables or their login)"
+            )
+        if not _has_no_server(error):
+            self._answered = True
+        elif not self._answered and attempt >= FIRST_ATTEMPTS:
+            return UserError(f"{place}: nothing answers at this address ({reason})")
+        if attempt < ATTEMPTS:
+            return None
+        return ConnectionError(f"{place}: could not be read in {ATTEMPTS} attempts ({reason})")
 
     def _check_range(self, name: str, found: int, asked: int) -> None:
         if found > asked:
@@ -114,12 +116,6 @@ class Storage:
             )
         if found < asked:
             raise OSError(f"{found} bytes came for a range of {asked}")
-
-    def _refused(self, name: str, error: Exception) -> str:
-        return (
-            f"{self.url}/{name}: access is refused ({_said(error)}); give this process credentials "
-            "the way the storage's own tools take them (environment variables or their login)"
-        )
 
 
 def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
@@ -132,23 +128,22 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
         return url_to_fs(url)
     except ImportError as error:
         package = PACKAGES.get(protocol)
-        hint = f"pip install {package}" if package else _said(error)
+        hint = f"pip install {package}" if package else reason_of(error)
         raise UserError(f"{url}: reading {protocol}:// needs another package: {hint}") from None
     except ValueError as error:
-        raise UserError(f"{url}: nothing here reads {protocol}:// ({_said(error)})") from None
+        raise UserError(f"{url}: nothing here reads {protocol}:// ({reason_of(error)})") from None
     except Exception as error:
         if _is_refusal(error):
-            raise UserError(f"{url}: access is refused ({_said(error)})") from error
+            raise UserError(f"{url}: access is refused ({reason_of(error)})") from error
         if isinstance(error, ftplib.all_errors):  # what connects at once: FTP, SFTP
-            raise UserError(f"{url}: cannot be connected to ({_said(error)})") from error
+            raise UserError(f"{url}: cannot be connected to ({reason_of(error)})") from error
         raise
 
 
 def _is_refusal(error: Exception) -> bool:
-    status = getattr(error, "status", None) or getattr(error, "code", None)
     names = {kind.__name__ for kind in type(error).__mro__}
     refused = isinstance(error, PermissionError) or bool(names & set(_REFUSALS))
-    return refused or str(status) in ("401", "403")
+    return refused or status_of(error) in (401, 403)
 
 
 def _has_no_server(error: BaseException | None) -> bool:
@@ -162,7 +157,3 @@ def _has_no_server(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _said(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

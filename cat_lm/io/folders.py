@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.files import sync_directory
+from cat_lm.io.locks import Busy, hold
 from cat_lm.io.own_files import (
     MARK,
     empty_marked,
@@ -22,6 +21,7 @@ from cat_lm.io.own_files import (
     take_over,
 )
 from cat_lm.io.readers import clipped, resolve
+from cat_lm.limits import path_problem
 
 _PURPOSE = "a folder on its way to {}"
 
@@ -58,11 +58,8 @@ def check_file(path: Path | str) -> None:
 
 
 def _check_path(path: Path | str, name: str, wanted: str) -> None:
-    text = str(path)
-    if not text or text != text.strip() or any(ord(character) < 32 for character in text):
-        raise UserError(f"{name!r}: is no path; give {wanted}")
-    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
-        raise UserError(f"{name}: {describe_os_error(OSError(errno.ENAMETOOLONG, ''))}")
+    if problem := path_problem(str(path)):
+        raise UserError(f"{name!r}: {problem}; give {wanted}")
 
 
 def _check_place(folder: Path, name: str, wanted: str) -> None:
@@ -89,7 +86,7 @@ def _nothing(folder: Path) -> Collection[str]:
 
 
 @contextmanager
-def replaced_folder(
+def atomic_folder(
     out: Path, listing: Callable[[Path], Collection[str]] = _nothing
 ) -> Iterator[Path]:
     """Yield a new folder beside `out` that takes its place when the block ends without an error.
@@ -144,21 +141,14 @@ def _claimed(folder: Path, place: Path, out: Path) -> Iterator[None]:
         make_marked(folder, _PURPOSE.format(place.name))
     except UserError as error:
         raise UserError(f"OUT {out}: {error}") from None
-    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one that finished just now may have renamed the folder that was opened above.
-            ours = folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
-        except OSError as error:
-            # Network file systems may have no locks for folders: there, the work goes on.
-            ours = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-        if not ours:
-            raise UserError(f"OUT {out}: another command is writing to it")
+        # Network file systems may have no locks for folders: there, the work goes on.
+        lock = hold(folder, wait=False)
+    except Busy:
+        raise UserError(f"OUT {out}: another command is writing to it") from None
+    with lock:
         empty_marked(folder)
         yield
-    finally:
-        os.close(handle)
 
 
 def _carry_over(

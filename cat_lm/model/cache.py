@@ -1,4 +1,10 @@
-"""Decoding state: keys and values as in transformers, and the last W−1 convolution inputs."""
+"""Decoding state: keys and values as in transformers, and named states of the layers beside them.
+
+A layer's cache holds two kinds of state beside keys and values, each under a name of its own:
+`inputs`, the newest inputs of something that reads W tokens (a convolution), and `recurrent`, a
+tensor that every step replaces (a recurrence). Whatever moves, reorders or clears keys and values
+does it to them.
+"""
 
 from __future__ import annotations
 
@@ -7,81 +13,97 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    StaticLayer,
+)
 
-from cat_lm.model.configuration import CatConfig
+from cat_lm.model.settings import AttentionSettings
 
 
-class ConvStateMixin:
-    """Adds the inputs of a layer's convolutions to a cache layer of transformers.
+class LayerStateMixin:
+    """Adds named states to a cache layer of transformers.
 
-    `conv_inputs` is [B, n, H, S, D]: the newest inputs (the projection without its bias) of the S
-    convolved streams; None before the first token. Whatever moves, reorders or clears keys and
-    values does it to them.
+    Attributes:
+        inputs: by name, the newest inputs [B, n, ...] of what reads W tokens; none before the first
+            token.
+        windows: by name, W.
+        recurrent: by name, the state [B, ...] after the newest token.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.conv_inputs: Tensor | None = None
-        self.conv_window: int | None = None
+        self.inputs: dict[str, Tensor] = {}
+        self.windows: dict[str, int] = {}
+        self.recurrent: dict[str, Tensor] = {}
 
-    def exchange_conv_inputs(
-        self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
+    def exchange_inputs(
+        self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Stores `inputs` [B, T, H, S, D] and returns the W−1 inputs before them.
+        """Store `inputs` [B, T, ...] and return the W−1 inputs before them.
 
-        The result is [B, W−1, H, S, D], with zeros before the start of the sequence. Where a row
-        ends in padding (`padding_mask` [B, T] bool), its newest inputs are those of its last real
+        The result is [B, W−1, ...], with zeros before the start of the sequence. Where a row ends
+        in padding (`padding_mask` [B, T] bool), its newest inputs are those of its last real
         tokens, so that a right-padded prompt continues like one without padding.
         """
         raise NotImplementedError
 
+    def replace_recurrent(self, name: str, state: Tensor) -> None:
+        """Store the state [B, ...] that follows the newest token in place of the one before."""
+        self.recurrent[name] = state.detach()
+
     def reset(self) -> None:
         super().reset()
-        self.conv_inputs = None
+        self.inputs.clear()
+        self.recurrent.clear()
 
     def offload(self) -> None:
         super().offload()
-        self._change_conv_inputs(lambda inputs: inputs.to("cpu", non_blocking=True))
+        self._change_states(lambda state: state.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
-        self._change_conv_inputs(lambda inputs: inputs.to(self.device, non_blocking=True))
+        self._change_states(lambda state: state.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._change_conv_inputs(lambda inputs: inputs.index_select(0, beam_idx.to(inputs.device)))
+        self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
-    def _change_conv_inputs(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.conv_inputs is not None:
-            self.conv_inputs = change(self.conv_inputs)
+    def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.inputs, self.recurrent):
+            states.update({name: change(state) for name, state in states.items()})
 
 
 def _skip_trailing_padding(history: Tensor, padding_mask: Tensor) -> Tensor:
-    """Shifts rows of `history` that end in padding, so that they end in a real token's inputs."""
+    """Shift rows of `history` that end in padding, so that they end in a real token's inputs."""
     trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)  # [B]
     source = torch.arange(history.shape[1], device=history.device) - trailing[:, None]
     rows = torch.arange(history.shape[0], device=history.device)[:, None]
     shifted = history[rows, source.clamp(min=0)]
-    return shifted.masked_fill((source < 0)[:, :, None, None, None], 0.0)
+    before_start = (source < 0).view(*source.shape, *[1] * (history.ndim - 2))
+    return shifted.masked_fill(before_start, 0.0)
 
 
-class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
-    """A cache layer that grows with the sequence, with convolution state.
+class StateDynamicLayer(LayerStateMixin, DynamicLayer):
+    """A cache layer that grows with the sequence, with named states.
 
     Cropping needs inputs older than the last W−1. They are kept after `activate_past_recording()`,
     as in transformers' own convolution caches (assisted decoding calls it); a crop that would need
-    inputs that are gone raises `RuntimeError`.
+    inputs that are gone raises `RuntimeError`, and so does one of a recurrent state, which cannot
+    go back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.record_past = False
 
-    def exchange_conv_inputs(
-        self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
+    def exchange_inputs(
+        self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
     ) -> Tensor:
-        past = inputs[:, :0] if self.conv_inputs is None else self.conv_inputs
+        past = self.inputs.get(name, inputs[:, :0])
         before = past[:, max(0, past.shape[1] - window + 1) :]
         missing = window - 1 - before.shape[1]
         if missing > 0:
@@ -95,7 +117,7 @@ class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
             history = _skip_trailing_padding(history, padding_mask)
         if not self.record_past:
             history = history[:, -(window - 1) :].clone()  # a slice would keep the prompt's memory
-        self.conv_inputs, self.conv_window = history, window
+        self.inputs[name], self.windows[name] = history, window
         return before
 
     def reset(self) -> None:
@@ -105,91 +127,132 @@ class ConvDynamicLayer(ConvStateMixin, DynamicLayer):
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """Keeps all inputs from now on until the next crop."""
+        """Keep all inputs from now on until the next crop."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens."""
+        """Remove the newest `-tokens_to_remove` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative")
         removed = -tokens_to_remove
-        if self.conv_inputs is not None:
-            left = self.conv_inputs.shape[1] - removed
-            tokens_left = max(0, self.get_seq_length() - removed)
-            if left < min(self.conv_window - 1, tokens_left):
-                raise RuntimeError(
-                    f"cannot remove {removed} tokens: the convolution inputs before them are gone; "
-                    "call activate_past_recording() before feeding tokens that may be removed"
-                )
-            kept = self.conv_inputs[:, : max(0, left)]
-            self.conv_inputs = kept[:, max(0, kept.shape[1] - self.conv_window + 1) :].clone()
+        if removed and self.recurrent:
+            raise RuntimeError(
+                f"cannot remove {removed} tokens: the recurrent states {', '.join(self.recurrent)} "
+                "cannot go back"
+            )
+        self.inputs.update({name: self._cropped(name, removed) for name in self.inputs})
         super().crop(tokens_to_remove)
+
+    def _cropped(self, name: str, removed: int) -> Tensor:
+        inputs, window = self.inputs[name], self.windows[name]
+        left = inputs.shape[1] - removed
+        tokens_left = max(0, self.get_seq_length() - removed)
+        if left < min(window - 1, tokens_left):
+            raise RuntimeError(
+                f"cannot remove {removed} tokens: the convolution inputs before them are gone; "
+                "call activate_past_recording() before feeding tokens that may be removed"
+            )
+        kept = inputs[:, : max(0, left)]
+        return kept[:, max(0, kept.shape[1] - window + 1) :].clone()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._change_conv_inputs(lambda inputs: inputs.repeat_interleave(repeats, dim=0))
+        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._change_conv_inputs(lambda inputs: inputs[indices])
+        self._change_states(lambda state: state[indices])
 
 
-class ConvStaticLayer(ConvStateMixin, StaticLayer):
-    """A cache layer of fixed length, with W−1 convolution inputs that are overwritten in place."""
+class StateStaticLayer(LayerStateMixin, StaticLayer):
+    """A cache layer of fixed length, whose named states are overwritten in place."""
 
-    def exchange_conv_inputs(
-        self, inputs: Tensor, window: int, padding_mask: Tensor | None = None
+    def exchange_inputs(
+        self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
     ) -> Tensor:
-        if self.conv_inputs is None:
+        if name not in self.inputs:
             shape = (inputs.shape[0], window - 1, *inputs.shape[2:])
-            self.conv_inputs, self.conv_window = inputs.new_zeros(shape), window
-            if not torch.compiler.is_compiling():
-                # As transformers marks keys and values: CUDA graphs rely on the address.
-                torch._dynamo.mark_static_address(self.conv_inputs)
-        history = torch.cat([self.conv_inputs, inputs.detach()], dim=1)
+            self.inputs[name] = _at_fixed_address(inputs.new_zeros(shape))
+            self.windows[name] = window
+        history = torch.cat([self.inputs[name], inputs.detach()], dim=1)
         before = history[:, : window - 1]
         if padding_mask is not None:
             history = _skip_trailing_padding(history, padding_mask)
-        self.conv_inputs.copy_(history[:, -(window - 1) :])
+        self.inputs[name].copy_(history[:, -(window - 1) :])
         return before
 
+    def replace_recurrent(self, name: str, state: Tensor) -> None:
+        if name in self.recurrent:
+            self.recurrent[name].copy_(state.detach())
+        else:
+            self.recurrent[name] = _at_fixed_address(state.detach().clone())
+
     def reset(self) -> None:
-        address = self.conv_inputs
+        kept = dict(self.inputs), dict(self.recurrent)
         super().reset()
-        if address is not None:
-            self.conv_inputs = address.zero_()
+        for states, tensors in zip((self.inputs, self.recurrent), kept, strict=True):
+            states.update({name: tensor.zero_() for name, tensor in tensors.items()})
+
+
+def _at_fixed_address(state: Tensor) -> Tensor:
+    """As transformers marks keys and values: CUDA graphs rely on the address."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(state)
+    return state
 
 
 class CatCache(DynamicCache):
-    """transformers' `DynamicCache` for a CAT model.
+    """transformers' `DynamicCache` for a CAT model of any family.
 
     A plain `DynamicCache` or `StaticCache` that is still empty serves as well: the model gives its
-    layers the convolution state when it first sees it.
+    layers room for their states when it first sees it.
     """
 
-    def __init__(self, config: CatConfig):
+    def __init__(self, config: AttentionSettings):
         super().__init__(config=config)
-        attach_conv_state(self, config)
+        attach_layer_state(self, config)
 
 
-def attach_conv_state(cache: Cache, config: CatConfig) -> None:
-    """Makes the layers of `cache`, in place, able to hold convolution inputs.
+def attach_layer_state(cache: Cache, config: AttentionSettings) -> None:
+    """Make the layers of `cache`, in place, able to hold named states, if the model has any.
 
-    Raises `ValueError` for a cache that holds tokens already (their convolution inputs are unknown)
-    and for kinds of cache layers that have no counterpart with convolution state.
+    Raises `ValueError` for a cache that holds tokens already (the states after them are unknown)
+    and for kinds of cache layers that have no counterpart with states.
     """
-    if not config.embedding_streams or config.conv_window == 1:
+    if not config.needs_layer_state:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-        cache.layer_class_to_replicate = ConvDynamicLayer
+        cache.layer_class_to_replicate = StateDynamicLayer
         missing = config.num_hidden_layers - len(cache.layers)
-        cache.layers.extend(ConvDynamicLayer() for _ in range(missing))
-    if not all(isinstance(layer, ConvStateMixin) for layer in cache.layers):
-        cache.layers[:] = [_with_conv_state(layer) for layer in cache.layers]
+        cache.layers.extend(StateDynamicLayer() for _ in range(missing))
+    if not all(isinstance(layer, LayerStateMixin) for layer in cache.layers):
+        cache.layers[:] = [_with_states(layer) for layer in cache.layers]
 
 
-def _with_conv_state(layer):
-    if isinstance(layer, ConvStateMixin):
+def layer_of(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:
+    """Give a layer's part of the cache; None too where a cache makes it when it is first filled."""
+    if cache is None or layer_index >= len(cache.layers):
+        return None
+    return cache.layers[layer_index]
+
+
+def state_of(cache: Cache | None, layer_index: int) -> LayerStateMixin | None:
+    """Give a layer's part of the cache if it holds named states."""
+    layer = layer_of(cache, layer_index)
+    return layer if isinstance(layer, LayerStateMixin) else None
+
+
+def follows_cache(cache: Cache | None, layer_index: int) -> bool:
+    """Tell whether attention reads keys that are not among the new ones.
+
+    A static layer's keys always are more than the new ones: those that are still to come.
+    """
+    layer = layer_of(cache, layer_index)
+    return layer is not None and (isinstance(layer, StaticLayer) or layer.get_seq_length() > 0)
+
+
+def _with_states(layer: CacheLayerMixin) -> LayerStateMixin:
+    if isinstance(layer, LayerStateMixin):
         return layer
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
@@ -202,5 +265,5 @@ def _with_conv_state(layer):
             "start from an empty cache"
         )
     if isinstance(layer, StaticLayer):
-        return ConvStaticLayer(max_cache_len=layer.max_cache_len)
-    return ConvDynamicLayer()
+        return StateStaticLayer(max_cache_len=layer.max_cache_len)
+    return StateDynamicLayer()

@@ -9,40 +9,28 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
-from cat_lm.limits import (
-    CONTEXT,
-    FRACTION,
-    HEADS,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    LAYERS,
-    NORM_EPSILON,
-    TEMPERATURE,
-    VOCABULARY,
-    WINDOW,
-)
+from cat_lm.limits import FRACTION, NORM_EPSILON
 from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,
     check_rope_parameters,
     check_temperature,
 )
-from cat_lm.model.rules import (
-    STREAMS,
-    convolution_problems,
-    head_problems,
-    rotation_problems,
+from cat_lm.model.rules import rotation_problems
+from cat_lm.model.settings import (
+    NUMBERS,
+    SWITCHES,
+    WHOLE_NUMBERS,
+    AttentionSettings,
+    check_given_once,
+    check_numbers,
+    check_shape,
+    refuse,
 )
-from cat_lm.ops.convolution import kinds
-
-CONV_MIXINGS = ("embeddings", "maps")
-CONV_ACTIVATIONS = ("none", "silu")
-CONV_INITS = ("identity", "uniform")
-POSITION_EMBEDDINGS = ("rope", "none")
 
 
 @strict
-class CatConfig(GPTNeoXConfig):
+class CatConfig(AttentionSettings, GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
     conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
@@ -86,76 +74,31 @@ class CatConfig(GPTNeoXConfig):
     # Tensor parallelism would have to split the filters along with the heads.
     base_model_tp_plan = None
 
-    conv_type: str = "head"
-    conv_window: int = 21
-    conv_streams: str = "qkv"
-    conv_mixing: str = "embeddings"
-    conv_activation: str = "none"
-    conv_init: str = "identity"
-    position_embedding: str = "rope"
-    attention_temperature: float | int = 1.0
-    temperature_scope: str = "logits"
-
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
         _check_rope_names(kwargs)
-        _check_given_once(self.rope_parameters, kwargs)
+        check_given_once(
+            self.rope_parameters,
+            kwargs,
+            {"rotary_pct": "partial_rotary_factor", "rope_theta": "rope_theta"},
+        )
         if "rope_theta" in kwargs:
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
-        if self.conv_type != "none":
-            _check_choice("conv_init", self.conv_init, CONV_INITS)
-        _check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
-        _check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
-        _check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
-        _check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        _refuse(convolution_problems(self))
+        self.check_attention_settings()
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
         check_temperature(self)
-        _refuse(rotation_problems(self))
+        refuse(rotation_problems(self))
 
     @property
     def rotary_pct(self) -> float:
         """The part of a head's channels that rotary positions turn."""
         return self.rope_parameters["partial_rotary_factor"]
 
-    @property
-    def convolved_streams(self) -> str:
-        """The streams that have filters, in the order q, k, v; empty without convolutions."""
-        if self.conv_type == "none":
-            return ""
-        return "".join(stream for stream in STREAMS if stream in self.conv_streams)
 
-    @property
-    def mixes_maps(self) -> bool:
-        """Whether the values' filters mix attention maps."""
-        return self.conv_type == "multihead" and self.conv_mixing == "maps"
-
-    @property
-    def embedding_streams(self) -> str:
-        """The streams that are convolved before attention, and need their past when decoding."""
-        streams = self.convolved_streams
-        return streams.replace("v", "") if self.mixes_maps else streams
-
-
-_WHOLE_NUMBERS = {
-    "hidden_size": HIDDEN_SIZE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": INTERMEDIATE_SIZE,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "conv_window": WINDOW,
-}
-_NUMBERS = {
-    "layer_norm_eps": NORM_EPSILON,
-    "attention_temperature": TEMPERATURE,
-    "hidden_dropout": FRACTION,
-    "attention_dropout": FRACTION,
-}
-_SWITCHES = ("use_parallel_residual", "tie_word_embeddings", "attention_bias", "use_cache")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NUMBERS = NUMBERS | {"layer_norm_eps": NORM_EPSILON, "hidden_dropout": FRACTION}
+_SWITCHES = ("use_parallel_residual", *SWITCHES)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -180,52 +123,8 @@ def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
     Raises:
         ValueError: naming the field, its value and what would be right.
     """
-    for fields, types, what in (
-        (_WHOLE_NUMBERS, int, "a whole number"),
-        (_NUMBERS, int | float, "a number"),
-    ):
-        for name, allowed in fields.items():
-            value = getattr(config, name)
-            if isinstance(value, bool) or not isinstance(value, types):
-                raise ValueError(f"{name}={value!r}: must be {what}")
-            if problem := allowed.problem(value):
-                raise ValueError(f"{name}={value}: {problem}")
-    for name in _SWITCHES:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
-    _refuse(head_problems(config))
-    if not isinstance(config.hidden_act, str):
-        raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
-    _check_tokens(config)
+    check_numbers(config, WHOLE_NUMBERS, whole=True)
+    check_numbers(config, _NUMBERS, whole=False)
+    check_shape(config, _SWITCHES)
     if config.rope_parameters:
         check_rope_numbers(config.rope_parameters)
-
-
-def _check_tokens(config: GPTNeoXConfig | SimpleNamespace) -> None:
-    for name in _TOKENS:
-        value = getattr(config, name)
-        for token in value if isinstance(value, list) else [value]:
-            is_id = isinstance(token, int) and not isinstance(token, bool)
-            if token is not None and (not is_id or not -1 <= token < VOCABULARY.high):
-                raise ValueError(f"{name}={value!r}: must be the id of a token")
-    pad = config.pad_token_id
-    if pad is not None and pad >= config.vocab_size:
-        raise ValueError(f"pad_token_id={pad}: must be below vocab_size={config.vocab_size}")
-
-
-def _check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
-    if value not in supported:
-        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ValueError(problems[0])
-
-
-def _check_given_once(rope: dict | None, kwargs: dict[str, Any]) -> None:
-    names = {"rotary_pct": "partial_rotary_factor", "rope_theta": "rope_theta"}
-    for name, key in names.items():
-        stored, given = (rope or {}).get(key), kwargs.get(name)
-        if stored is not None and given is not None and stored != given:
-            raise ValueError(f"{name}={given} contradicts rope_parameters[{key!r}]={stored}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.model.cache import ConvStateMixin
-from cat_lm.model.configuration import STREAMS, CatConfig
+from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.map_mixing import mixed_values
+from cat_lm.model.rules import STREAMS
+from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
     BACKENDS,
     choose_backend,
@@ -20,29 +23,27 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 
 
-def identity_filters(config: CatConfig) -> Tensor:
+def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
     """Make a stream's filters that change nothing, of the shape of their kind."""
-    heads = config.num_attention_heads
     kind = kinds.get(config.conv_type)
-    return kind.identity(heads, config.hidden_size // heads, config.conv_window)
+    return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
 
 
 def describe_backend(
-    config: CatConfig, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
+    config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
 ) -> str:
     """What will compute the convolutions of a model, and why, in one line for a log.
 
     Args:
         config: the model's.
         device, dtype: where and in what the projections are computed.
-        backend: what `CatForCausalLM.set_conv_backend` was given.
+        backend: what `set_conv_backend` of the model was given.
 
     Raises:
         ValueError: the backend asked for cannot serve.
     """
     if not config.convolved_streams:
         return "no convolutions"
-    heads = config.num_attention_heads
     # Values whose attention maps are mixed are convolved head by head.
     parts = [(config.conv_type, config.embedding_streams, "")]
     if config.mixes_maps:
@@ -56,8 +57,8 @@ def describe_backend(
             device=device,
             dtype=dtype,
             window=config.conv_window,
-            heads=heads,
-            head_dim=config.hidden_size // heads,
+            heads=config.stream_heads(streams[0]),
+            head_dim=config.head_width,
             backend=backend,
         )
         what = BACKENDS[choice.name].describe(conv_type, dtype, config.conv_window)
@@ -68,8 +69,8 @@ def describe_backend(
     return "; ".join(lines)
 
 
-class AttentionConvolution(nn.Module):
-    """Convolve the chosen streams of projected queries, keys and values, add the bias, rotate.
+class StreamConvolution(nn.Module):
+    """Hold the filters and biases of a layer's queries, keys and values, and convolve them.
 
     For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
     for each head (`conv_type: head`):
@@ -88,32 +89,75 @@ class AttentionConvolution(nn.Module):
 
         y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
 
-    Queries and keys are then rotated. `query_key_value` stays a plain linear layer, so that what
+    Queries and keys are then rotated. The projections stay plain linear layers, so that what
     replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model.
     This module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
-    projection's `bias` [3 C], and its forward reads no other parameters: whoever gathers a module's
+    projections' biases, and its forward reads no other parameters: whoever gathers a module's
     parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
+
+    Args:
+        biases: of the projections, by the names that they get here; None where there is none.
     """
 
-    no_decay = ("bias", *(f"{stream}_filter" for stream in STREAMS))
+    no_decay = (
+        "bias",
+        *(f"{stream}_bias" for stream in STREAMS),
+        *(f"{stream}_filter" for stream in STREAMS),
+    )
 
-    def __init__(self, config: CatConfig, bias: nn.Parameter | None):
+    def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
         super().__init__()
-        self.num_heads = config.num_attention_heads
         self.conv_type = config.conv_type
         self.window = config.conv_window
         self.streams = config.convolved_streams
         self.embedding_streams = config.embedding_streams
         self.activation = config.conv_activation
-        self.mixes_maps = config.mixes_maps
+        self.head_width = config.head_width
         self.conv_backend = "auto"
-        self.register_parameter("bias", bias)
+        for name, bias in biases.items():
+            self.register_parameter(name, bias)
         for stream in self.streams:
-            self.register_parameter(f"{stream}_filter", nn.Parameter(identity_filters(config)))
+            filters = nn.Parameter(identity_filters(config, stream))
+            self.register_parameter(f"{stream}_filter", filters)
 
-    def filters(self) -> list[nn.Parameter]:
-        """The filters of the streams that have them, in the order q, k, v."""
-        return [getattr(self, f"{stream}_filter") for stream in self.streams]
+    def filters(self) -> dict[str, nn.Parameter]:
+        """Give the filters of the streams that have them, in the order q, k, v."""
+        return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
+
+    def biases(self) -> list[nn.Parameter]:
+        """Give the projections' biases that there are."""
+        return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
+
+    def _stream(
+        self,
+        stream: str,
+        inputs: Tensor,
+        bias: Tensor | None,
+        document_ids: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> Tensor:
+        """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
+        if stream not in self.embedding_streams:
+            return inputs if bias is None else inputs + bias.to(inputs.dtype)
+        outputs = convolve(
+            self.conv_type,
+            inputs,
+            getattr(self, f"{stream}_filter"),
+            bias,
+            document_ids=document_ids,
+            initial_state=initial_state,
+            backend=self.conv_backend,
+        )
+        return F.silu(outputs) if self.activation == "silu" else outputs
+
+
+class PackedConvolution(StreamConvolution):
+    """Convolve GPT-NeoX's `query_key_value`, add its `bias` [3 C], rotate."""
+
+    def __init__(self, config: AttentionSettings, bias: nn.Parameter | None):
+        super().__init__(config, {"bias": bias})
+        self.num_heads = config.num_attention_heads
+        self.mixes_maps = config.mixes_maps
 
     def forward(
         self,
@@ -121,7 +165,7 @@ class AttentionConvolution(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
-        state: ConvStateMixin | None = None,
+        state: LayerStateMixin | None = None,
         follows_cache: bool = False,
     ) -> tuple[Tensor, ...]:
         """Convolve and rotate.
@@ -157,7 +201,14 @@ class AttentionConvolution(nn.Module):
                 backend=self.conv_backend,
             )
         query, key, value = (
-            self._stream(stream, projected, bias, document_ids, initial_state) for stream in STREAMS
+            self._stream(
+                stream,
+                projected[:, :, :, index],
+                None if bias is None else bias[:, index],
+                document_ids,
+                self._part_of(initial_state, stream),
+            )
+            for index, stream in enumerate(STREAMS)
         )
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
@@ -172,37 +223,71 @@ class AttentionConvolution(nn.Module):
         return query, key, value, mixed
 
     def _exchange_state(
-        self, projected: Tensor, padding_mask: Tensor | None, state: ConvStateMixin | None
+        self, projected: Tensor, padding_mask: Tensor | None, state: LayerStateMixin | None
     ) -> Tensor | None:
         """The W−1 inputs before these, [B, W−1, H, S, D], of the S streams convolved here."""
         if state is None or self.window == 1 or not self.embedding_streams:
             return None
         inputs = projected[:, :, :, STREAM_SLICES[self.embedding_streams]]
-        return state.exchange_conv_inputs(inputs, self.window, padding_mask)
+        return state.exchange_inputs("qkv", inputs, self.window, padding_mask)
 
-    def _stream(
+    def _part_of(self, initial_state: Tensor | None, stream: str) -> Tensor | None:
+        if initial_state is None or stream not in self.embedding_streams:
+            return None
+        return initial_state[:, :, :, self.embedding_streams.index(stream)]
+
+
+class SeparateConvolution(StreamConvolution):
+    """Convolve `q_proj`, `k_proj` and `v_proj`, add `q_bias`, `k_bias`, `v_bias`, rotate.
+
+    Keys and values may have fewer heads than queries, and then have as many filters fewer.
+    """
+
+    def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
+        super().__init__(config, {f"{stream}_bias": biases[stream] for stream in STREAMS})
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        state: LayerStateMixin | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolve and rotate.
+
+        Args:
+            query, key, value: what the projections make without biases, [B, T, heads · D] each.
+            rotary, padding_mask, document_ids, state: as for `PackedConvolution`.
+
+        Returns:
+            Queries, keys and values, each [B, T, its heads, D].
+        """
+        query, key, value = (
+            self._one(stream, projected, padding_mask, document_ids, state)
+            for stream, projected in zip(STREAMS, (query, key, value), strict=True)
+        )
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        return query, key, value
+
+    def _one(
         self,
         stream: str,
         projected: Tensor,
-        bias: Tensor | None,
+        padding_mask: Tensor | None,
         document_ids: Tensor | None,
-        initial_state: Tensor | None,
+        state: LayerStateMixin | None,
     ) -> Tensor:
-        """One stream, convolved by itself, before rotation, [B, T, H, D]."""
-        index = STREAMS.index(stream)
-        inputs = projected[:, :, :, index]
-        bias = None if bias is None else bias[:, index]
-        if stream not in self.embedding_streams:
-            return inputs if bias is None else inputs + bias.to(inputs.dtype)
-        if initial_state is not None:
-            initial_state = initial_state[:, :, :, self.embedding_streams.index(stream)]
-        outputs = convolve(
-            self.conv_type,
-            inputs,
-            getattr(self, f"{stream}_filter"),
-            bias,
-            document_ids=document_ids,
-            initial_state=initial_state,
-            backend=self.conv_backend,
-        )
-        return F.silu(outputs) if self.activation == "silu" else outputs
+        inputs = projected.unflatten(2, (-1, self.head_width))
+        before = None
+        if stream in self.embedding_streams:
+            if padding_mask is not None:
+                inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
+            if state is not None and self.window > 1:
+                before = state.exchange_inputs(stream, inputs, self.window, padding_mask)
+        bias = getattr(self, f"{stream}_bias")
+        bias = None if bias is None else bias.view(-1, self.head_width)
+        return self._stream(stream, inputs, bias, document_ids, before)

@@ -5,17 +5,20 @@ C is the model width, L the number of layers, W the window, H the number of head
 | parameter                                    | distribution                | name       |
 |----------------------------------------------|-----------------------------|------------|
 | embed_in, query_key_value, dense_h_to_4h,    | normal, std sqrt(2 / (5 C)) | small-init |
-| lm_head                                      |                             |            |
-| attention.dense, mlp.dense_4h_to_h           | normal, std 2 / (L sqrt(C)) | wang-init  |
+| lm_head; of Llama embed_tokens, q_proj,      |                             |            |
+| k_proj, v_proj, gate_proj, up_proj, lm_head  |                             |            |
+| attention.dense, mlp.dense_4h_to_h; of Llama | normal, std 2 / (L sqrt(C)) | wang-init  |
+| o_proj, down_proj                            |                             |            |
 | biases                                       | 0                           |            |
-| layer norms                                  | weight 1, bias 0            |            |
+| norms                                        | weight 1, bias 0            |            |
 | filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
 |                                              | (of the same head, channel) |            |
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
-GPT-NeoX uses them for Pythia. `uniform` is what `torch.nn.Conv1d` would draw.
+GPT-NeoX uses them for Pythia; all families start so, that under one recipe only they differ.
+`uniform` is what `torch.nn.Conv1d` would draw.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ import math
 from torch import nn
 from transformers import initialization as init
 
-from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import AttentionConvolution, identity_filters
+from cat_lm.model.convolution import StreamConvolution, identity_filters
+from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops.convolution import kinds
 
 
-def small_init_std(config: CatConfig) -> float:
+def small_init_std(config: AttentionSettings) -> float:
     """The standard deviation of weights that do not write to the residual stream."""
     return math.sqrt(2 / (5 * config.hidden_size))
 
 
-def wang_init_std(config: CatConfig) -> float:
+def wang_init_std(config: AttentionSettings) -> float:
     """The standard deviation of the two matrices of a layer that write to the residual stream."""
     return 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
 
 
-def initialize(module: nn.Module, config: CatConfig) -> bool:
+def initialize(module: nn.Module, config: AttentionSettings) -> bool:
     """Initialises the parameters of `module` itself by the table above; False if it has none there.
 
     Goes through transformers' `initialization`, which leaves tensors alone that were loaded.
@@ -52,20 +55,23 @@ def initialize(module: nn.Module, config: CatConfig) -> bool:
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
         return True
-    if isinstance(module, AttentionConvolution):
-        if module.bias is not None:
-            init.zeros_(module.bias)
+    if hasattr(module, "initial_values"):  # of an entry of `cat_lm.model.attention`
+        for name, values in module.initial_values().items():
+            init.copy_(getattr(module, name), values)
+        return True
+    if isinstance(module, StreamConvolution):
+        for bias in module.biases():
+            init.zeros_(bias)
         _initialize_filters(module, config)
         return True
     return False
 
 
-def _initialize_filters(convolution: AttentionConvolution, config: CatConfig) -> None:
+def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
     kind = kinds.get(config.conv_type)
-    inputs = kind.fan_in(config.num_attention_heads, config.conv_window)
-    for filters in convolution.filters():
+    for stream, filters in convolution.filters().items():
         if config.conv_init == "identity":
-            init.copy_(filters, identity_filters(config))
+            init.copy_(filters, identity_filters(config, stream))
         else:
-            bound = 1 / math.sqrt(inputs)
+            bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
             init.uniform_(filters, -bound, bound)

@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.model.configuration import CatConfig
-from cat_lm.model.modeling import CatForCausalLM
+from cat_lm import architectures
+from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.rope_scaling import logit_temperature
 
 if TYPE_CHECKING:
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
     """A copy of `config` with `fields` (of `scaled_fields`); `config` itself where there are none.
 
-    GPT-NeoX becomes CAT without convolutions, the same model, whose attention has a temperature.
+    A model of the library becomes one of ours without convolutions, the same model, whose attention
+    has a temperature.
     """
     if not fields:
         return config
-    values = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        values.pop(name, None)
-    if not isinstance(config, CatConfig):
-        values["conv_type"] = "none"
-    return CatConfig(**values | dict(fields))
+    family = architectures.of_config(config)
+    plain = {} if config.model_type == family.model_type else {"conv_type": "none"}
+    return family.own_config(config, **plain | dict(fields))
 
 
 def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
@@ -57,14 +56,16 @@ def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
         found["rope_factor"] = rope.get("factor", 1.0)
         found["original_length"] = rope.get("original_max_position_embeddings")
         found["attention_factor"] = rotary.attention_scaling
-    if isinstance(model, CatForCausalLM):
+    if isinstance(model, CausalLanguageModel):
         found["attention_temperature"] = _logit_temperature(model)
     return found
 
 
 def _logit_temperature(model: PreTrainedModel) -> float:
-    attentions = [layer.attention for layer in model.base_model.layers]
-    factors = {attention.scaling * math.sqrt(attention.head_size) for attention in attentions}
+    width = math.sqrt(model.config.head_width)
+    factors = {
+        module.scaling * width for module in model.modules() if isinstance(module, AttentionMixin)
+    }
     expected = logit_temperature(model.config)
     if any(not math.isclose(factor * expected, 1, rel_tol=1e-9) for factor in factors):
         raise RuntimeError(f"attention scales logits by {factors}, not by 1/{expected}")

@@ -4,37 +4,117 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
     GPTNeoXForCausalLM,
     GPTNeoXLayer,
     GPTNeoXModel,
     GPTNeoXPreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
 )
-from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
-from cat_lm.model.attention import CatAttention
-from cat_lm.model.cache import CatCache, attach_conv_state
+from cat_lm.model.attention.core import AttentionMixin, SequenceContext
+from cat_lm.model.cache import state_of
+from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration import CatConfig
-from cat_lm.model.convolution import AttentionConvolution
-from cat_lm.model.initialization import initialize
-from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
-from cat_lm.model.masks import check_attention, sequence_layout
-from cat_lm.model.names import renamings
+from cat_lm.model.convolution import PackedConvolution
+from cat_lm.model.loss import LanguageModelHead
+from cat_lm.model.masks import check_attention
 from cat_lm.model.rope import CatRotaryEmbedding
-from cat_lm.ops import BACKENDS
 
-# What decides which configuration a name means.
-_HUB_OPTIONS = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
-    *("token", "trust_remote_code"),
-)
+
+class CatAttention(AttentionMixin, GPTNeoXAttention):
+    """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
+
+    The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
+    act on the softmax instead: see `cat_lm.model.map_mixing`. With `conv_type: none` this is
+    GPT-NeoX's attention, bit for bit; with `position_embedding: none` nothing is rotated.
+    """
+
+    eager_attention = staticmethod(eager_attention_forward)
+
+    def __init__(self, config: CatConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
+            # gives the weights that it always gave.
+            width = config.hidden_size
+            self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            dense = self._modules.pop("dense")
+            self.convolution = PackedConvolution(config, self.query_key_value.bias)
+            self.query_key_value.register_parameter("bias", None)
+            self.dense = dense
+            self._take_earlier_names()
+        self.dense.writes_residual = True
+        self._add_parts(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        layer_past: Cache | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [B, T, C].
+            attention_mask: as transformers' attention function takes it.
+            layer_past: the cache; this layer's part of it is updated.
+            position_embeddings: cosines and sines, [B or 1, T, rotated channels]; None for NoPE.
+            padding_mask: [B, T] bool, False at padding, for the convolution.
+            document_ids: [B, T] for the convolution.
+            key_positions: [B, S] of all keys, where something reads positions; see
+                `cat_lm.model.masks`.
+
+        Returns:
+            The output [B, T, C], and the attention maps if the attention function gives them.
+        """
+        streams = self._project(
+            hidden_states, position_embeddings, padding_mask, document_ids, layer_past
+        )
+        output, maps = self._meet(
+            streams,
+            SequenceContext(
+                attention_mask, layer_past, padding_mask, document_ids, key_positions, kwargs
+            ),
+        )
+        return self.dense(output.flatten(2).contiguous()), maps
+
+    def _project(
+        self,
+        hidden_states: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, ...]:
+        """Rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`."""
+        projected = self.query_key_value(hidden_states)
+        if self.convolution is None:
+            heads = self.config.num_attention_heads
+            projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
+            query, key, value = projected.unbind(dim=3)
+            if rotary is not None:
+                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return self.convolution(
+            projected,
+            rotary,
+            padding_mask,
+            document_ids,
+            state_of(cache, self.layer_idx),
+            self._continues(cache),
+        )
 
 
 class CatLayer(GPTNeoXLayer):
@@ -46,7 +126,7 @@ class CatLayer(GPTNeoXLayer):
         self.mlp.dense_4h_to_h.writes_residual = True
 
 
-class CatPreTrainedModel(GPTNeoXPreTrainedModel):
+class CatPreTrainedModel(PreTrainedMixin, GPTNeoXPreTrainedModel):
     """What the classes below share: configuration, initialisation, what transformers may do."""
 
     config_class = CatConfig
@@ -54,30 +134,11 @@ class CatPreTrainedModel(GPTNeoXPreTrainedModel):
     _no_split_modules = ("CatLayer",)
     _can_record_outputs = {"hidden_states": CatLayer, "attentions": CatAttention}  # noqa: RUF012
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if not initialize(module, self.config):
-            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
 
-    @classmethod
-    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; reads Pythia's files, and those of earlier versions, too."""
-        config = kwargs.get("config")
-        if not isinstance(config, CatConfig):
-            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            config = cls.config_class.from_pretrained(name_or_path, **hub)
-        renamed = renamings(bool(config.convolved_streams)) | (
-            kwargs.pop("key_mapping", None) or {}
-        )
-        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Saving would undo the renaming; files of this model have the names of its state_dict.
-        model._weight_conversions = None
-        return loaded
-
-
-class CatModel(CatPreTrainedModel, GPTNeoXModel):
+class CatModel(CausalBody, CatPreTrainedModel, GPTNeoXModel):
     """The transformer without its head. Module names are GPT-NeoX's."""
+
+    cache_argument = "layer_past"
 
     def __init__(self, config: CatConfig):
         # GPTNeoXModel's own constructor would build every layer once more.
@@ -96,64 +157,14 @@ class CatModel(CatPreTrainedModel, GPTNeoXModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, C] after the final norm. Arguments as in `CatForCausalLM`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_in(input_ids)
-        if past_key_values is not None:
-            attach_conv_state(past_key_values, self.config)
-        elif use_cache:
-            past_key_values = CatCache(self.config)
+    def _enter(self, inputs_embeds: Tensor) -> Tensor:
+        return self.emb_dropout(inputs_embeds)
 
-        layout = sequence_layout(
-            self.config,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            document_ids,
-            past_key_values,
-            padding_mask,
-        )
-        if kwargs.get("cu_seq_lens_q") is not None and layout.documents is None:
-            raise ValueError("cu_seq_lens_q says nothing to the convolution; pass document_ids")
-        hidden_states = self.emb_dropout(inputs_embeds)
-        position_embeddings = None
-        if self.rotary_emb is not None:
-            position_embeddings = self.rotary_emb(hidden_states, layout.position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=layout.attention_mask,
-                position_ids=layout.position_ids,
-                layer_past=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                padding_mask=layout.padding_mask,
-                document_ids=layout.documents,
-                **(kwargs | layout.attention_kwargs),
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.final_layer_norm(hidden_states),
-            past_key_values=past_key_values,
-        )
+    def _leave(self, hidden_states: Tensor) -> Tensor:
+        return self.final_layer_norm(hidden_states)
 
 
-class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
+class CatForCausalLM(CausalLanguageModel, CatPreTrainedModel, GPTNeoXForCausalLM):
     """The language model. `state_dict()` has GPT-NeoX's names, and the filters beside them."""
 
     def __init__(self, config: CatConfig):
@@ -161,148 +172,3 @@ class CatForCausalLM(CatPreTrainedModel, GPTNeoXForCausalLM):
         self.gpt_neox = CatModel(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def set_conv_backend(self, name: str) -> None:
-        """Sets the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
-
-        A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `cat_lm.model.convolution.describe_backend` tells before.
-
-        Raises:
-            ValueError: an unknown name.
-        """
-        if name not in ("auto", *BACKENDS):
-            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(BACKENDS)}")
-        for module in self.modules():
-            if isinstance(module, AttentionConvolution):
-                module.conv_backend = name
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Sets the head; a plain linear layer, as resizing makes one, gets the loss."""
-        if type(new_embeddings) is nn.Linear:
-            new_embeddings.__class__ = LanguageModelHead
-        self.lm_head = new_embeddings
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, which prepares the attention mask if the cache is static.
-
-        The convolution then gets the padding beside it.
-        """
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
-        if prepared is not None and prepared is not given and prepared.ndim == 4:
-            batch, _, time, _ = prepared.shape
-            is_known = given is not None and given.ndim == 2
-            inputs["padding_mask"] = (
-                given[:, -time:] if is_known else prepared.new_ones(batch, time)
-            )
-        return inputs
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Gives the cache convolution state, which drafted tokens can be taken back from."""
-        result = super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, *args, **kwargs
-        )
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            attach_conv_state(cache, self.config)
-            if generation_config.is_assistant:
-                # transformers asked the layers that were there before for it.
-                cache.activate_past_recording()
-        return result
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        skip_logits: bool | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits, and the next-token loss if labels are given.
-
-        Args:
-            input_ids: [B, T].
-            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too.
-            position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
-            inputs_embeds: [B, T, C] instead of `input_ids`.
-            past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
-            document_ids: [B, T] integers; attention, convolution and positions start anew where
-                the id changes. Not with a cache.
-            padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
-                prepared for the attention function.
-            labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
-            shift_labels: [B, T]: scored against the logits at t. −100 is not scored in either.
-            num_items_in_batch: the loss is the sum divided by this; by default by the number of
-                scored positions.
-            skip_logits: return no logits; by default when a loss is asked for in training mode.
-            use_cache: by default the configuration's; off with labels, documents and in training.
-            logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
-        """
-        if labels is not None and shift_labels is not None:
-            raise ValueError("give labels or shift_labels, not both")
-        if labels is not None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        has_loss = shift_labels is not None
-        if use_cache is None and past_key_values is None:
-            # A cache nobody asked for would cost memory, and packed rows cannot be continued.
-            use_cache = False if has_loss or self.training or document_ids is not None else None
-
-        outputs = self.gpt_neox(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            document_ids=document_ids,
-            padding_mask=padding_mask,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        loss, logits = None, None
-        if has_loss:
-            loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
-        if not (has_loss and self.training if skip_logits is None else skip_logits):
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(hidden_states[:, kept])
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-    def _loss(
-        self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None
-    ) -> Tensor:
-        if labels.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"labels are {list(labels.shape)} for inputs of {list(hidden_states.shape[:2])}"
-            )
-        labels = labels.to(hidden_states.device)
-        if num_items is None:
-            num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
-        elif isinstance(num_items, Tensor):
-            num_items = num_items.to(hidden_states.device)
-        if isinstance(self.lm_head, LanguageModelHead):
-            return self.lm_head(hidden_states, labels) / num_items
-        # A head that someone wrapped or replaced (an adapter, a quantised layer): its own logits.
-        logits = self.lm_head(hidden_states).float().flatten(0, 1)
-        total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-        return total / num_items

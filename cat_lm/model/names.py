@@ -10,7 +10,9 @@ Value = TypeVar("Value")
 
 _HEAD = {r"^embed_out\.": "lm_head."}
 # Before the convolution was a module of its own, the projection held the filters and their bias.
+# The biases of separate projections, too, are added after the convolution.
 _CONVOLUTION = {
+    r"\.([qkv])_proj\.bias$": r".convolution.\1_bias",
     r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
     r"\.query_key_value\.bias$": ".convolution.bias",
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cat_lm.model.configuration import CatConfig
 from cat_lm.model.rope_scaling import rotary_magnitude
+from cat_lm.model.settings import AttentionSettings
 
 
-class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
-    """GPT-NeoX's rotary embedding whose frequencies stay in fp32.
+class ExactRotaryMixin:
+    """Keeps the frequencies of a rotary embedding of transformers in fp32.
 
     `model.to(torch.bfloat16)`, which training engines call, would round the frequencies too. The
     angle at position 2,000 would then be off by radians, and differ from that of the same weights
@@ -19,7 +21,7 @@ class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
     With `temperature_scope: rotary`, cosines and sines carry the attention temperature.
     """
 
-    def __init__(self, config: CatConfig):
+    def __init__(self, config: AttentionSettings):
         super().__init__(config)
         if config.rope_parameters.get("factor", 1) == 1 and self.rope_type != "default":
             # YaRN's mixture of a frequency with itself is off by a rounding error.
@@ -29,7 +31,7 @@ class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
             self.original_inv_freq.copy_(inverse_frequencies)
         self.attention_scaling *= rotary_magnitude(config)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn, recurse=True) -> nn.Module:
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
@@ -37,3 +39,11 @@ class CatRotaryEmbedding(GPTNeoXRotaryEmbedding):
             if moved.dtype != buffer.dtype and buffer.dtype == torch.float32:
                 self._buffers[name] = buffer.to(moved.device)
         return self
+
+
+class CatRotaryEmbedding(ExactRotaryMixin, GPTNeoXRotaryEmbedding):
+    """GPT-NeoX's rotary embedding."""
+
+
+class CatLlamaRotaryEmbedding(ExactRotaryMixin, LlamaRotaryEmbedding):
+    """Llama's rotary embedding."""

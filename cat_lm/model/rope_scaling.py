@@ -2,8 +2,8 @@
 
 The one definition of position interpolation (PI, Chen et al. 2023, arXiv:2306.15595) and YaRN
 (Peng et al. 2023, arXiv:2309.00071) for the length sweep, long-context training and export. A
-method is a few fields of `CatConfig`, so that a model scaled here, trained with these fields or
-exported with them is the same model:
+method is a few fields of a configuration, so that a model scaled here, trained with these fields
+or exported with them is the same model:
 
     pi               rope_parameters: rope_type linear, frequencies divided by the factor s
     pi+temperature   the same, and attention_temperature
@@ -33,7 +33,7 @@ from cat_lm.io.readers import clipped
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from cat_lm.model.configuration import CatConfig
+    from cat_lm.model.settings import AttentionSettings
 
 TEMPERATURE_SCOPES = ("logits", "rotary")
 ROPE_METHODS = ("none", "pi", "pi+temperature", "yarn")
@@ -69,11 +69,11 @@ _RANGES = {
 def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
     """The methods that exist for models of this configuration; the first is always `none`.
 
-    GPT-NeoX and CAT with rotary positions have `ROPE_METHODS`, CAT without positions has
-    `NOPE_METHODS`. Other architectures, and models that are scaled already (another scaling on top
+    Families that scale positions have `ROPE_METHODS`, or `NOPE_METHODS` without positions. Other
+    architectures, and models that are scaled already (another scaling on top
     would be neither's method), have only `none`: the model as it is.
     """
-    if config.model_type not in ("gpt_neox", "cat_neox") or is_scaled(config):
+    if not _scales_positions(config) or is_scaled(config):
         return ("none",)
     return ROPE_METHODS if _has_rope(config) else NOPE_METHODS
 
@@ -102,7 +102,7 @@ def scaled_fields(
     training_length: int,
     temperature_scope: str = "logits",
 ) -> dict[str, Any]:
-    """The fields of `CatConfig` that make a model of this configuration use `method`.
+    """The fields of a CAT configuration that make a model of this configuration use `method`.
 
     Args:
         config: of a model that is not scaled yet (see `methods_for`).
@@ -149,12 +149,12 @@ def scaled_fields(
     return fields
 
 
-def logit_temperature(config: CatConfig) -> float:
+def logit_temperature(config: AttentionSettings) -> float:
     """t by which attention divides its logits."""
     return float(config.attention_temperature) if config.temperature_scope == "logits" else 1.0
 
 
-def rotary_magnitude(config: CatConfig) -> float:
+def rotary_magnitude(config: AttentionSettings) -> float:
     """The factor on cosines and sines that the temperature asks for: t^(-1/2), or 1."""
     return (
         float(config.attention_temperature) ** -0.5 if config.temperature_scope == "rotary" else 1.0
@@ -220,7 +220,7 @@ def check_rope_number(name: str, value: Any) -> None:
     _check_range(name, value, prefix="")
 
 
-def check_temperature(config: CatConfig) -> None:
+def check_temperature(config: AttentionSettings) -> None:
     """Raises ValueError where temperature, its scope and the positions contradict each other."""
     temperature, has_rope = config.attention_temperature, _has_rope(config)
     _check_scope(config.temperature_scope, has_rope)
@@ -259,13 +259,21 @@ def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> Non
         raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
 
 
+def _scales_positions(config: PreTrainedConfig) -> bool:
+    # Families' files read this module.
+    from cat_lm import architectures
+
+    family = architectures.find(config)
+    return family is not None and family.scales_positions
+
+
 def _has_rope(config: PreTrainedConfig) -> bool:
     return getattr(config, "position_embedding", "rope") == "rope"
 
 
 def scaling_kind(config: PreTrainedConfig) -> str:
     """What decides which methods a model has, in words."""
-    if config.model_type not in ("gpt_neox", "cat_neox"):
+    if not _scales_positions(config):
         return f"model type {config.model_type}"
     if is_scaled(config):
         return "a model that is scaled already"

@@ -73,3 +73,46 @@ def window_problems(model: Any, context_length: int) -> list[str]:
         f"conv_window={model.conv_window}: is beyond data.context_length={context_length}; its "
         "last taps would read nothing"
     ]
+
+
+def key_value_problems(model: Any) -> list[str]:
+    """Say whether the heads of queries divide among those of keys and values."""
+    shared = model.num_key_value_heads
+    if shared is None or model.num_attention_heads % shared == 0:
+        return []
+    return [
+        f"num_key_value_heads={shared}: must divide num_attention_heads={model.num_attention_heads}"
+    ]
+
+
+def whole_rotation_problems(model: Any) -> list[str]:
+    """Say whether rotary positions can turn all channels of a head, which must be pairs."""
+    channels = model.head_dim or model.hidden_size // model.num_attention_heads
+    if model.position_embedding != "rope" or channels % 2 == 0:
+        return []
+    what = "head_dim" if model.head_dim else "hidden_size / num_attention_heads"
+    return [
+        f"{what}={channels}: must be even, as rotary positions turn pairs of channels "
+        "(position_embedding=none rotates nothing)"
+    ]
+
+
+def unmixed_problems(model: Any) -> list[str]:
+    """Say whether attention maps would be mixed with values of another number of heads."""
+    if model.conv_mixing != "maps":
+        return []
+    return [
+        "conv_mixing=maps: is for gpt_neox, whose values have as many heads as its queries; use "
+        "conv_mixing=embeddings"
+    ]
+
+
+def mixes_maps(model: Any) -> bool:
+    """Tell whether the values' filters mix attention maps."""
+    return model.conv_type == "multihead" and model.conv_mixing == "maps"
+
+
+def attention_channels(model: Any) -> int:
+    """Count the channels of all heads of queries."""
+    heads = model.num_attention_heads
+    return heads * (getattr(model, "head_dim", None) or model.hidden_size // heads)

@@ -61,7 +61,7 @@ class Ranks:
         torch.distributed.all_gather_object(values, value)
         return values
 
-    def agree_on(self, value: object) -> object:
+    def broadcast(self, value: object) -> object:
         """The first rank's `value`, on every rank."""
         if self.world_size == 1:
             return value
@@ -69,11 +69,11 @@ class Ranks:
         torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         if self.world_size > 1:
             torch.distributed.barrier()
 
-    def everywhere(self, action: Callable[[], Any]) -> Any:
+    def on_all_ranks(self, action: Callable[[], Any]) -> Any:
         """Runs `action` on every rank and returns its result; a collective.
 
         Raises:
@@ -90,9 +90,9 @@ class Ranks:
             raise SharedError(errors[0])
         return result
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
-        """As `everywhere`, but only the first rank acts; the others get None."""
-        return self.everywhere(action if self.is_first else lambda: None)
+    def on_rank_zero(self, action: Callable[[], Any]) -> Any:
+        """As `on_all_ranks`, but only the first rank acts; the others get None."""
+        return self.on_all_ranks(action if self.is_first else lambda: None)
 
     def describe(self) -> str:
         on_gpu = self.device.type == "cuda"
@@ -132,7 +132,7 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     torch.distributed.destroy_process_group()
 
 
-def leave(exit_code: int) -> NoReturn:
+def hard_exit(exit_code: int) -> NoReturn:
     """Ends this process with `exit_code`, without the interpreter's own teardown.
 
     There a thread of the process group, still alive, was once seen to abort the process after its

@@ -17,7 +17,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class StopSignal:
-    """Notes TERM and USR1 from its making on; `agreed` tells all ranks the same answer.
+    """Notes TERM and USR1 from its making on; `agreed_exit_code` tells all ranks the same.
 
     A cluster may signal only one rank, and at any moment: a signal that comes while the ranks still
     start is answered after the first step. Ctrl-C ends a start at once, steps only at its second
@@ -47,6 +47,6 @@ class StopSignal:
         """As TERM does, but from within: the ranks stop after this step."""
         self._exit_code = self._exit_code or REQUEUE_EXIT_CODE
 
-    def agreed(self, ranks: Ranks) -> int:
+    def agreed_exit_code(self, ranks: Ranks) -> int:
         """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""
         return int(ranks.maximum(self._exit_code))

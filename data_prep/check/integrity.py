@@ -1,14 +1,10 @@
-"""Whether prepared data are what their manifest says: shards are read whole, in parallel."""
+"""Comparison of prepared data with their manifest: shards are read whole, in parallel."""
 
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +17,14 @@ from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from data_prep.progress import TextProgress
 from data_prep.unfinished import TOKENIZER
+from data_prep.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
 SMALL_BYTES = 1 << 26  # read before other processes have started
 
 
 def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
-    """What contradicts itself in the manifest, or the tokenizer; reads no shard."""
+    """Yield the contradictions in the manifest and of the tokenizer; reads no shard."""
     tokenizer_file = folder / TOKENIZER / "tokenizer.json"
     digest = manifest["tokenizer"]["sha256"]
     if not tokenizer_file.is_file():
@@ -46,7 +43,7 @@ def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """What a worker needs in order to check a shard: its files, and what they must hold."""
+    """A worker's task: check the files of a shard against what they must hold."""
 
     path: Path  # without suffix
     bin_sha256: str
@@ -96,7 +93,7 @@ class ShardCheck:
 
 
 def document_ends(shard: Shard) -> np.ndarray:
-    """Where each document of a shard ends in its tokens, int64; it begins where the last ended.
+    """Give the end of each document in a shard's tokens, int64; it begins at the end before.
 
     Raises `UserError` for an index that cannot be: its documents or sequences lie elsewhere.
     """
@@ -141,27 +138,26 @@ def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:
 def in_processes(
     tasks: Sequence[Callable[[], Any]], sizes: Sequence[int], workers: int
 ) -> Iterator[Any]:
-    """The results of calling the tasks, in their order; they must pickle.
+    """Call the tasks, which must pickle, in worker processes; yield the results in their order.
 
-    `sizes` are the bytes that each reads: so few are read in this process.
+    Args:
+        sizes: the bytes that each reads: so few are read in this process.
     """
     if min(workers, len(tasks)) <= 1 or sum(sizes) < SMALL_BYTES:
         yield from (task() for task in tasks)
         return
-    pool = ProcessPoolExecutor(
-        min(workers, len(tasks)), get_context("spawn"), initializer=_leave_interrupts
-    )
-    try:
-        yield from pool.map(_call, tasks)
-    except BrokenProcessPool:
-        raise UserError("a worker process died; try fewer --workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    done: dict[int, Any] = {}
+    following = 0
+    numbered = enumerate(tasks)
+    for number, result in run_tasks(_call, numbered, min(workers, len(tasks)), lambda _: None):
+        done[number] = result
+        while following in done:
+            yield done.pop(following)
+            following += 1
 
 
-def _leave_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-
-
-def _call(task: Callable[[], Any]) -> Any:
-    return task()
+def _call(
+    numbered: tuple[int, Callable[[], Any]], report: Callable[[int], None]
+) -> tuple[int, Any]:
+    number, task = numbered
+    return number, task()

@@ -15,7 +15,7 @@ from data_prep.sources.documents import (
     record_of,
     suffix_of,
 )
-from data_prep.sources.remote import RemoteFile, retrying
+from data_prep.sources.remote import RemoteFile, read_patiently
 from data_prep.sources.slimpajama import SlimPajama, is_description
 
 HUB_PREFIX = "hub:"
@@ -62,7 +62,7 @@ class Hub(SlimPajama):
             what += (
                 f", which has not had this repository at all times since 2026; {WHOLE} is a copy"
             )
-        return retrying(action, what, OPENING_RETRIES)
+        return read_patiently(action, what, OPENING_RETRIES)
 
     def _splits(self) -> list[Part]:
         import datasets

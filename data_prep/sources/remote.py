@@ -1,28 +1,22 @@
 """Reading over a network that fails now and then: waiting, trying again, going on where it broke.
 
 A preparation runs for days, longer than the few tries of the libraries' own are made for. A failure
-is retried up to `RETRIES` times in a row with waits that double; a byte of progress begins
-the count anew. Where the server says how long to wait (429, 503), that is how long the wait is.
+is retried up to `RETRIES` times in a row; a byte of progress begins the count anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import random
-import re
 import sys
-import time
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from cat_lm.errors import UserError
+from cat_lm.io.retries import reason_of, retrying, status_of
 
-RETRIES = 8  # with the waits below: some four minutes without a byte
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
+RETRIES = 8  # with the waits of cat_lm.io.retries: some four minutes without a byte
 READ_AHEAD = 1 << 24  # bytes of a request; a file of SlimPajama is about as large
-LONGEST_ASKED_WAIT = 3600.0  # more than a server's rate limit window
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 HTTP_LIBRARIES = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -30,33 +24,34 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 T = TypeVar("T")
 
 
-def retrying(action: Callable[[], T], what: str, retries: int = RETRIES) -> T:
-    """The result of `action`, tried again after failures that may pass.
+def read_patiently(action: Callable[[], T], what: str, retries: int = RETRIES) -> T:
+    """Give the result of `action`, tried again after failures that may pass.
 
-    Raises `UserError` that begins with `what` where the failure is of the lasting kind (no such
-    file, no permission, a name that is no name), or comes `retries` + 1 times in a row. Errors
-    that are not the network's or the server's come through as they are.
+    Raises:
+        UserError: begins with `what`: the failure is of the lasting kind (no such file, no
+            permission, a name that is no name), or came `retries` + 1 times in a row.
+        Exception: one that is not the network's or the server's comes through as it is.
     """
-    for attempt in range(retries + 1):
-        try:
-            return action()
-        except Exception as error:
-            transient = is_transient(error)
-            if not transient and not isinstance(error, (OSError, ValueError)):
-                raise
-            if not transient or attempt == retries:
-                tries = f", {attempt + 1} times" if transient else ""
-                raise UserError(f"{what} ({_reason(error)}{tries})") from None
-            wait = wait_before_retry(attempt, error)
-            note = f"note: {what} ({_reason(error)}); trying again in {wait:.0f} s"
-            print(f"{note} [{attempt + 1}/{retries}]", file=sys.stderr, flush=True)
-            time.sleep(wait)
-    raise AssertionError("not reached")
+
+    def failure(error: Exception, attempt: int) -> Exception | None:
+        transient = is_transient(error)
+        if not transient and not isinstance(error, (OSError, ValueError)):
+            return error
+        if transient and attempt <= retries:
+            return None
+        tries = f", {attempt} times" if transient else ""
+        return UserError(f"{what} ({reason_of(error)}{tries})")
+
+    def note(error: Exception, attempt: int, wait: float) -> None:
+        text = f"note: {what} ({reason_of(error)}); trying again in {wait:.0f} s"
+        print(f"{text} [{attempt}/{retries}]", file=sys.stderr, flush=True)
+
+    return retrying(action, failure, note)
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a failure may pass: a broken connection, a busy server, not a missing file."""
-    status = _status(error)
+    """Tell whether a failure may pass: a broken connection, a busy server, not a missing file."""
+    status = status_of(error)
     if status is not None:
         return status in TRANSIENT_STATUS
     # The Hub's client raises a connection error where HF_HUB_OFFLINE forbids it to connect.
@@ -64,16 +59,6 @@ def is_transient(error: Exception) -> bool:
         return False
     module = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, EOFError)) or module in HTTP_LIBRARIES
-
-
-def wait_before_retry(attempt: int, error: Exception) -> float:
-    """Seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
-
-    A little more by chance, so that many workers do not come back at the same moment.
-    """
-    asked = _asked_wait(error)
-    wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) if asked is None else asked
-    return wait * random.uniform(1.0, 1.25)
 
 
 class RemoteFile(io.RawIOBase):
@@ -144,7 +129,7 @@ class RemoteFile(io.RawIOBase):
                 raise ConnectionError(f"{len(data)} bytes came, {stop - start} were asked for")
             return data
 
-        self._block, self._block_start = retrying(fetch, self._what), start
+        self._block, self._block_start = read_patiently(fetch, self._what), start
         if start == self._hashed:
             self._hash.update(self._block)
             self._hashed = stop
@@ -157,36 +142,3 @@ class RemoteFile(io.RawIOBase):
                 f"{self._what} (what came has the SHA-256 {found[:16]}…, "
                 f"the server lists {self._digest[:16]}…)"
             )
-
-
-def _status(error: Exception) -> int | None:
-    """The HTTP status that an error of one of the HTTP libraries carries."""
-    response = getattr(error, "response", None)
-    for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
-        if isinstance(value := getattr(owner, name, None), int):
-            return value
-    return None
-
-
-def _asked_wait(error: Exception) -> float | None:
-    """The seconds that the server's answer asks to wait (`Retry-After`, `RateLimit`)."""
-    headers = getattr(getattr(error, "response", error), "headers", None) or {}
-    values = {str(key).lower(): str(value) for key, value in headers.items()}
-    asked = None
-    if match := re.search(r";\s*t\s*=\s*(\d+)", values.get("ratelimit", "")):
-        asked = float(match.group(1))
-    if after := values.get("retry-after"):
-        asked = float(after) if after.isdecimal() else _seconds_until(after)
-    return None if asked is None else min(asked, LONGEST_ASKED_WAIT)
-
-
-def _seconds_until(date: str) -> float | None:
-    try:
-        return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
-    except ValueError:
-        return None
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

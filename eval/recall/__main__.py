@@ -13,6 +13,7 @@ from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
+from eval.recall.grids.catalog import FIGURES
 from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    from eval.recall.mixers import mixer_names
+    from cat_lm import mixers
     from eval.recall.tasks import TASKS
 
     parser = commands.add_parser(
@@ -47,11 +48,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "filters; a finished one is kept.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    tasks, mixers = ", ".join(TASKS), ", ".join(mixer_names())
+    tasks, known = ", ".join(TASKS), ", ".join(mixers.names())
     parser.add_argument(
         "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
     )
-    parser.add_argument("--mixer", required=True, help=f"{mixers}; options as cat:streams=k")
+    parser.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
     add = parser.add_argument
     add("--d-model", type=_whole("d_model"), required=True, help="model width")
     add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
@@ -116,7 +117,6 @@ def _run(arguments: argparse.Namespace) -> None:
     print(f"{record['steps']} steps in {seconds:.0f} s; {path}")
 
 
-FIGURES = ("accuracy", "length", "one-layer", "one-layer-length", "selective-copy")
 LANDMARK = "landmark-tradeoff"
 
 

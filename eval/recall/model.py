@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from eval.recall.mixers import Mixer, Setting
+from cat_lm.mixers import Mixer, Setting
 
 SPREAD = 0.02
 EMBEDDING_DROPOUT = 0.1

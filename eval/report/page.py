@@ -1,11 +1,10 @@
-"""The report's page: one HTML file with its style and drawings in it."""
+"""Make the report's page: one HTML file with its style and drawings in it."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import yaml
 from matplotlib.figure import Figure
 
 from cat_lm.config import changed_values
+from eval.common.html import render
 from eval.common.runs import Run, curves, unigram_loss
-from eval.common.style import short_count
+from eval.common.style import run_colour, short_count
 from eval.report.figures import loss_figure
-from eval.report.parts import colour_key, figure_html, note, number, run_name
+from eval.report.parts import drawn, model_words, number
 from eval.report.sections import (
     filters_section,
     lengths_section,
@@ -27,6 +27,7 @@ from eval.report.sections import (
 
 # By which a page is known as one of ours.
 GENERATOR = "cat_lm eval.report"
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def page(
@@ -36,52 +37,39 @@ def page(
     title: str | None,
     made: dict[str, Any],
 ) -> str:
-    """The whole page.
+    """Make the whole page.
 
     Args:
         summary: `final_numbers` of each run.
         rows: of the length sweeps.
         made: this report's provenance.
     """
-    title = title or ("Training report: " + ", ".join(run.label for run in runs))
-    sections = [
-        _results(runs, summary),
-        _learning(runs),
-        table2_section(runs),
-        lengths_section(runs, rows),
-        filters_section(runs),
-        samples_section(runs),
-        _configuration(runs),
-        _provenance(runs, made),
-    ]
-    lede = f'<p class="lede">{_lede(runs, summary)}</p>'
-    return whole_page(title, "".join(sections), lede)
+    return render(
+        TEMPLATES / "report.html",
+        title=title or ("Training report: " + ", ".join(run.label for run in runs)),
+        generator=GENERATOR,
+        colour=run_colour,
+        lede=_lede(runs, summary),
+        results=_results(runs, summary),
+        learning=_learning(runs),
+        table2=table2_section(runs),
+        lengths=lengths_section(runs, rows),
+        filters=filters_section(runs),
+        samples=samples_section(runs),
+        configuration=_configuration(runs),
+        origin=_origin(runs, made),
+    )
 
 
-def whole_page(title: str, content: str, lede: str = "") -> str:
-    """A page with the report's style in it: `content` and `lede` are HTML, `title` is text."""
-    style = (Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="{GENERATOR}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{escape(title)}</h1>
-{lede}
-</header>
-{content}
-</main>
-</body>
-</html>
-"""
+def table2_page(runs: Sequence[Run]) -> str:
+    """Make a page of the paper's Table 2 alone."""
+    return render(
+        TEMPLATES / "table2.html",
+        title="Table 2",
+        generator=GENERATOR,
+        colour=run_colour,
+        table2=table2_section(runs),
+    )
 
 
 def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
@@ -94,14 +82,14 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     each = "" if len(runs) == 1 else ", each"
     amount = " to ".join(dict.fromkeys(short_count(x) for x in (budgets[0], budgets[-1])))
     kinds = {m["source"]["kind"] for run in runs for m in run.manifests.values()}
-    source = f" of {escape(', '.join(sorted(kinds)))}" if kinds else ""
+    source = f" of {', '.join(sorted(kinds))}" if kinds else ""
     lengths = ", ".join(f"{n:,}" for n in sorted({run.config.data.context_length for run in runs}))
     text = f"{what}{each} trained on {amount} tokens{source} at context length {lengths}."
     scored = [row for row in summary if row["val_loss"] is not None]
     if not scored:
         return text + " No validation was made."
     best = min(scored, key=lambda row: row["val_loss"])
-    subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {escape(best['run'])},"
+    subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {best['run']},"
     text += (
         f" {subject} {best['val_loss']:.3f} nats per token "
         f"(perplexity {number(best['val_perplexity'])}, "
@@ -111,53 +99,48 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     return text + (f"; a unigram model's is {reference:.2f}." if reference else ".")
 
 
-def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
-    columns: list[tuple[str, str, Callable[[Any], str], Callable | None]] = [
-        ("val_loss", "held-out loss<small>nats per token</small>", "{:.4f}".format, min),
-        ("val_perplexity", "perplexity<small>per token</small>", number, min),
-        ("val_bits_per_byte", "bits<small>per byte</small>", "{:.4f}".format, min),
-        ("parameters", "parameters", "{:,}".format, None),
-        ("tokens", "tokens", short_count, None),
-        ("tokens_per_second", "training<small>tokens/s</small>", "{:,.0f}".format, None),
+def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    columns: list[tuple[str, tuple[str, str], Callable[[Any], str], Callable | None]] = [
+        ("val_loss", ("held-out loss", "nats per token"), "{:.4f}".format, min),
+        ("val_perplexity", ("perplexity", "per token"), number, min),
+        ("val_bits_per_byte", ("bits", "per byte"), "{:.4f}".format, min),
+        ("parameters", ("parameters", ""), "{:,}".format, None),
+        ("tokens", ("tokens", ""), short_count, None),
+        ("tokens_per_second", ("training", "tokens/s"), "{:,.0f}".format, None),
     ]
-    head = "".join(f"<th>{name}</th>" for _, name, _, _ in columns)
     lines = []
-    for index, (run, row) in enumerate(zip(runs, summary, strict=True)):
+    for run, row in zip(runs, summary, strict=True):
         cells = []
         for key, _, show, better in columns:
             value = row[key]
             known = [r[key] for r in summary if r[key] is not None]
             best = better and len(runs) > 1 and value is not None and value == better(known)
-            text = "n/a" if value is None else show(value)
-            cells.append(f'<td class="best">{text}</td>' if best else f"<td>{text}</td>")
-        lines.append(f"<tr><th>{colour_key(index)}{run_name(run)}</th>{''.join(cells)}</tr>")
+            cells.append({"text": "n/a" if value is None else show(value), "best": best})
+        lines.append({"label": run.label, "model": model_words(run), "cells": cells})
     reference = unigram_loss(runs)
-    if reference is not None:
-        lines.append(
-            '<tr class="reference"><th>unigram model<small>of the training split</small></th>'
-            f"<td>{reference:.4f}</td><td>{number(math.exp(reference))}</td>"
-            "<td></td><td></td><td></td><td></td></tr>"
-        )
+    shown = reference is not None and [f"{reference:.4f}", number(math.exp(reference))]
+    return {
+        "columns": [head for _, head, _, _ in columns],
+        "lines": lines,
+        "reference": [*shown, *[""] * (len(columns) - 2)] if shown else None,
+        "notes": _notes(runs),
+        "todos": [missing_export(runs)],
+    }
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    notes = []
+    if len(runs) > 1:
+        notes.append("Best values are bold. One seed each: small differences are not findings.")
     skipped = [f"{run.label}: {run.skipped}" for run in runs if run.skipped]
-    notes = "".join(
-        [
-            note("Best values are bold. One seed each: small differences are not findings.")
-            if len(runs) > 1
-            else "",
-            note(f"Steps skipped because of a non-finite loss: {escape(', '.join(skipped))}.")
-            if skipped
-            else "",
-            _data_note(runs),
-            missing_export(runs),
-        ]
-    )
-    return (
-        f'<section><h2>Results</h2><div class="scroll"><table><thead><tr><th>run</th>{head}</tr>'
-        f"</thead><tbody>{''.join(lines)}</tbody></table></div>{notes}</section>\n"
-    )
+    if skipped:
+        notes.append(f"Steps skipped because of a non-finite loss: {', '.join(skipped)}.")
+    if len({run.data for run in runs}) > 1:
+        notes.append("The runs were trained on different data; compare them with care.")
+    return notes
 
 
-def _learning(runs: Sequence[Run]) -> str:
+def _learning(runs: Sequence[Run]) -> dict[str, Any]:
     reference = unigram_loss(runs)
 
     def draw(size: tuple[float, float]) -> Figure:
@@ -166,35 +149,23 @@ def _learning(runs: Sequence[Run]) -> str:
     caption = "Points: loss on the held-out split. Thin lines: training loss, a running mean."
     if reference is not None:
         caption += " Dashed: what a unigram model reaches; the first steps may be cut off."
-    return f"<section><h2>Learning</h2>{figure_html(draw, 'loss', caption)}</section>\n"
+    return drawn(draw, "loss", caption)
 
 
-def _configuration(runs: Sequence[Run]) -> str:
+def _configuration(runs: Sequence[Run]) -> dict[str, Any]:
     dumps = [run.config.model_dump(mode="json") for run in runs]
     names = [name for dump in dumps[1:] for name in changed_values(dumps[0], dump)]
     names = [name for name in dict.fromkeys(names) if name != "train.output_dir"]
-    table = ""
-    if names:
-        head = "".join(f"<th>{colour_key(i)}{escape(run.label)}</th>" for i, run in enumerate(runs))
-        lines = "".join(
-            f"<tr><th><code>{name}</code></th>"
-            + "".join(f"<td>{escape(str(_lookup(dump, name)))}</td>" for dump in dumps)
-            + "</tr>"
-            for name in names
-        )
-        table = (
-            f'<div class="scroll"><table><thead><tr><th>what differs</th>{head}</tr></thead>'
-            f"<tbody>{lines}</tbody></table></div>"
-        )
-    details = "".join(
-        f"<details><summary>{escape(run.label)}: the whole configuration</summary>"
-        f"<pre>{escape(yaml.safe_dump(dump, sort_keys=False))}</pre></details>"
-        for run, dump in zip(runs, dumps, strict=True)
-    )
-    return f"<section><h2>Configuration</h2>{table}{details}</section>\n"
+    labels = [run.label for run in runs]
+    texts = [yaml.safe_dump(dump, sort_keys=False) for dump in dumps]
+    return {
+        "labels": labels,
+        "differing": [(name, [_lookup(dump, name) for dump in dumps]) for name in names],
+        "whole": list(zip(labels, texts, strict=True)),
+    }
 
 
-def _provenance(runs: Sequence[Run], made: dict[str, Any]) -> str:
+def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
     commands = []
     for run in runs:
         folder = shlex.quote(str(run.folder))
@@ -212,21 +183,7 @@ def _provenance(runs: Sequence[Run], made: dict[str, Any]) -> str:
             f"{train['documents']:,} documents, {train['tokens']:,} training tokens, "
             f"fingerprint {manifest['fingerprint'][:16]}"
         )
-    rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
-    return (
-        "<section><h2>How this was made</h2>"
-        f'<pre class="commands">{escape(chr(10).join(commands))}</pre>'
-        f'<dl class="facts">{rows}</dl>'
-        '<p class="meta">The numbers are also in <a href="summary.json">summary.json</a> and '
-        '<a href="summary.csv">summary.csv</a>, the pictures beside this page as PNG and SVG.'
-        "</p></section>\n"
-    )
-
-
-def _data_note(runs: Sequence[Run]) -> str:
-    if len({run.data for run in runs}) == 1:
-        return ""
-    return note("The runs were trained on different data; compare them with care.")
+    return {"commands": commands, "facts": list(facts.items())}
 
 
 def _lookup(values: dict[str, Any], dotted: str) -> Any:

@@ -1,43 +1,37 @@
-"""Small pieces of the report's page."""
+"""Words, numbers and drawings of the report's page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from eval.common.runs import Run
-from eval.common.style import NARROW, WIDE, page_svg, run_colour
+from eval.common.style import NARROW, WIDE, page_svg
 
 
-def figure_html(draw: Callable[[tuple[float, float]], Figure], name: str, caption: str) -> str:
-    """Two drawings of one figure; the style shows the one that suits the screen's width."""
+def drawn(
+    draw: Callable[[tuple[float, float]], Figure], name: str, caption: str, warning: str = ""
+) -> dict[str, Any]:
+    """Draw a figure twice; the style shows the one that suits the screen's width.
+
+    Args:
+        warning: what of the caption is to stand out.
+    """
     wide, narrow = (
         page_svg(draw(size), f"{name}-{kind}", name) for kind, size in (("w", WIDE), ("n", NARROW))
     )
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{caption}</figcaption></figure>"
-    )
+    return {"wide": wide, "narrow": narrow, "caption": caption, "warning": warning}
 
 
-def run_name(run: Run) -> str:
-    """The run's label and, small below it, what the model is."""
-    words = run.config.architecture.words(run.config.model)
-    return f"{escape(run.label)}<small>{escape(words)}</small>"
-
-
-def colour_key(index: int) -> str:
-    return f'<span class="key" style="background: {run_colour(index)}"></span>'
-
-
-def note(text: str) -> str:
-    return f'<p class="note">{text}</p>'
+def model_words(run: Run) -> str:
+    """Say what the run's model is."""
+    return run.config.architecture.words(run.config.model)
 
 
 def number(value: float | None) -> str:
-    """Four digits or so: 1.234, 12.34, 123.4, 1,234."""
+    """Show four digits or so: 1.234, 12.34, 123.4, 1,234."""
     if value is None:
         return "n/a"
     places = next((n for limit, n in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)

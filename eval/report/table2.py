@@ -1,4 +1,4 @@
-"""The paper's Table 2 with runs of one's own above the paper's rows: Markdown, CSV and HTML.
+"""Show the paper's Table 2 with runs of one's own above the paper's rows.
 
 The best and the second best value of each column are marked as in the paper, bold and underlined,
 among the runs and among the paper's rows apart: they were not trained alike. A column with a
@@ -10,11 +10,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from cat_lm.io.readers import Record, check_shape, read_object
 from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
@@ -156,7 +155,7 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
 
 
 def limit_note(rows: Sequence[Row]) -> str:
-    """Which rows were not measured on whole tasks; empty where all were."""
+    """Name the rows that were not measured on whole tasks; empty where all were."""
     models: dict[int, list[str]] = {}
     for row in rows:
         if row.limit:
@@ -173,40 +172,39 @@ NOTE = (
 )
 
 
-def html(ours: Sequence[Row], theirs: Sequence[Row], keys: Sequence[str]) -> str:
-    """The table's element.
-
-    Args:
-        keys: for each of our rows, what stands before its name (a dot in its colour).
-    """
-    head = "".join(f"<th>{name}<small>{metric}</small></th>" for name, metric in HEADS.values())
-    body = _html_rows("Runs of this report", ours, keys)
-    body += _html_rows("Printed in the paper, not measured here", theirs, None)
-    return (
-        f'<div class="scroll"><table class="table2"><thead><tr><th>model</th>{head}</tr></thead>'
-        f"{body}</table></div>"
-    )
+def groups(ours: Sequence[Row], theirs: Sequence[Row]) -> list[dict[str, Any]]:
+    """Gather what the page's table shows: the runs, and below them the paper's rows."""
+    return [
+        {"title": title, "ours": rows is ours, "rows": _shown_rows(rows)}
+        for title, rows in (
+            ("Runs of this report", ours),
+            ("Printed in the paper, not measured here", theirs),
+        )
+    ]
 
 
-def _html_rows(title: str, rows: Sequence[Row], keys: Sequence[str] | None) -> str:
+def _shown_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     marked = marks(rows)
-    lines = [f'<tr class="group"><th colspan="{len(COLUMNS) + 1}">{title}</th></tr>']
-    for index, row in enumerate(rows):
-        cells = []
-        for column in COLUMNS:
-            error = row.errors.get(column)
-            text = f"<span>{shown(column, row.values[column])}</span>"
-            text += f"<small>± {shown(column, error)}</small>" if error is not None else ""
-            mark = marked.get((index, column))
-            cells.append(f'<td class="{mark}">{text}</td>' if mark else f"<td>{text}</td>")
-        key = keys[index] if keys else ""
-        lines.append(f"<tr><th>{key}{escape(row.name)}</th>{''.join(cells)}</tr>")
-    return f'<tbody class="{"theirs" if keys is None else "ours"}">{"".join(lines)}</tbody>'
+    return [
+        {
+            "name": row.name,
+            "cells": [
+                {
+                    "text": shown(column, row.values[column]),
+                    "error": "" if error is None else shown(column, error),
+                    "mark": marked.get((index, column), ""),
+                }
+                for column in COLUMNS
+                for error in (row.errors.get(column),)
+            ],
+        }
+        for index, row in enumerate(rows)
+    ]
 
 
 def write_csv(path: Path, ours: Sequence[Row], theirs: Sequence[Row]) -> None:
     """All digits; `source` says whose a row is."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         writer = csv.writer(file)
         errors = [f"{column}_stderr" for column in COLUMNS]
         writer.writerow(["model", "source", "limit", *COLUMNS, *errors])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_json, write_text
+from cat_lm.io.files import atomic_write, write_json, write_text
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import read_bytes
 
@@ -30,8 +30,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     from eval.report import table2
     from eval.report.figures import loss_figure
     from eval.report.filters import filters_figure
-    from eval.report.page import page, whole_page
-    from eval.report.sections import table2_section
+    from eval.report.page import page, table2_page
 
     runs = [read_run(folder) for folder in folders]
     labels = [run.label for run in runs]
@@ -49,11 +48,11 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
             save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
     ours, theirs = table2.own_rows(runs), table2.paper_rows()
     write_text(out / "table2.md", table2.markdown(ours, theirs))
-    write_text(out / "table2.html", whole_page("Table 2", table2_section(runs)))
+    write_text(out / "table2.html", table2_page(runs))
     table2.write_csv(out / "table2.csv", ours, theirs)
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
-    with replacing(out / "summary.csv") as file:
+    with atomic_write(out / "summary.csv") as file:
         # Of another architecture some columns are others.
         columns = dict.fromkeys(column for row in summary for column in row)
         writer = csv.DictWriter(file, list(columns))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 from cat_lm import limits
 from cat_lm.cli import Parser, path, whole, whole_numbers
@@ -15,6 +14,7 @@ from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
+from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
 from eval.small_study.comparison import MAX_SEEDS
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def run_missing(
-    study: Study, fingerprint: str, lock: IO, parallel: int | None, estimate_only: bool
+    study: Study, fingerprint: str, lock: Lock, parallel: int | None, estimate_only: bool
 ) -> bool:
     """Runs what is not finished; whether there may be results to write.
 

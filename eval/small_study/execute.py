@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -15,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cat_lm.errors import UserError
+from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.readers import Record
 from eval.common.cell_store import CellStore
 from eval.common.result_files import read_metrics
@@ -48,7 +48,7 @@ class Workers:
     them to stop, once, and waits until they have saved.
     """
 
-    def __init__(self, study: Study, parallel: int, threads: int, lock: IO | None = None) -> None:
+    def __init__(self, study: Study, parallel: int, threads: int, lock: Lock | None = None) -> None:
         self.study, self.parallel = study, parallel
         self._lock_file = lock  # of `held`, which the processes hold as long as they live
         self.environment = os.environ | {
@@ -131,7 +131,7 @@ class Workers:
 
 
 @contextmanager
-def held(study: Study) -> Iterator[IO]:
+def held(study: Study) -> Iterator[Lock]:
     """The study's folder, for one call and the processes that it starts.
 
     These inherit the lock: after a `kill -9` of this program its trainings go on, and a new call
@@ -139,17 +139,16 @@ def held(study: Study) -> Iterator[IO]:
     """
     path = study.out / ".lock"
     study.out.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--out {study.out}: another call of the study works in it, or trainings that a "
-                f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
-                f"names them)"
-            ) from None
-        except OSError:
-            pass  # some cluster file systems have no locks; a study there must start all the same
+    try:
+        # Some cluster file systems have no locks; a study there must start all the same.
+        lock = hold(path, wait=False)
+    except Busy:
+        raise UserError(
+            f"--out {study.out}: another call of the study works in it, or trainings that a "
+            f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
+            f"names them)"
+        ) from None
+    with lock:
         yield lock
 
 
@@ -203,7 +202,7 @@ def read_result(job: Job) -> dict[str, Any]:
 
 
 class _Result(Record):
-    """What is used of a finished job's record."""
+    """Hold what is used of a finished job's record."""
 
     diverged: bool
     seconds: float | None = None
@@ -217,14 +216,14 @@ def last_line(log: Path) -> str:
 
 
 def diverged(run: Path) -> bool:
-    """Whether training ended because its last steps were not finite."""
+    """Tell whether training ended because its last steps were not finite."""
     metrics = run / "metrics.jsonl"
     steps = [r for r in read_metrics(metrics) if "val_loss" not in r] if metrics.is_file() else []
     return bool(steps) and bool(steps[-1].get("skipped"))
 
 
 def steps_done(job: Job) -> int:
-    """How far a run has come, read from the end of its metrics."""
+    """Read how far a run has come from the end of its metrics."""
     try:
         with open(job.folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

@@ -16,7 +16,7 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from eval.speed.arguments import names, shape
 from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
 from eval.speed.data import command as data
@@ -197,11 +197,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    from eval.recall.mixers import mixer_names
+    from cat_lm import mixers
     from eval.recall.ranges import RANGES
 
     parser.add_argument("--task", default="mqar", help="of eval.recall (default: mqar)")
-    known = tuple(mixer_names())
+    known = tuple(mixers.names())
     parser.add_argument(
         "--mixers",
         type=names(known),

@@ -1,4 +1,4 @@
-"""What the command offers, by name. Imports nothing heavy, so that `--help` is quick."""
+"""Name what the command offers. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cat_lm.ops.convolution.kinds import DEPTHWISE, HEAD, MULTIHEAD
 DTYPES = ("float32", "bfloat16")
 # `qkv` is the whole step from the packed projection to attention's inputs.
 CONV_TYPES = (HEAD.name, DEPTHWISE.name, MULTIHEAD.name, "qkv")
-# This project's backends, and what else convolves: `eval.speed.kernels`.
+# This project's backends, and what else convolves: `eval.speed.conv.kernels`.
 KERNELS = ("reference", "cpu", "triton", "conv1d", "fla", "causal-conv1d")
 # [B, T, H, D] of the 370M and of the 1.4B model; on a GPU, tensors larger than its cache.
 SHAPES = {

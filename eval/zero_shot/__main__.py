@@ -98,9 +98,9 @@ def main() -> None:
             raise SystemExit(2) from None
         raise
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from cat_lm.training.distributed import leave
+        from cat_lm.training.distributed import hard_exit
 
-        leave(0)
+        hard_exit(0)
 
 
 def _main(arguments: argparse.Namespace) -> None:

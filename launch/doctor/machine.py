@@ -1,4 +1,4 @@
-"""What `launch.doctor` looks at on any machine. Each check yields findings of one topic."""
+"""Checks of `launch.doctor` on any machine. Each yields findings of one topic."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from cat_lm.host import GIB
 from launch.doctor.findings import Finding
 from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
 
@@ -28,7 +29,6 @@ OPTIONAL = {
 }
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 COMPILERS = ("c++", "g++", "clang++")
-GIB = 2**30
 
 
 def python() -> Iterator[Finding]:
@@ -52,7 +52,7 @@ def requirements(extra: str | None = None) -> dict[str, str]:
 
 
 def packages() -> Iterator[Finding]:
-    """What training needs, in setup.cfg's ranges."""
+    """Compare the packages that training needs with setup.cfg's ranges."""
     for name, supported in requirements().items():
         version = _installed(name)
         wanted = f"'{name}{supported}'"
@@ -163,7 +163,7 @@ def attention() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Whether training's DeepSpeed imports; what its extensions would miss."""
+    """Tell whether training's DeepSpeed imports; what its extensions would miss."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -258,7 +258,7 @@ def _failure_of(code: str, **environment: str) -> str | None:
 
 
 def _output_of(*arguments: str) -> str | None:
-    """What a program says; None where it is absent or fails."""
+    """Give a program's output; None where it is absent or fails."""
     try:
         result = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

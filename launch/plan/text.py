@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from cat_lm.host import GIB
 from launch.plan.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run
 
 WIDTH = 100
 LABEL = 13
-GIB = 2**30
 # Above this share of a device's memory a run may not fit: the estimate is no closer.
 TIGHT = 0.85
 

@@ -71,4 +71,4 @@ def _one_rank(
         traceback.print_exc()
         raise
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    distributed.leave(0)
+    distributed.hard_exit(0)

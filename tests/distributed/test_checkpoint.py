@@ -22,16 +22,16 @@ from tests.runs import losses, run_values
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
     "cat_lm.training.checkpoint.saving.prepare",
-    "cat_lm.training.state.full_precision_weights",
-    "cat_lm.training.state.write_state",
-    "cat_lm.training.state.save_file",
-    "cat_lm.training.generators.save_random_states",
+    "cat_lm.training.optimizer_state.full_precision_weights",
+    "cat_lm.training.optimizer_state.write_state",
+    "cat_lm.training.optimizer_state.save_file",
+    "cat_lm.training.rng.save_random_states",
     "safetensors.torch.save_file",
     "shutil.copytree",
-    "cat_lm.training.state.checksum_as_written",
+    "cat_lm.training.optimizer_state.checksum_as_written",
     "cat_lm.training.checkpoint.saving.flush",
     "cat_lm.training.checkpoint.saving.checksum",
-    "cat_lm.training.state.read_index",
+    "cat_lm.training.optimizer_state.read_index",
     "cat_lm.training.checkpoint.saving.sync_directory",
     "cat_lm.training.checkpoint.saving.write_marker",
     "os.rename",
@@ -110,7 +110,7 @@ def test_a_save_killed_at_any_action_costs_nothing(after, tiny_corpus, tmp_path)
 FAILING_ON_ONE_RANK = (
     "torch.save",
     "cat_lm.training.checkpoint.saving.os.fsync",
-    "cat_lm.training.state.save_file",
+    "cat_lm.training.optimizer_state.save_file",
 )
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.training import state
+from cat_lm.training import optimizer_state
 from cat_lm.training.checkpoint import is_complete
-from cat_lm.training.generators import seed_of
+from cat_lm.training.rng import seed_of
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
@@ -79,7 +79,7 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def save(self):
-            if self.step in save_at or self.stop.agreed(ranks):
+            if self.step in save_at or self.stop.agreed_exit_code(ranks):
                 super().save()
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
@@ -233,7 +233,7 @@ def test_a_run_interrupted_twice_with_changes(runs):
 
 def forgetful_runs(ranks, data: str, folder: str) -> None:
     """Losses of runs that load all but one part of the optimizer's state."""
-    original = state.read_state
+    original = optimizer_state.read_state
 
     def without(part, engine, *arguments):
         original(engine, *arguments)
@@ -243,7 +243,7 @@ def forgetful_runs(ranks, data: str, folder: str) -> None:
     start = Path(folder) / f"fp32-2-1/checkpoints/step-{SAVED_AT:08d}"
     for part in ("exp_avg", "exp_avg_sq", "step"):
         run = Path(folder) / f"without-{part}"
-        with mock.patch.object(state, "read_state", partial(without, part)):
+        with mock.patch.object(optimizer_state, "read_state", partial(without, part)):
             train(ranks, values_of(data, run, "fp32", 2, resume=str(start), max_steps=8))
 
 
@@ -326,7 +326,7 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
                 assert not is_complete(checkpoint)
             seal(checkpoint)
 
-        ranks.on_first(prepare)
+        ranks.on_rank_zero(prepare)
         run = Path(folder) / f"from-damaged-{name}"
         found[name] = answer(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
     return found
@@ -373,9 +373,9 @@ def negative_zeros(ranks, data: str, folder: str) -> dict[int, bool]:
     found = {}
 
     def gather(trainer):
-        for fragment in state.fragments(trainer.engine):
+        for fragment in optimizer_state.fragments(trainer.engine):
             fragment.of(fragment.stepped).fill_(-0.0)
-        weights = state.full_precision_weights(trainer.engine).values()
+        weights = optimizer_state.full_precision_weights(trainer.engine).values()
         stage = trainer.config.train.zero_stage
         found[stage] = all(w.signbit().all() and not w.any() for w in weights)
 

@@ -11,7 +11,7 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.training.engine import Engine, build_model, parameter_groups
-from cat_lm.training.state import full_precision_weights
+from cat_lm.training.optimizer_state import full_precision_weights
 from tests.distributed.ranks import run_on_ranks
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 24, 8, 5

@@ -16,7 +16,7 @@ from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
-from cat_lm.training.state import full_precision_weights
+from cat_lm.training.optimizer_state import full_precision_weights
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values

@@ -218,10 +218,14 @@ def _parser_of(target: Target) -> argparse.ArgumentParser:
 
 def config_keys() -> tuple[str, ...]:
     """Every key of a run's configuration, as in an override."""
-    from cat_lm.config import RunConfig
+    from cat_lm import architectures
+    from cat_lm.config import known_keys
 
     return tuple(
-        f"{section}.{key}"
-        for section, field_ in RunConfig.model_fields.items()
-        for key in field_.annotation.model_fields
+        dict.fromkeys(
+            f"{section}.{key}"
+            for name in architectures.names()
+            for section, keys in known_keys({"model": {"architecture": name}}).items()
+            for key in keys
+        )
     )

@@ -7,9 +7,10 @@ import importlib.util
 import pytest
 import torch
 
+from cat_lm import mixers
+from cat_lm.mixers import Setting, make_mixer
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
-from eval.recall.mixers import Setting, make_mixer, mixer_names
 from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 pytestmark = [
@@ -42,7 +43,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("time", [1, 67])
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", mixers.names())
 def test_mixers_are_the_same_on_the_gpu(name, time):
     layer, x = layer_and_input(name, time)
     wanted = results(layer, x, "cpu")
@@ -109,7 +110,9 @@ def test_large_states_are_shared_among_warps_and_programs(kind):
         torch.rand(4, 67, heads, *rate, device="cuda"),
         -torch.rand(a, device="cuda"),
     ]
-    _, options = _scan.decaying_scan_triton._launch(EVERY, *(leaves[i][None] for i in (0, 2, 3, 4)))
+    _, options, _ = _scan.decaying_scan_triton._launch(
+        EVERY, *(leaves[i][None] for i in (0, 2, 3, 4))
+    )
     assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]

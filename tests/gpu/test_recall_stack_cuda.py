@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from eval.recall.mixers import make_mixer, mixer_names
+from cat_lm import mixers
+from cat_lm.mixers import make_mixer
 from eval.recall.train import estimate, execution
 from eval.recall.train.execution import Execution
 from eval.recall.train.stack import run_stack
@@ -39,7 +40,7 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", mixers.names())
 def test_a_stack_equals_its_models_alone(name):
     mixer = f"{name}:dropout=0" if hasattr(make_mixer(name).options, "dropout") else name
     alike = [

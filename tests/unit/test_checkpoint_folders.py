@@ -14,7 +14,7 @@ import torch
 from cat_lm.config import CheckpointSection, RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.own_files import make_marked
-from cat_lm.training import generators
+from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
     Checkpoints,
     complete_checkpoints,
@@ -333,7 +333,7 @@ def test_generator_states_that_are_none(tmp_path, write, said):
     before = torch.get_rng_state()
     write(path)
     with pytest.raises(UserError, match=r"random-00000\.pt: ") as raised:
-        generators.restore_random_states(path)
+        rng.restore_random_states(path)
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert torch.get_rng_state().equal(before)
 

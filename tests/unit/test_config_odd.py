@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from cat_lm import config, limits
-from cat_lm.config import RunConfig, load_config
+from cat_lm.config import RunConfig, known_keys, load_config
 from cat_lm.errors import UserError
 from cat_lm.io import readers
 from tests.runs import run_values, write_config
@@ -37,11 +37,7 @@ LONGEST_LINE = 400
 
 
 def keys() -> list[tuple[str, str]]:
-    return [
-        (section, key)
-        for section, field in RunConfig.model_fields.items()
-        for key in field.annotation.model_fields
-    ]
+    return [(section, key) for section, known in known_keys({}).items() for key in known]
 
 
 def tried(path: Path, *overrides: str) -> RunConfig | None:

@@ -20,7 +20,7 @@ READ = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader, open_corpus
 corpus = open_corpus(sys.argv[1], "train")
 loader = TrainLoader(corpus, 2048, 256, seed=0)
 middle = loader.samples_per_epoch // 256 // 2

@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from cat_lm.errors import UserError
+from cat_lm.io import retries
 from data_prep.sources import Part, hub, open_source, remote, slimpajama
 from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import REPOSITORY
@@ -50,7 +51,7 @@ def slept(monkeypatch):
     """The waits that were asked for, in seconds; none of them happens."""
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.setattr(remote.random, "uniform", lambda low, high: low)
+    monkeypatch.setattr(retries.random, "uniform", lambda low, high: low)
     return waits
 
 
@@ -335,9 +336,9 @@ def test_other_errors_are_not_taken_for_the_networks(slept):
         raise TypeError("ours")
 
     with pytest.raises(TypeError):
-        remote.retrying(broken, "x")
+        remote.read_patiently(broken, "x")
     with pytest.raises(UserError, match=r"x \(no\)"):
-        remote.retrying(lambda: (_ for _ in ()).throw(PermissionError("no")), "x")
+        remote.read_patiently(lambda: (_ for _ in ()).throw(PermissionError("no")), "x")
     assert not slept
 
 
@@ -374,6 +375,6 @@ def test_short_answers_are_asked_for_again_and_wrong_ones_are_refused(slept):
 
 def test_the_wait_doubles_up_to_a_minute_and_is_spread(monkeypatch):
     error = ConnectionError()
-    waits = [remote.wait_before_retry(attempt, error) for attempt in range(9)]
+    waits = [retries.wait_before_retry(attempt, error) for attempt in range(1, 10)]
     for wait, least in zip(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
         assert least <= wait <= 1.25 * least

@@ -8,7 +8,7 @@ import pytest
 
 from cat_lm.data import TrainLoader, validation_windows
 from cat_lm.data.opening import open_corpus
-from cat_lm.data.order import Permutation
+from cat_lm.data.shuffle import Permutation
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 

@@ -228,7 +228,7 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
 
 
 def test_processes_that_start_together_make_one_plan(corpus):
-    code = "import sys; from cat_lm.data import TokenCorpus, TrainLoader\n"
+    code = "import sys; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train')\n"
     code += "print(TrainLoader(c, 16, 4, 0, packing='best_fit').batch(9)['labels'].sum())"
     command = [sys.executable, "-c", code, str(corpus.folder)]

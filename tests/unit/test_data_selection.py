@@ -285,9 +285,15 @@ def test_a_fraction_is_held_out_beside_a_budget(tmp_path, prepare, sets):
 
 
 def test_amounts_and_limits():
-    assert [amount("--tokens", text) for text in ("15B", "1.5m", "5e8", "7")] == [
-        *(15 * 10**9, 1_500_000, 500_000_000, 7)
+    assert [amount("--tokens", text) for text in ("15B", "15g", "1.5m", "5e8", "7")] == [
+        *(15 * 10**9, 15 * 10**9, 1_500_000, 500_000_000, 7)
     ]
+    for text in ("0", "-1", "0.5", "1.5", "x", "", "nan", "1e-3", "M"):
+        with pytest.raises(UserError, match="give a whole number of at least 1"):
+            amount("--tokens", text)
+    for text in ("1e16", "1e30", "9" * 5000):
+        with pytest.raises(UserError, match=r"^--tokens .*(must be from 0 to|at least 1)"):
+            amount("--tokens", text)
     assert Limit.parse("--x", "0.01%").exceeded(2, 10_000)
     assert not Limit.parse("--x", "0.01%").exceeded(1, 10_000)
     assert Limit.parse("--x", "3").exceeded(4, 10**9) and not Limit.parse("--x", "3").exceeded(3, 3)

@@ -205,7 +205,7 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path):
 OPEN_AND_READ = """
 import resource, sys, time
 import numpy
-from cat_lm.data import TokenCorpus, TrainLoader
+from cat_lm.data import TrainLoader, open_corpus
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 corpus = open_corpus(sys.argv[1], "train")

@@ -253,6 +253,24 @@ class TestPage:
         ids = [i for i in re.findall(r' id="([^"]+)"', page) if i in referred]
         assert referred and sorted(ids) == sorted(referred), "each is there once"
 
+    def test_names_and_texts_are_no_elements(self, run, tmp_path, monkeypatch, capsys):
+        run = run.rename(tmp_path / 'cat <i>&"x')
+        written = samples(run)
+        written["samples"][0] |= {"prompt": "<i>a&", "reference": "<i>b", "continuation": "<i>c"}
+        write_json(run / "eval/samples.json", written)
+        rows = [sweep_row(run, "x", 20.0)]
+        sweep = {"text": "<i>d", "protocol": {"windows": "<i>e"}, "command": "<i>f", "rows": rows}
+        write_json(run / "eval/length_sweep.json", sweep)
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
+        assert report(monkeypatch, capsys, run, "--title", "<i>g", "--out", tmp_path / "o")[0] == 0
+        for name in ("index.html", "table2.html"):
+            page = (tmp_path / "o" / name).read_text(encoding="utf-8")
+            assert "<i>" not in page and "cat &lt;i&gt;&amp;&#34;x" in page
+        page = (tmp_path / "o/index.html").read_text(encoding="utf-8")
+        assert page.count("<h1>&lt;i&gt;g</h1>") == 1
+        for text in ("a&amp;", "b", "c", "d", "e", "f"):
+            assert f"&lt;i&gt;{text}" in page
+
     def test_a_run_that_only_began_is_shown(self, run, tmp_path, monkeypatch, capsys):
         shutil.rmtree(run / "model")
         out = tmp_path / "out"

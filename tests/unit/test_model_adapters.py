@@ -1,10 +1,10 @@
-"""What acts on linear layers: LoRA by peft on the projection, its default target for GPT-NeoX."""
+"""What acts on linear layers: LoRA by peft on the projections, and quantisation."""
 
 import peft
 import torch
 from torch import nn
 
-from tests.unit.tiny_models import cat_model, each_variant, random_ids
+from tests.unit.tiny_models import cat_model, each_model, projections, random_ids
 
 IDS = random_ids(2, 24)
 
@@ -28,15 +28,16 @@ def trained_adapter(model, **options):
     return adapted.eval()
 
 
-@each_variant()
+@each_model()
 def test_lora_trains_saves_reloads_and_merges(variant, tmp_path):
     model = cat_model(**variant)
     model.save_pretrained(tmp_path / "base")
     before = model(IDS).logits.detach()
     # By its name: peft has a default for GPT-NeoX's own type alone, which is this one.
-    adapted = trained_adapter(model, target_modules=["query_key_value"])
+    names = {name for _, name in projections(model)}
+    adapted = trained_adapter(model, target_modules=sorted(names))
     targets = {name.split(".lora")[0] for name, _ in adapted.named_parameters() if "lora" in name}
-    assert all(name.endswith("attention.query_key_value") for name in targets) and targets
+    assert {name.rpartition(".")[2] for name in targets} == names
     with torch.no_grad():
         expected = adapted(input_ids=IDS).logits
     assert not torch.allclose(expected, before, atol=1e-3)
@@ -49,11 +50,11 @@ def test_lora_trains_saves_reloads_and_merges(variant, tmp_path):
         merged = reloaded.merge_and_unload()
         difference = (merged(IDS).logits - expected).abs().max() / expected.abs().max()
     assert difference <= 1e-5
-    assert type(merged.gpt_neox.layers[0].attention.query_key_value) is nn.Linear
+    assert all(type(getattr(parent, name)) is nn.Linear for parent, name in projections(merged))
 
 
 @torch.no_grad()
-@each_variant("none")
+@each_model("none")
 def test_replaced_linear_layers_keep_the_convolution(variant):
     """As weight-only quantisation does: int8 rows with a scale each."""
 
@@ -69,13 +70,12 @@ def test_replaced_linear_layers_keep_the_convolution(variant):
 
     model, plain = cat_model(**variant), cat_model(**variant)
     plain.load_state_dict(model.state_dict())
-    for layer in plain.gpt_neox.layers:
-        for name, filters in layer.attention.convolution.named_parameters():
-            if name.endswith("_filter"):
-                filters.zero_()
+    for name, filters in plain.named_parameters():
+        if name.endswith("_filter"):
+            filters.zero_()
     expected = model(IDS).logits
-    for layer in model.gpt_neox.layers:
-        layer.attention.query_key_value = Int8Linear(layer.attention.query_key_value)
+    for parent, name in projections(model):
+        setattr(parent, name, Int8Linear(getattr(parent, name)))
     error = (model(IDS).logits - expected).abs().max()
     # Far nearer to the model than a model without its filters is.
     assert error < 0.05 * (plain(IDS).logits - expected).abs().max()

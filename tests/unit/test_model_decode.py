@@ -6,8 +6,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cat_lm.model import CatCache, map_mixing
-from cat_lm.model.cache import ConvStateMixin
-from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
+from cat_lm.model.cache import LayerStateMixin
+from tests.unit.tiny_models import VARIANTS, cat_model, each_model, random_ids
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -33,14 +33,14 @@ def chunks_of(total, longest, seed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 8, 16, 21])
-@each_variant()
+@each_model()
 def test_steps_and_chunks_equal_the_whole(variant, window):
     check_decoding(cat_model(**variant, conv_window=window))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", ["v", "qv", "k"])
-@each_variant("none")
+@each_model("none")
 def test_steps_and_chunks_of_some_streams(variant, streams):
     if variant.get("conv_mixing") == "maps":
         streams = streams.replace("k", "kv")
@@ -49,7 +49,7 @@ def test_steps_and_chunks_of_some_streams(variant, streams):
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "flex_attention"])
-@each_variant()
+@each_model()
 def test_steps_and_chunks_on_other_attention_functions(
     variant, attn_implementation, plain_flex_attention
 ):
@@ -79,7 +79,7 @@ def test_a_long_chunk_after_a_cache_is_mixed_in_blocks(monkeypatch):
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
 def test_every_kind_of_cache(position_embedding, variant):
     model = cat_model(**variant, position_embedding=position_embedding)
@@ -104,10 +104,10 @@ def check_plain_caches(model):
         with torch.no_grad():
             logits, _ = decode(model, ids, [7, 1, 3, 29], cache)
             torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
-        assert not any(isinstance(layer, ConvStateMixin) for layer in cache.layers)
+        assert not any(isinstance(layer, LayerStateMixin) for layer in cache.layers)
 
 
-@each_variant()
+@each_model()
 def test_a_window_of_one_needs_no_convolution_state(variant):
     check_plain_caches(cat_model(**variant, conv_window=1))
 
@@ -122,7 +122,7 @@ def test_maps_mixed_by_values_alone_need_no_convolution_state():
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 def test_bfloat16_decoding(variant):
     model = cat_model(**variant).bfloat16()
     ids = random_ids(1, 40)
@@ -147,7 +147,7 @@ def test_caches_that_cannot_serve_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache_type", ["dynamic", "static"])
-@each_variant()
+@each_model()
 def test_reorder(variant, cache_type):
     model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
@@ -161,7 +161,7 @@ def test_reorder(variant, cache_type):
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 def test_batch_selection_repetition_and_reset(variant):
     model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
@@ -177,7 +177,7 @@ def test_batch_selection_repetition_and_reset(variant):
 
 
 @torch.no_grad()
-@each_variant("none")
+@each_model("none")
 def test_crop_with_and_without_recording(variant):
     model, ids = cat_model(**variant, conv_window=5), random_ids(1, 40)
     whole = model(ids).logits
@@ -192,7 +192,7 @@ def test_crop_with_and_without_recording(variant):
     for removed in (3, 0, 7):
         decode(model, random_ids(1, removed + 2, seed=removed), [removed + 2], cache)
         cache.crop(-(removed + 2))
-        assert cache.layers[0].conv_inputs.shape[1] == 4
+        assert {kept.shape[1] for kept in cache.layers[0].inputs.values()} == {4}
     logits, _ = decode(model, ids[:, 10:], [1, 29], cache)
     torch.testing.assert_close(logits, whole[:, 10:], **CLOSE)
 
@@ -210,7 +210,7 @@ def test_crop_to_the_beginning():
 @torch.no_grad()
 @pytest.mark.parametrize("cache_type", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@each_variant()
+@each_model()
 def test_padded_prompts_continue_as_if_alone(variant, side, cache_type):
     model = cat_model(**variant)
     lengths, steps = [12, 5, 1], 9
@@ -245,7 +245,7 @@ def generate(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
 
 
-@each_variant()
+@each_model()
 @pytest.mark.parametrize(
     "how",
     [
@@ -264,7 +264,7 @@ def test_generate_with_and_without_cache(how, variant):
     assert torch.equal(cached, generate(model, ids, use_cache=False, **greedy))
 
 
-@each_variant()
+@each_model()
 def test_generate_by_sampling(variant):
     model, ids = cat_model(**variant), random_ids(2, 9)
     samples = []
@@ -274,7 +274,7 @@ def test_generate_by_sampling(variant):
     assert torch.equal(*samples)
 
 
-@each_variant()
+@each_model()
 def test_generate_with_an_assistant(variant):
     """Assisted decoding drafts tokens and takes wrong ones back, out of both caches."""
     for seed in range(6):
@@ -294,7 +294,7 @@ def test_generate_with_an_assistant(variant):
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-@each_variant()
+@each_model()
 def test_generate_a_left_padded_batch(variant, num_beams, cache_implementation):
     model = cat_model(**variant)
     lengths = [12, 7, 1]

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from cat_lm.model.masks import sequence_layout
-from tests.unit.tiny_models import cat_model, each_variant, random_ids
+from tests.unit.tiny_models import cat_model, each_model, random_ids
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("window", [1, 2, 5, 21, 64])
-@each_variant("none")
+@each_model("none")
 def test_causality(variant, window, attn_implementation, plain_flex_attention):
     check_causality(
         cat_model(**variant, conv_window=window, attn_implementation=attn_implementation)
@@ -19,7 +19,7 @@ def test_causality(variant, window, attn_implementation, plain_flex_attention):
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", ["q", "k", "v", "qk", "qv", "kv"])
-@each_variant("none")
+@each_model("none")
 def test_causality_of_every_choice_of_streams(variant, streams):
     if variant.get("conv_mixing") == "maps":
         streams = "v" + streams.replace("v", "")  # the stream whose filters mix the maps
@@ -48,7 +48,7 @@ def test_a_value_filter_reaches_exactly_its_window():
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
-@each_variant()
+@each_model()
 def test_documents_are_isolated_bit_for_bit(
     variant, position_embedding, attn_implementation, plain_flex_attention
 ):
@@ -73,7 +73,7 @@ def test_documents_are_isolated_bit_for_bit(
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
-@each_variant()
+@each_model()
 def test_a_packed_document_equals_the_document_alone(
     variant, attn_implementation, plain_flex_attention
 ):
@@ -87,7 +87,7 @@ def test_a_packed_document_equals_the_document_alone(
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 def test_restarting_positions_isolate_as_document_ids_do(variant):
     """transformers isolates attention on restarting positions; the convolution must agree."""
     model = cat_model(**variant)
@@ -103,7 +103,7 @@ def test_restarting_positions_isolate_as_document_ids_do(variant):
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@each_variant()
+@each_model()
 def test_padding_changes_nothing_at_real_tokens(
     variant, side, attn_implementation, plain_flex_attention
 ):
@@ -122,7 +122,7 @@ def test_padding_changes_nothing_at_real_tokens(
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 def test_padding_tokens_are_not_read(variant):
     model = cat_model(**variant)
     ids = random_ids(1, 30)
@@ -135,7 +135,7 @@ def test_padding_tokens_are_not_read(variant):
 
 
 @torch.no_grad()
-@each_variant()
+@each_model()
 def test_padding_and_documents_together(variant):
     model = cat_model(**variant)
     tokens = random_ids(1, 30)

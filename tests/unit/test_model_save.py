@@ -61,7 +61,7 @@ def test_parameter_counts():
         ({"conv_mixing": "maps"}, "needs conv_type=multihead and the stream v"),
         (
             {"conv_type": "multihead", "conv_mixing": "maps", "conv_streams": "qk"},
-            "conv_streams='qk' must name it",
+            "conv_mixing=maps: needs conv_type=multihead and the stream v",
         ),
         ({"conv_activation": "silu"}, "conv_activation=silu: needs conv_type=depthwise"),
         ({"conv_activation": "relu"}, "choose one of none, silu"),

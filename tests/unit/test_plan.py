@@ -275,7 +275,7 @@ def test_a_measured_record_decides_the_speed(command, tmp_path):
     assert cost["tokens_per_second"] == pytest.approx(50_000, rel=2e-3)  # 9.1 is rounded
     code, out, _ = command(*arguments, "model.conv_window=4", "train.micro_batch_size=4")
     text = " ".join(out.split())
-    assert "carried over to another case: batch 8 there, 4 here; window 21 there, 4 here" in text
+    assert "carried over to another case: window 21 there, 4 here; batch 8 there, 4 here" in text
     path.write_text(json.dumps(record(case=record()["case"] | {"optimizer": False})), "utf-8")
     assert "without the optimizer's update" in " ".join(command(*arguments)[1].split())
 

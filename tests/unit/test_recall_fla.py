@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eval.recall.mixers import Setting, make_mixer
-from eval.recall.mixers._attention import linear_attention
-from eval.recall.mixers._delta import delta_rule
-from eval.recall.mixers.gla import gated_linear_attention
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.mixers.modules.gla import gated_linear_attention
+from cat_lm.mixers.modules.linear_attention import linear_attention
+from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 PACKAGE = importlib.util.find_spec("fla")
 pytestmark = pytest.mark.skipif(PACKAGE is None, reason="fla-core is not installed")

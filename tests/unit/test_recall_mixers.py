@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cat_lm import mixers
 from cat_lm.errors import UserError
-from eval.recall.mixers import Setting, make_mixer, mixer_names
+from cat_lm.mixers import Setting, make_mixer
 from eval.recall.model import RecallModel, learned_filters
 
 SPECIFICATIONS = [
-    *mixer_names(),
+    *mixers.names(),
     "cat:streams=k,init=identity",
     "cat:place=before,window=2",
     "cat:heads=4",
@@ -94,7 +95,7 @@ def test_linear_attention_is_the_running_sum():
 
 
 def test_rotary_attention_sees_distances_alone():
-    from eval.recall.mixers._attention import rotate
+    from cat_lm.mixers.modules.attention import rotate
 
     q, k = torch.randn(2, 1, 1, 1, 16).expand(-1, -1, 9, -1, -1)
     products = torch.einsum("bthd,bshd->ts", rotate(q), rotate(k))
@@ -134,7 +135,7 @@ def recurrence(q, k, v, beta, decay):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_delta_rule_at_once_equals_step_by_step(gated):
-    from eval.recall.mixers._delta import delta_rule
+    from cat_lm.ops.recurrence.delta_rule import delta_rule
 
     torch.manual_seed(0)
     q, k = torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 5).double(), dim=-1)

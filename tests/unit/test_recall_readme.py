@@ -10,11 +10,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from cat_lm import mixers
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from cat_lm.options import parse_specification
 from eval.recall import __main__ as command
 from eval.recall.grids import plan, streams
-from eval.recall.mixers import make_mixer, mixer_names
-from eval.recall.options import parse_specification
+from eval.recall.grids.catalog import FIGURES
 from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.theory import report
 from eval.recall.train import cells, execution
@@ -113,7 +115,7 @@ def test_its_tasks_are_there_with_their_options():
 
 def test_its_mixers_are_there_with_layers_and_options():
     rows = table("Mixers")
-    assert set(rows) == set(mixer_names())
+    assert set(rows) == set(mixers.names())
     for name, (layers, _, told) in rows.items():
         mixer = make_mixer(name)
         assert int(layers) == mixer.layers
@@ -132,9 +134,9 @@ def test_the_options_that_it_discusses_are_valid():
 
 def test_its_figures_have_the_papers_numbers():
     rows = table("Figures")
-    assert list(rows) == [*plan.FIGURES, command.LANDMARK]
+    assert list(rows) == [*FIGURES, command.LANDMARK]
     for name, (shows, *numbers) in list(rows.items())[:-1]:
-        assert (shows, " / ".join(numbers)) == plan.FIGURES[name], name
+        assert (shows, " / ".join(numbers)) == FIGURES[name][:2], name
 
 
 def test_its_table_of_scales_is_that_of_the_plan():
@@ -166,8 +168,8 @@ def scales_table() -> str:
 
 
 def test_no_mixer_is_without_words():
-    for name in mixer_names():
-        module = importlib.import_module(f"eval.recall.mixers.{name.replace('-', '_')}")
+    for name in mixers.names():
+        module = importlib.import_module(f"cat_lm.mixers.{name.replace('-', '_')}")
         assert module.__doc__
 
 

@@ -14,8 +14,8 @@ import torch
 
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
 from eval.recall.grids.plan import Run
-from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate, make_task
 from eval.recall.train import cells

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.mixers.modules.gla import gated_linear_attention
+from cat_lm.mixers.modules.mamba import selective_scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
-from eval.recall.mixers.gla import gated_linear_attention
-from eval.recall.mixers.mamba import selective_scan
 
 LENGTHS = [1, EVERY - 1, EVERY, 2 * EVERY + 3]
 

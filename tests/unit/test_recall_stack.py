@@ -9,10 +9,11 @@ import warnings
 import pytest
 import torch
 
+from cat_lm import mixers
 from cat_lm.errors import UserError
+from cat_lm.mixers import make_mixer
 from eval.recall.__main__ import _stack
 from eval.recall.grids.plan import Run
-from eval.recall.mixers import make_mixer, mixer_names
 from eval.recall.train import cells, execution, stack
 from eval.recall.train import trial as training
 from eval.recall.train.execution import Execution, run_unfinished, stacks
@@ -65,7 +66,7 @@ def assert_same(stacked, alone, rtol=1e-4):
             )
 
 
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", mixers.names())
 def test_a_stack_equals_its_models_alone(name, no_dropout):
     mixer = name
     if hasattr(make_mixer(name).options, "dropout"):
@@ -221,7 +222,7 @@ def test_as_many_as_fit_into_a_gpu_beside_the_other_workers(monkeypatch):
     assert execution.bytes_of(big) > 100 * execution.bytes_of(BASE)
 
 
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", mixers.names())
 def test_a_model_keeps_less_than_is_set_aside_for_it(name):
     rows, tokens = 4, 1024
     cell = dataclasses.replace(

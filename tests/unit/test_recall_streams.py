@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.mixers.cat import Options
+from cat_lm.mixers.modules.projections import ConvolvedProjections
 from eval.recall.grids import streams
 from eval.recall.grids.plan import Run
-from eval.recall.mixers import Setting, make_mixer
-from eval.recall.mixers._convolution import ConvolvedProjections
-from eval.recall.mixers.cat import Options
 from eval.recall.train.language import LanguageCell, _rate
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval.recall.theory import associative, copying, generalization, landmark
+from eval.recall.theory import associative, copying, generalization, landmark, report
+from eval.recall.theory.claims import Claim
 from eval.recall.theory.report import theory
 
 
@@ -145,3 +147,12 @@ def test_theory_writes_everything_and_every_claim_holds(tmp_path, monkeypatch, c
     for name in ("landmark_tradeoff.png", "theorem_2.svg", "theory.html", "theory.md"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "holds" in capsys.readouterr().out
+
+
+def test_the_page_takes_what_is_claimed_as_text():
+    claim = Claim("T <i>1", "x < y & z", "a 'b'", "m", False, "not <i>so")
+    page = report.page([claim], "python <i>")
+    assert "<i>" not in page and "<p>x &lt; y &amp; z</p>" in page
+    assert "<h2>T &lt;i&gt;1: does not hold</h2>" in page
+    assert "<em>Correction.</em> not &lt;i&gt;so" in page
+    assert "Correction" not in report.page([dataclasses.replace(claim, correction="")], "")

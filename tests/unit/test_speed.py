@@ -393,14 +393,14 @@ def test_decoding_is_transformers_greedy():
 
 
 def test_wrong_cache_is_not_timed(speed, monkeypatch):
-    from cat_lm.model.cache import ConvDynamicLayer
+    from cat_lm.model.cache import StateDynamicLayer
 
-    exchange = ConvDynamicLayer.exchange_conv_inputs
+    exchange = StateDynamicLayer.exchange_inputs
 
     def forgetful(self, *arguments, **options):
         return 20.0 + exchange(self, *arguments, **options)
 
-    monkeypatch.setattr(ConvDynamicLayer, "exchange_conv_inputs", forgetful)
+    monkeypatch.setattr(StateDynamicLayer, "exchange_inputs", forgetful)
     monkeypatch.setattr(decode, "decode_uncached", lambda *_: pytest.fail("timed"))
     arguments = ("--models", "cat", "--prompts", 12, "--new-tokens", 12)
     code, record, out, err = speed("decode", *TINY, *arguments)

@@ -170,14 +170,14 @@ def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
     handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGINT)}
     try:
         stop = StopSignal()
-        assert stop.agreed(alone) == 0
+        assert stop.agreed_exit_code(alone) == 0
         os.kill(os.getpid(), SIGTERM)
-        assert stop.agreed(alone) == REQUEUE_EXIT_CODE
+        assert stop.agreed_exit_code(alone) == REQUEUE_EXIT_CODE
         with pytest.raises(KeyboardInterrupt):  # there is no step yet to wait for
             os.kill(os.getpid(), SIGINT)
         stop.catch_interrupts()
         os.kill(os.getpid(), SIGINT)
-        assert stop.agreed(alone) == REQUEUE_EXIT_CODE  # the first signal decides
+        assert stop.agreed_exit_code(alone) == REQUEUE_EXIT_CODE  # the first signal decides
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), SIGINT)
         assert "SIGTERM received" in capfd.readouterr().err

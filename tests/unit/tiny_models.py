@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm import architectures
 
 SIZES = {
     "vocab_size": 97,
@@ -30,17 +29,38 @@ VARIANTS = {
 }
 
 
+# The other family: with keys and values of fewer heads, and biases.
+GROUPED = {"family": "llama", "num_key_value_heads": 2, "attention_bias": True}
+LLAMA_VARIANTS = {
+    f"llama-{name}": GROUPED | VARIANTS[name] for name in ("none", "head", "silu", "multihead")
+}
+
+
 def each_variant(*without):
     """Parametrises a test over all of VARIANTS but those named."""
-    chosen = [pytest.param(f, id=name) for name, f in VARIANTS.items() if name not in without]
+    return _each(VARIANTS, without)
+
+
+def each_model(*without):
+    """Parametrises a test over the variants of every family but those named."""
+    return _each(VARIANTS | LLAMA_VARIANTS, without)
+
+
+def _each(variants, without):
+    chosen = [
+        pytest.param(fields, id=name)
+        for name, fields in variants.items()
+        if name.rpartition("-")[2] not in without
+    ]
     return pytest.mark.parametrize("variant", chosen)
 
 
-def cat_model(seed=0, **fields):
+def cat_model(seed=0, family="gpt_neox", **fields):
     """A model whose filters and biases are random, so that no test passes because they are not."""
     fields = {"attn_implementation": "sdpa", "conv_init": "uniform", **fields}
     torch.manual_seed(seed)
-    model = CatForCausalLM(CatConfig(**SIZES | fields)).eval()
+    kinds = architectures.get(family).classes()
+    model = kinds.causal_lm(kinds.config(**SIZES | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -50,10 +70,11 @@ def cat_model(seed=0, **fields):
     return model
 
 
-def stock_model(seed=0, **fields):
-    """transformers' GPT-NeoX of the same size, with random biases."""
+def stock_model(seed=0, family="gpt_neox", **fields):
+    """transformers' model of the same size, with random biases."""
     torch.manual_seed(seed)
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES | fields)).eval()
+    kinds = architectures.get(family).library_classes()
+    model = kinds.causal_lm(kinds.config(**SIZES | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -61,12 +82,23 @@ def stock_model(seed=0, **fields):
     return model
 
 
-def with_weights_of(stock, **fields):
+def with_weights_of(stock, family="gpt_neox", **fields):
     """A CAT model with the weights of `stock`; its filters stay as initialised."""
-    model = CatForCausalLM(CatConfig(**SIZES | fields)).eval()
+    kinds = architectures.get(family).classes()
+    model = kinds.causal_lm(kinds.config(**SIZES | fields)).eval()
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
     assert not unexpected and all(name.endswith("_filter") for name in missing)
     return model
+
+
+def projections(model):
+    """The linear layers before the convolution, each with the module that holds it and its name."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name in ("query_key_value", "q_proj", "k_proj", "v_proj")
+        if hasattr(parent, name)
+    ]
 
 
 def random_ids(*shape, seed=0):

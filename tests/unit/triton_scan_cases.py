@@ -36,7 +36,7 @@ def test_many_keys_leave_few_columns(monkeypatch):
     monkeypatch.setattr(_scan_triton, "_WARPS", 4)
     torch.manual_seed(0)
     given = [s[:, :1] if s.dim() > 4 else s for s in inputs(*SHAPES["one rate"], 2)]
-    _, options = _scan_triton._launch(EVERY, given[0], *given[2:])
+    _, options, _ = _scan_triton._launch(EVERY, given[0], *given[2:])
     assert (options["KEYS"], options["COLUMNS"], options["num_warps"]) == (4, 2, 4)
     check(given, torch.randn_like(given[2]))
 

@@ -196,8 +196,8 @@ def backward_kernel(
     tl.store(da_ptr + place + a_at, da, there)
 
 
-def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict]:
-    """Choose the chunks of columns, and a kernel's options and sizes."""
+def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, dict]:
+    """Choose the chunks of columns, a kernel's options, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
     padded = triton.next_power_of_2(keys)
@@ -207,7 +207,7 @@ def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[
     options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
     options["num_warps"] = min(_WARPS, max(1, padded * columns // _NUMBERS))
     sizes = {"model_rows": batch, "time": time, "heads": heads, "keys": keys, "values": values}
-    return triton.cdiv(values, columns), options | sizes
+    return triton.cdiv(values, columns), options, sizes
 
 
 def forward(
@@ -217,7 +217,7 @@ def forward(
     [M, B, T/every up, H, K, V].
     """
     q, k, v, rate, a, initial = (s.contiguous() for s in (q, k, v, rate, a, initial))
-    chunks, options = _launch(every, q, v, rate, a)
+    chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, time, heads, keys = q.shape
     out, last = torch.empty_like(v), torch.empty_like(initial)
     kept = q.new_empty(models, batch, triton.cdiv(time, every), heads, keys, v.shape[-1])
@@ -232,6 +232,7 @@ def forward(
             out_ptr=out,
             last_ptr=last,
             kept_ptr=kept,
+            **sizes,
             **options,
         )
     return out, last, kept
@@ -243,7 +244,7 @@ def backward(
     """Compute the gradients of q, k, v, rate, a and the initial state."""
     q, k, v, rate, a = (s.contiguous() for s in inputs)
     grad_last = grad_last.contiguous()
-    chunks, options = _launch(every, q, v, rate, a)
+    chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, _, heads, _ = q.shape
     programs = models * batch * heads * chunks
     states = q.new_empty(programs, every, options["KEYS"], options["COLUMNS"])
@@ -270,6 +271,7 @@ def backward(
             da_ptr=da,
             dinitial_ptr=dinitial,
             rows=models * batch,
+            **sizes,
             **options,
         )
     dq, dk, drate = (s[0] if len(s) == 1 else s.sum(0) for s in (dq, dk, drate))

@@ -8,7 +8,7 @@
         run_config.yaml            the resolved configuration
         model/                     config.json, model.safetensors: fp32 master weights
         tokenizer/
-        state/                     rank-00000.safetensors …: AdamW's moments (cat_lm.training.state)
+        state/                     rank-00000.safetensors …: AdamW's moments (see optimizer_state)
         random-00000.pt            generator states of each rank
       step-00000050.aside/         was no whole checkpoint, or not ours: renamed, never deleted
 

@@ -83,26 +83,26 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
     Raises:
         UserError: as `read_compatible`, or a file is damaged; on every rank.
     """
-    from cat_lm.training import generators
-    from cat_lm.training.state import read_index, read_state, refresh_model
+    from cat_lm.training import rng
+    from cat_lm.training.optimizer_state import read_index, read_state, refresh_model
 
     ranks, config = engine.ranks, engine.config
     # The first rank alone reads what is the same for all; on a file system of many nodes that is
     # dear.
-    found, index = ranks.agree_on(
-        ranks.on_first(
+    found, index = ranks.broadcast(
+        ranks.on_rank_zero(
             lambda: (
                 restored := read_compatible(folder, config, ranks.world_size, fingerprint),
                 read_index(folder / "state", restored.state.world_size, engine),
             )
         )
     )
-    ranks.everywhere(lambda: read_state(engine, index, folder / "state", folder / WEIGHTS))
+    ranks.on_all_ranks(lambda: read_state(engine, index, folder / "state", folder / WEIGHTS))
     state = found.state
     refresh_model(engine, state.step, state.skipped)
     if state.world_size == ranks.world_size:
         path = folder / random_file(ranks.rank)
-        ranks.everywhere(lambda: generators.restore_random_states(path))
+        ranks.on_all_ranks(lambda: rng.restore_random_states(path))
     else:
-        generators.reseed(config.train.seed, state.step, ranks.rank, ranks.world_size)
+        rng.reseed(config.train.seed, state.step, ranks.rank, ranks.world_size)
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError, UserError
+from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import remove_marked
 from cat_lm.training.checkpoint import folder as leftovers
 from cat_lm.training.checkpoint import loading, saving
@@ -51,27 +51,25 @@ class Checkpoints:
         self._current: Path | None = None  # saved or loaded last by this process
         self._older: list[Path] = []  # candidates before the one that was chosen, newest first
         self._verifier = Verifier(ranks, say, progress)
-        self._lock = ranks.on_first(self._open)
+        self._lock = ranks.on_rank_zero(self._open)
 
-    def _open(self) -> IO:
+    def _open(self) -> Lock:
         """Make the folder, for this process alone.
 
         The lock ends with the process, however it ends.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = open(self.folder / ".lock", "w")  # noqa: SIM115
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # Some cluster file systems have no locks; a run there must start all the same.
+            return hold(self.folder / ".lock", wait=False)
+        except Busy:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
             ) from None
-        except OSError:
-            pass  # some cluster file systems have no locks; a run there must start all the same
-        return lock
 
     def close(self) -> None:
-        """Let another process train in the folder."""
+        """Let another process train in the folder; nothing of it is read any more."""
+        self._verifier.stop()
         if self._lock:
             self._lock.close()
 
@@ -95,14 +93,14 @@ class Checkpoints:
                 that a start from there would mix with its own, or, with `auto`, none that is whole.
         """
         ranks = self.ranks
-        ranks.on_first(lambda: leftovers.clear_leftovers(self.folder, self._say))
-        found = ranks.agree_on(ranks.on_first(self._candidates))
+        ranks.on_rank_zero(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        found = ranks.broadcast(ranks.on_rank_zero(self._candidates))
         if not found:
-            ranks.on_first(lambda: self._check_mixture(None))
-            ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
+            ranks.on_rank_zero(lambda: self._check_mixture(None))
+            ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
             return None
         start = self._newest(found, lambda folder, say: self._verifier.look(folder))
-        ranks.on_first(lambda: self._check_mixture(start))
+        ranks.on_rank_zero(lambda: self._check_mixture(start))
         self._verifier.begin(start)
         return start
 
@@ -157,11 +155,11 @@ class Checkpoints:
             self.close()  # what is not continued holds nobody back
             raise
         folder = restored.folder
-        # Versions that made no checksums did not look, and this one would not save it.
-        checked = self.ranks.on_first(lambda: bool(read_marker(folder).checksums))
-        if not self.ranks.agree_on(checked) and (found := self._not_finite(engine)):
+        # Only what is finite is saved; but versions that made no checksums did not look, and others
+        # may have made this one.
+        if found := self._not_finite(engine):
             raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
-        self.ranks.on_first(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
+        self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder
         return restored
 
@@ -185,7 +183,7 @@ class Checkpoints:
 
     def _not_finite(self, engine: Engine) -> str:
         """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
-        from cat_lm.training.state import not_finite
+        from cat_lm.training.optimizer_state import not_finite
 
         names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
         if not names:
@@ -225,25 +223,25 @@ class Checkpoints:
         self._current = final
         if prune:
             rule = self.config.checkpoint
-            self.ranks.on_first(lambda: leftovers.prune(self.folder, rule, final, self._say))
+            self.ranks.on_rank_zero(lambda: leftovers.prune(self.folder, rule, final, self._say))
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
-        from cat_lm.training.state import full_precision_weights
+        from cat_lm.training.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         try:
-            ranks.on_first(lambda: saving.prepare(temporary))
+            ranks.on_rank_zero(lambda: saving.prepare(temporary))
             weights = full_precision_weights(engine)
             progress("gathering the weights")
-            files = ranks.everywhere(
+            files = ranks.on_all_ranks(
                 lambda: saving.write_own_files(
                     temporary, engine, weights, state, tokenizer, progress
                 )
             )
             written = {name: file for part in ranks.gather(files) for name, file in part.items()}
-            ranks.on_first(lambda: saving.publish(temporary, final, written, engine, self._say))
+            ranks.on_rank_zero(lambda: saving.publish(temporary, final, written, engine, self._say))
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):

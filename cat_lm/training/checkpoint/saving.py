@@ -80,7 +80,7 @@ class Flusher:
         Raises:
             OSError: one could not be flushed, or does not hold what it must, bit for bit.
         """
-        from cat_lm.training.state import checksum_as_written
+        from cat_lm.training.optimizer_state import checksum_as_written
 
         files = {}
         for written in self._written:
@@ -120,8 +120,8 @@ def write_own_files(
     """
     from safetensors.torch import save_file
 
-    from cat_lm.training.generators import save_random_states
-    from cat_lm.training.state import state_file, write_state
+    from cat_lm.training.optimizer_state import state_file, write_state
+    from cat_lm.training.rng import save_random_states
 
     ranks = engine.ranks
     with Flusher(temporary) as files:
@@ -152,7 +152,7 @@ def publish(
     Raises:
         UserError, OSError: a rank's file is not what it wrote, as this one sees it.
     """
-    from cat_lm.training.state import read_index
+    from cat_lm.training.optimizer_state import read_index
 
     # What could not be read back must never be marked as complete.
     read_index(temporary / "state", engine.ranks.world_size, engine)

@@ -1,4 +1,4 @@
-"""What every rank looks at before step 0, so that all that is wrong is known at once, per host.
+"""Checks of every rank before step 0, so that all that is wrong is known at once, per host.
 
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
 the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:
@@ -49,11 +49,11 @@ def check(
     """
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(host_name())
-    probe = Probe(output, ranks.agree_on(secrets.token_hex(8)), hosts[0])
+    probe = Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
     existed = output.exists()
     if ranks.is_first:
         probe.write()
-    ranks.wait()  # the first rank's file is there before another looks for it
+    ranks.barrier()  # the first rank's file is there before another looks for it
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     try:
         gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None))

@@ -1,4 +1,4 @@
-"""How fast the ranks' collectives are."""
+"""The speed of the ranks' collectives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure(ranks: Ranks) -> Transport | None:
 
 
 def _seconds(buffer: torch.Tensor, ranks: Ranks) -> float:
-    ranks.wait()
+    ranks.barrier()
     start = time.perf_counter()
     torch.distributed.all_reduce(buffer)
     if buffer.device.type == "cuda":

@@ -12,7 +12,7 @@ import torch
 
 from cat_lm.data.loader import TrainLoader
 from cat_lm.errors import UserError
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, memory_per_rank
 from cat_lm.training.watchdog import host_name

@@ -1,4 +1,4 @@
-"""What is wrong with the facts of all ranks. A function of them alone, so that all ranks agree."""
+"""The judgement of the facts of all ranks. A function of them alone, so that all ranks agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
-from cat_lm.memory import GIB
+from cat_lm.host import GIB
 from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
@@ -30,7 +30,7 @@ LEAST_BANDWIDTH = {"cuda": 1e9, "cpu": 1e7}
 
 
 @dataclass
-class Verdict:
+class PreflightReport:
     """Problems and notes, each with the ranks that it is about."""
 
     facts: Sequence[Facts]
@@ -45,7 +45,7 @@ class Verdict:
         return f"preflight:{text}"
 
     def lines(self) -> list[str]:
-        """What the log should say."""
+        """Give the lines for the log."""
         warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
         return [f"preflight: {line}" for line in (*self.notes, *warnings)]
 
@@ -91,13 +91,13 @@ def ranges(ranks: Iterable[int]) -> str:
     return f"rank{'s' if several else ''} {', '.join(parts)}"
 
 
-def judge(config: RunConfig, facts: Sequence[Facts]) -> Verdict:
+def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
     """Compares what the ranks saw with each other and with what the run needs.
 
     Args:
         facts: of all ranks, in their order.
     """
-    verdict = Verdict(facts)
+    verdict = PreflightReport(facts)
     hosts = list(dict.fromkeys(fact.host for fact in facts))
     verdict.notes.append(
         f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {_listed(hosts)}; "
@@ -114,7 +114,7 @@ def _listed(hosts: Sequence[str]) -> str:
     return f"{len(hosts)} hosts ({hosts[0]} … {hosts[-1]})"
 
 
-def _versions(verdict: Verdict, config: RunConfig) -> None:
+def _versions(verdict: PreflightReport, config: RunConfig) -> None:
     names = dict.fromkeys(name for fact in verdict.facts for name in fact.versions)
     for name in names:
         _compare(
@@ -129,7 +129,11 @@ def _versions(verdict: Verdict, config: RunConfig) -> None:
 
 
 def _compare(
-    verdict: Verdict, kind: dict[str, list[int]], name: str, values: Sequence[str], advice: str
+    verdict: PreflightReport,
+    kind: dict[str, list[int]],
+    name: str,
+    values: Sequence[str],
+    advice: str,
 ) -> None:
     """Ranks whose value is not the most frequent one; of equally frequent ones, rank 0's."""
     counts = Counter(values)
@@ -143,7 +147,7 @@ def _compare(
             kind[f"{name} is {value}, but {usual} on {where}; {advice}"].append(rank)
 
 
-def _configurations(verdict: Verdict, config: RunConfig) -> None:
+def _configurations(verdict: PreflightReport, config: RunConfig) -> None:
     first = verdict.facts[0].config
     for fact in verdict.facts:
         for name, (a, b) in changed_values(first, fact.config).items():
@@ -153,7 +157,7 @@ def _configurations(verdict: Verdict, config: RunConfig) -> None:
             ].append(fact.rank)
 
 
-def _batch(verdict: Verdict, config: RunConfig) -> None:
+def _batch(verdict: PreflightReport, config: RunConfig) -> None:
     world_size = len(verdict.facts)
     try:
         config.accumulation_steps(world_size)
@@ -162,7 +166,7 @@ def _batch(verdict: Verdict, config: RunConfig) -> None:
 
 
 def batch_advice(config: RunConfig, world_size: int) -> str:
-    """What would divide: the largest micro-batch for these ranks, the nearest numbers of ranks."""
+    """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     ways = []
     if batch % world_size == 0:
@@ -177,7 +181,7 @@ def batch_advice(config: RunConfig, world_size: int) -> str:
     return f"right would be {' or '.join(ways)}"
 
 
-def _data(verdict: Verdict, config: RunConfig) -> None:
+def _data(verdict: PreflightReport, config: RunConfig) -> None:
     opened = [fact for fact in verdict.facts if fact.data is not None]
     for fact in verdict.facts:
         if fact.data_problem is not None:
@@ -200,7 +204,7 @@ def _data(verdict: Verdict, config: RunConfig) -> None:
     verdict.notes.append(f"data {first.data.fingerprint[:12]}, read on each host")
 
 
-def _needs(verdict: Verdict, config: RunConfig) -> None:
+def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     """Disk and memory, by the number of the model's parameters."""
     vocab_size = next((f.data.vocab_size for f in verdict.facts if f.data is not None), None)
     vocab_size = config.model.vocab_size or vocab_size
@@ -224,7 +228,7 @@ def _needs(verdict: Verdict, config: RunConfig) -> None:
     _building(verdict, parameters)
 
 
-def _disk(verdict: Verdict, config: RunConfig, parameters: int) -> None:
+def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
     one = checkpoint_bytes(parameters)
     looked = [fact for fact in verdict.facts if fact.folder is not None and not fact.folder.problem]
     for fact in looked:
@@ -240,7 +244,7 @@ def _disk(verdict: Verdict, config: RunConfig, parameters: int) -> None:
         verdict.notes.append(f"disk: {size(free)} free, a checkpoint takes {size(one)}")
 
 
-def _memory(verdict: Verdict, memory: Memory) -> None:
+def _memory(verdict: PreflightReport, memory: Memory) -> None:
     of_host = Counter(fact.host for fact in verdict.facts)
     least = None
     for fact in verdict.facts:
@@ -261,7 +265,7 @@ def _memory(verdict: Verdict, memory: Memory) -> None:
     )
 
 
-def _building(verdict: Verdict, parameters: int) -> None:
+def _building(verdict: PreflightReport, parameters: int) -> None:
     """Every rank builds the whole model on its host, whatever it keeps of it."""
     of_host = Counter(fact.host for fact in verdict.facts)
     one = building_bytes(parameters)
@@ -275,8 +279,8 @@ def _building(verdict: Verdict, parameters: int) -> None:
             ].append(fact.rank)
 
 
-def _devices(verdict: Verdict, config: RunConfig) -> None:
-    """What runs, but only as fast as its slowest rank."""
+def _devices(verdict: PreflightReport, config: RunConfig) -> None:
+    """Note what runs, but only as fast as its slowest rank."""
     facts = verdict.facts
     kinds = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")

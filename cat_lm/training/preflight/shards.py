@@ -1,4 +1,4 @@
-"""Whether the shards are what their manifest says: each copy of them is read once, by all ranks."""
+"""Verification of the shards: each copy of them is read once, by all ranks together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
     """Read what was not verified yet, shared among the ranks that see the same copy; a collective.
 
     Args:
-        progress: told of each file that this rank has read.
+        progress: told of the file that this rank reads, each time that some of it is read.
 
     Returns:
         A line for the log where anything was read.
@@ -39,10 +39,10 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
 
     # One rank of a host looks first: at every start but the first there is nothing more to do,
     # and looking at all files from all ranks would burden a file system of many nodes.
-    left = ranks.everywhere(lambda: ranks.local_rank == 0 and bool(look().todo))
+    left = ranks.on_all_ranks(lambda: ranks.local_rank == 0 and bool(look().todo))
     if not any(ranks.gather(left)):
         return []
-    check = ranks.everywhere(look)
+    check = ranks.on_all_ranks(look)
     seen = ranks.gather((check.copy, len(check.todo), check.size(check.todo)))
     if not any(files for _, files, _ in seen):
         return []
@@ -52,7 +52,7 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
     most = int(ranks.maximum(max(len(share) for share in rounds)))
     for number in range(most):
         now = own[number] if number < len(own) else []
-        ranks.everywhere(lambda now=now: _read(check, now, ranks, progress))
+        ranks.on_all_ranks(lambda now=now: _read(check, now, ranks, progress))
         if ranks.rank == group[0]:
             check.note(
                 path for share in rounds for some in share[number : number + 1] for path in some

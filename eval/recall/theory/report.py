@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cat_lm.io.files import write_json, write_text
+from eval.common.html import render
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.common.text_table import markdown_table
@@ -106,25 +106,6 @@ def markdown(claims: list[Claim], command: str) -> str:
 
 
 def page(claims: list[Claim], command: str) -> str:
-    """The same as one HTML page beside its pictures, in the style of the reports."""
-    style = (Path(__file__).parents[2] / "report" / "templates" / "report.css").read_text(
-        encoding="utf-8"
-    )
-    sections = []
-    for claim in claims:
-        correction = f"<p><em>Correction.</em> {escape(claim.correction)}</p>"
-        sections.append(
-            f"<section><h2>{escape(claim.source)}: {'holds' if claim.holds else 'does not hold'}"
-            f"</h2><p>{escape(claim.statement)}</p><p><strong>{escape(claim.measured)}</strong></p>"
-            f"<p>{escape(claim.setting)}</p>{correction if claim.correction else ''}</section>"
-        )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>The theory, computed</title><style>{style}\nimg {{max-width: 100%}}</style></head>"
-        "<body><main><header><h1>The theory, computed</h1>"
-        f"<p><code>{escape(command)}</code></p></header>"
-        '<img src="landmark_tradeoff.svg" alt="d against block size">'
-        '<img src="theorem_2.svg" alt="The trained layer of Theorem 2">'
-        f"{''.join(sections)}</main></body></html>\n"
-    )
+    """Make the same as one HTML page beside its pictures, in the style of the reports."""
+    template = Path(__file__).with_name("templates") / "theory.html"
+    return render(template, title="The theory, computed", claims=claims, command=command)

@@ -20,8 +20,8 @@ from cat_lm.data.loader import TrainLoader, validation_windows
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
-from eval.recall.mixers import make_mixer
 from eval.recall.model import RecallModel, learned_filters, parameters
 
 CLIP = 1.0

@@ -1,6 +1,6 @@
 """The tasks and metrics behind the columns of the paper's Table 2.
 
-The printed columns are in eval/paper/table2.json. `acc_norm` (the choice with the largest
+The printed columns are in eval/report/paper_table2.json. `acc_norm` (the choice with the largest
 log-likelihood per byte) is used where the paper says so, `acc` elsewhere.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Column of eval/paper/table2.json -> (harness task, metric), in the paper's order.
+# Column of eval/report/paper_table2.json -> (harness task, metric), in the paper's order.
 COLUMNS = {
     "wikitext_ppl": ("wikitext", "word_perplexity"),
     "lambada_standard_ppl": ("lambada_standard", "perplexity"),

@@ -73,7 +73,7 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("data_prep.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("fcntl.flock", unsupported)
     monkeypatch.setattr("data_prep.locks._noted", False)
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1

@@ -35,7 +35,7 @@ class TestCommand:
 
     def test_prefetch_on_several_ranks_is_refused(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setattr("eval.zero_shot.__main__.tasks.prefetch.prefetch", None)
+        monkeypatch.setattr("eval.zero_shot.tasks.prefetch.prefetch", None)
         code, _, err = command(monkeypatch, capsys, "--prefetch", tmp_path, "--tasks", "piqa")
         assert code == 2 and err.startswith("error: --prefetch: one process writes")
 

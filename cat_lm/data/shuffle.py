@@ -1,0 +1,123 @@
+"""The order of the windows: computed from the position, never stored.
+
+A position counts all windows that a run has drawn. Any position is as cheap as any other, so that
+opening at any step replays nothing, and the state of the order is the step alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+FEISTEL_ROUNDS = 8
+
+
+class Permutation:
+    """A pseudo-random permutation of 0 … size − 1, computed point by point in O(1) memory.
+
+    A balanced Feistel network over the smallest 4^k ≥ size; values that fall outside the range are
+    encrypted again until they fall inside (cycle walking), which keeps it one-to-one.
+    """
+
+    def __init__(self, size: int, key: str) -> None:
+        self.size = size
+        half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half = np.uint64(half_bits)
+        self._mask = np.uint64((1 << half_bits) - 1)
+        digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8")
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Maps positions (integers in [0, size)) to the values they hold; int64, same shape."""
+        values = self._encrypt(np.asarray(positions, dtype=np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._encrypt(values[outside])
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: every output bit depends on every input bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class EpochOrder:
+    """Each of `size` windows once an epoch, every epoch in a new order."""
+
+    def __init__(self, size: int, fingerprint: str, seed: int) -> None:
+        self.size = size
+        self._key = f"{fingerprint} {seed}"
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The windows at these positions (counted over all epochs), int64, same shape."""
+        epochs, within = np.divmod(positions, self.size)
+        numbers = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            numbers[here] = Permutation(self.size, f"{self._key} {epoch}")(within[here])
+        return numbers
+
+
+class MixtureOrder:
+    """Windows of several sources, each drawn exactly in proportion within every block.
+
+    Positions are cut into blocks of sum(`counts`). Each block holds source i exactly `counts[i]`
+    times, at places that a keyed permutation of the block decides; the n-th draw of a source is
+    the n-th position of its own `EpochOrder`. Windows are numbered through all sources: those of
+    source i follow those of source i − 1.
+    """
+
+    def __init__(self, orders: list[EpochOrder], counts: list[int], key: str) -> None:
+        self._orders, self._key = orders, key
+        self._counts = np.array(counts, dtype=np.int64)
+        self._ends = np.cumsum(self._counts)
+        self._first = np.cumsum([0] + [order.size for order in orders[:-1]])
+        self._block: tuple[int, np.ndarray, np.ndarray] | None = None  # the one used last
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The windows at these positions, int64, same shape."""
+        blocks, within = np.divmod(positions, self._ends[-1])
+        numbers = np.empty(len(positions), dtype=np.int64)
+        for block in np.unique(blocks):
+            here = blocks == block
+            sources, draws = self._draws(int(block))
+            numbers[here] = self._numbers(sources[within[here]], draws[within[here]])
+        return numbers
+
+    def drawn(self, positions: int) -> list[int]:
+        """Tell how many of the first `positions` positions each source has."""
+        block, within = divmod(positions, int(self._ends[-1]))
+        sources, _ = self._draws(block)
+        partial = np.bincount(sources[:within], minlength=len(self._counts))
+        return (block * self._counts + partial).tolist()
+
+    def _numbers(self, sources: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        numbers = np.empty(len(sources), dtype=np.int64)
+        for source in np.unique(sources):
+            here = sources == source
+            numbers[here] = self._first[source] + self._orders[source](draws[here])
+        return numbers
+
+    def _draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each position of a block, the source and which of its draws it is."""
+        held = self._block
+        if held is None or held[0] != block:
+            held = self._block = (block, *self._make_block(block))
+        return held[1:]
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        size = int(self._ends[-1])
+        places = Permutation(size, f"{self._key} block {block}")(np.arange(size))
+        sources = np.searchsorted(self._ends, places, side="right")
+        draws = np.empty(size, dtype=np.int64)
+        for source, count in enumerate(self._counts):
+            draws[sources == source] = block * count + np.arange(count)
+        return sources, draws

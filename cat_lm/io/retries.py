@@ -1,0 +1,89 @@
+"""Trying again what a network or a server made fail, after waits that double.
+
+Where the server says how long to wait (429, 503), that is how long the wait is.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
+LONGEST_ASKED_WAIT = 3600.0  # more than a server's rate limit window
+
+T = TypeVar("T")
+
+
+def retrying(
+    action: Callable[[], T],
+    failure: Callable[[Exception, int], Exception | None],
+    note: Callable[[Exception, int, float], object],
+) -> T:
+    """Give the result of `action`, tried again as long as its failures may pass.
+
+    Args:
+        failure: of an error and the number of attempts so far: what to raise, None to try again.
+        note: told of an error that may pass, the number of attempts, and the seconds to wait.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return action()
+        except Exception as error:  # every library has its own
+            final = failure(error, attempt)
+            if final is error:
+                raise
+            if final is not None:
+                raise final from error
+            wait = wait_before_retry(attempt, error)
+            note(error, attempt, wait)
+        time.sleep(wait)
+
+
+def wait_before_retry(attempt: int, error: Exception) -> float:
+    """Give the seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
+
+    A little more by chance, so that many workers do not come back at the same moment.
+    """
+    asked = _asked_wait(error)
+    wait = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT) if asked is None else asked
+    return wait * random.uniform(1.0, 1.25)
+
+
+def status_of(error: Exception) -> int | None:
+    """Give the HTTP status that an error of one of the HTTP libraries carries."""
+    response = getattr(error, "response", None)
+    for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        if isinstance(value := getattr(owner, name, None), int):
+            return value
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    """Give the first line of an error, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def _asked_wait(error: Exception) -> float | None:
+    """Give the seconds that the server's answer asks to wait (`Retry-After`, `RateLimit`)."""
+    headers = getattr(getattr(error, "response", error), "headers", None) or {}
+    values = {str(key).lower(): str(value) for key, value in headers.items()}
+    asked = None
+    if match := re.search(r";\s*t\s*=\s*(\d+)", values.get("ratelimit", "")):
+        asked = float(match.group(1))
+    if after := values.get("retry-after"):
+        asked = float(after) if after.isdecimal() else _seconds_until(after)
+    return None if asked is None else min(asked, LONGEST_ASKED_WAIT)
+
+
+def _seconds_until(date: str) -> float | None:
+    try:
+        return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
+    except ValueError:
+        return None

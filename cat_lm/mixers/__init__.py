@@ -1,0 +1,91 @@
+"""Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
+
+A mixer of this project is a torch-free file here, whose MIXER says what it is (see `MixerKind`),
+its module in `modules/`, and its name in `_BUILT_IN`. One of an installed package or of a script is
+given to `register`, and is then a name for `model.mixer` and for `eval.recall run --mixer` alike.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from cat_lm import plugins
+from cat_lm.errors import UserError
+from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
+from cat_lm.options import build_options, parse_specification
+
+__all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
+__all__ += ["get", "make", "make_mixer", "names", "register"]
+
+_BUILT_IN = (
+    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "h3", "hyena", "lincat"),
+    *("linear-attention", "mamba", "none"),
+)
+
+_KINDS: dict[str, MixerKind] = {}
+
+
+def register(kind: MixerKind) -> None:
+    """Add a mixer.
+
+    Raises:
+        ValueError: its name is taken or cannot stand in a specification, or it claims what no mixer
+            can do.
+    """
+    if kind.name in _KINDS:
+        raise ValueError(f"mixer {kind.name!r}: there is one of this name already")
+    if not kind.name or set(kind.name) & set(":,= \n"):
+        raise ValueError(f"mixer {kind.name!r}: a name has no spaces, colons, commas or =")
+    unknown = set(kind.supports) - set(CAPABILITIES)
+    if unknown:
+        raise ValueError(
+            f"mixer {kind.name!r}: supports {', '.join(sorted(unknown))}; "
+            f"known: {', '.join(CAPABILITIES)}"
+        )
+    _KINDS[kind.name] = kind
+
+
+def names() -> list[str]:
+    """List the names of all mixers. Raises UserError where a plugin cannot be imported."""
+    plugins.load()
+    return sorted(_KINDS)
+
+
+def get(name: str, what: str = "mixer") -> MixerKind:
+    """Look a mixer up.
+
+    Args:
+        what: names the key or option in messages.
+
+    Raises:
+        UserError: there is none of that name, with those that there are.
+    """
+    if name not in names():
+        raise UserError(f"{what} {name!r}: choose one of {', '.join(names())}")
+    return _KINDS[name]
+
+
+def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
+    """Give a mixer its options, as values or as text.
+
+    Raises:
+        UserError: an unknown name or option, or values that do not fit.
+    """
+    kind = get(name, what)
+    return Mixer(kind, build_options(kind.Options, f"mixer {name}", options))
+
+
+def make_mixer(specification: str) -> Mixer:
+    """Make a mixer of text such as `cat` or `cat:streams=k,init=identity`.
+
+    Raises:
+        UserError: an unknown name or option.
+    """
+    return make(*parse_specification(specification), what="--mixer")
+
+
+for _name in _BUILT_IN:
+    register(importlib.import_module(f"{__name__}.{_name.replace('-', '_')}").MIXER)

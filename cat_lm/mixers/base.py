@@ -1,0 +1,152 @@
+"""What a sequence mixer says of itself, long before there is a module of it.
+
+The module that a mixer builds is causal and takes
+
+    forward(x, *, document_ids=None, padding_mask=None, state=None) -> y
+
+with x and y [B, T, C] and of the others those that its kind `supports`:
+
+- documents: `document_ids` [B, T]; where the id changes a document starts, which reads no other.
+- padding: `padding_mask` [B, T] bool, False at padding, on any side: no real token reads it, and
+  it leaves the state exactly as it was. What comes out at padding is anything finite.
+- state: `state`, a dict that is empty before the first tokens and holds the module's decoding
+  state after each call: tensors by name, rows first, so that rows can be chosen and copied. Calls
+  with the parts of a sequence give what one call with all of it gives. Not with documents.
+
+Parameters of its own that take no weight decay are named in the module class's `no_decay` (see
+`cat_lm.model.weight_decay`). A module with `keeps_initialisation` true is left as it built itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cat_lm.errors import UserError
+from cat_lm.options import changed_options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CAPABILITIES = ("documents", "padding", "state")
+ALL = frozenset(CAPABILITIES)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a mixer stands: C, its layer's index from 0, and the number of layers."""
+
+    d_model: int
+    layer: int = 0
+    num_layers: int = 1
+
+
+class MixerKind:
+    """A kind of mixer; one instance of a subclass is registered.
+
+    Counts are of one layer at its `setting`.
+
+    Attributes:
+        name: as in `model.mixer` and before the colon of a specification.
+        Options: a frozen dataclass of plain values, see cat_lm/options.py.
+        layers: that the paper's comparison gives it.
+        block: of eval/recall/model.py, `layer` or `rms`.
+        supports: which of CAPABILITIES its module takes.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type]
+    layers: ClassVar[int] = 2
+    block: ClassVar[str] = "layer"
+    supports: ClassVar[frozenset[str]] = frozenset()
+
+    def learned_positions(self, options: Any) -> bool:
+        """Tell whether a learned table of positions is added to the embeddings."""
+        return False
+
+    def check(self, options: Any, setting: Setting) -> None:
+        """Check that the options fit the width. Raises ValueError where they do not."""
+
+    def build(self, options: Any, setting: Setting) -> nn.Module:
+        """Make the module of one layer; imports torch."""
+        raise NotImplementedError
+
+    def mixing_flops(self, options: Any, setting: Setting, length: int) -> float:
+        """Count a token's FLOPs, forward and backward, beside products with parameter matrices."""
+        raise NotImplementedError
+
+    def saved_tensors(self, options: Any, setting: Setting) -> float:
+        """Count the tensors of [B, T, C] that autograd keeps for the backward pass.
+
+        Those of filters as long as the row belong to all its rows: of two, as counted here.
+        """
+        raise NotImplementedError
+
+    def saved_maps(self, options: Any, setting: Setting) -> float:
+        """Count the maps of [B, T, T] that autograd keeps, each once rounded and once in fp32."""
+        return 0.0
+
+    def state_numbers(self, options: Any, setting: Setting, length: int) -> int:
+        """Count the numbers of a sequence's decoding state after `length` tokens.
+
+        Of a mixer without state the whole sequence is computed anew for each token: it is C a token
+        that the layer below it hands over.
+        """
+        return setting.d_model * length
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A mixer with its options."""
+
+    kind: MixerKind
+    options: Any
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @property
+    def layers(self) -> int:
+        return self.kind.layers
+
+    @property
+    def block(self) -> str:
+        return self.kind.block
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.kind.learned_positions(self.options)
+
+    @property
+    def label(self) -> str:
+        """`name` or `name:key=value,…`, with the options that differ from the defaults."""
+        changed = ",".join(f"{k}={v}" for k, v in changed_options(self.options).items())
+        return f"{self.name}:{changed}" if changed else self.name
+
+    def describe(self) -> dict[str, Any]:
+        """Give the label and all options, as plain values."""
+        return {"label": self.label, "options": asdict(self.options)}
+
+    def check(self, setting: Setting) -> None:
+        """Check that the options fit the width.
+
+        Raises:
+            UserError: they do not.
+        """
+        try:
+            self.kind.check(self.options, setting)
+        except ValueError as error:
+            raise UserError(f"mixer {self.label}: {error}") from None
+
+    def build(self, setting: Setting) -> nn.Module:
+        """Make one layer's module.
+
+        Raises:
+            UserError: options that do not fit the width.
+        """
+        self.check(setting)
+        try:
+            return self.kind.build(self.options, setting)
+        except ValueError as error:
+            raise UserError(f"mixer {self.label}: {error}") from None

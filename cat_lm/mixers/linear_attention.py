@@ -1,0 +1,63 @@
+"""Linear attention: φ = elu + 1, normalised. The paper does not state its φ; this is Zoology's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cat_lm.mixers import lincat
+from cat_lm.mixers.base import ALL, MixerKind, Setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of linear attention.
+
+    Attributes:
+        heads: H.
+        bias: of the projections.
+    """
+
+    heads: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"heads={self.heads}: must be at least 1")
+
+    @property
+    def plain(self) -> lincat.Options:
+        """The same layer as LinCAT without filters."""
+        return lincat.Options(streams=None, heads=self.heads, bias=self.bias)
+
+
+class LinearAttention(MixerKind):
+    """LinCAT without filters."""
+
+    name = "linear-attention"
+    Options = Options
+    supports = ALL
+
+    def check(self, options: Options, setting: Setting) -> None:
+        lincat.MIXER.check(options.plain, setting)
+
+    def build(self, options: Options, setting: Setting) -> nn.Module:
+        return lincat.MIXER.build(options.plain, setting)
+
+    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
+        return lincat.MIXER.mixing_flops(options.plain, setting, length)
+
+    def saved_tensors(self, options: Options, setting: Setting) -> float:
+        return lincat.MIXER.saved_tensors(options.plain, setting)
+
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        return lincat.MIXER.saved_maps(options.plain, setting)
+
+    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
+        return lincat.MIXER.state_numbers(options.plain, setting, length)
+
+
+MIXER = LinearAttention()

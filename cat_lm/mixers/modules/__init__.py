@@ -1,0 +1,1 @@
+"""The modules of the mixers, and the parts that they share."""

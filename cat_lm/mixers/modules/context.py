@@ -1,0 +1,88 @@
+"""Read padding, documents and decoding state: the rules that all mixers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops import depthwise_conv, head_conv
+
+# Tensors by name, rows first; see cat_lm/mixers/base.py.
+State = dict[str, Tensor]
+
+
+def without_padding(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Put zeros where there is padding. x [B, T, …], padding_mask [B, T] bool."""
+    if padding_mask is None:
+        return x
+    return x.masked_fill(~padding_mask.view(*padding_mask.shape, *[1] * (x.dim() - 2)), 0.0)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Cast half precision to fp32: rates are exponentials, and a rounded one is another rate."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def short_convolution(
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    name: str,
+    document_ids: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    state: State | None = None,
+) -> Tensor:
+    """Convolve x [B, T, H, D] causally along time, after the inputs that `state` holds.
+
+    Args:
+        filters: [H, W] for one filter a head, [H, D, W] for one a channel.
+        bias: [H, D].
+        name: of the last W−1 inputs in the state.
+    """
+    convolve = head_conv if filters.dim() == 2 else depthwise_conv
+    x = without_padding(x, padding_mask)
+    if state is None:
+        return convolve(x, filters, bias, document_ids=document_ids)
+    past = filters.shape[-1] - 1
+    before = state.get(name, x[:, :0])
+    if before.shape[1] < past:
+        before = x.new_zeros(x.shape[0], past, *x.shape[2:])
+    if past:
+        state[name] = _last_inputs(torch.cat([before, x.detach()], dim=1), past, padding_mask)
+    return convolve(
+        x, filters, bias, document_ids=document_ids, initial_state=before if past else None
+    )
+
+
+def _last_inputs(history: Tensor, past: int, padding_mask: Tensor | None) -> Tensor:
+    """Take the last inputs that are no padding after the last real token, [B, past, …]."""
+    if padding_mask is None:
+        return history[:, -past:].clone()
+    trailing = (padding_mask.flip(1).cumsum(dim=1) == 0).sum(dim=1)  # [B]
+    first = history.shape[1] - past - trailing
+    times = first[:, None] + torch.arange(past, device=history.device)
+    rows = torch.arange(len(history), device=history.device)[:, None]
+    return history[rows, times]
+
+
+def from_state(
+    operator: Callable[..., Any],
+    *streams: Tensor,
+    document_ids: Tensor | None = None,
+    state: State | None = None,
+) -> Tensor:
+    """Run a recurrence, from the memory that `state` holds, if any, and on into it."""
+    if state is None:
+        return operator(*streams, document_ids=document_ids)
+    y, last = operator(
+        *streams,
+        document_ids=document_ids,
+        initial_state=state.get("memory"),
+        return_state=True,
+    )
+    state["memory"] = last.detach()
+    return y

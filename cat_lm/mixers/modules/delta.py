@@ -1,0 +1,97 @@
+"""The layer around the (gated) delta rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.mixers.base import Setting
+from cat_lm.mixers.modules.context import (
+    State,
+    at_least_fp32,
+    from_state,
+    short_convolution,
+    without_padding,
+)
+from cat_lm.mixers.modules.projections import Filters
+from cat_lm.mixers.shared import STREAMS, DeltaOptions
+from cat_lm.ops.recurrence.delta_rule import delta_rule
+
+
+class DeltaRuleLayer(nn.Module):
+    """Short convolutions with SiLU, unit-norm queries and keys, the delta rule, RMSNorm of heads.
+
+    Args:
+        expand_v: width of all values over C.
+        gated: whether the state decays, α = exp(−e^A softplus(a(x) + dt)).
+        operator: what computes the rule; none: `delta_rule`.
+    """
+
+    no_decay = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        options: DeltaOptions,
+        setting: Setting,
+        expand_v: float,
+        gated: bool,
+        operator: Callable[..., Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.operator = operator or delta_rule
+        width, heads = setting.d_model, options.heads
+        self.heads, self.gated = heads, gated
+        self.projected = {"q": "q", "k": "k", "v": "k" if options.shared_kv else "v"}
+        sizes = options.sizes(width, expand_v)
+        values = sizes["v"]
+        different = dict.fromkeys(self.projected.values())
+        self.projections = nn.ModuleDict(
+            {s: nn.Linear(width, sizes[s], bias=False) for s in different}
+        )
+        bound = 1 / math.sqrt(options.window)
+        self.filters = Filters(
+            {
+                s: nn.Parameter(torch.empty(1, size, options.window).uniform_(-bound, bound))
+                for s, size in sizes.items()
+                if s in (options.streams or "")
+            }
+        )
+        self.b_proj = nn.Linear(width, heads, bias=False)
+        if gated:
+            self.a_proj = nn.Linear(width, heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(heads).uniform_(1e-3, 16).log())
+            steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
+            self.dt_bias = nn.Parameter(steps + torch.log(-torch.expm1(-steps)))
+        self.norm = nn.RMSNorm(values // heads, eps=1e-5)
+        self.o_proj = nn.Linear(values, width, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        how = {"document_ids": document_ids, "state": state}
+        streams = (self._stream(s, x, padding_mask=padding_mask, **how) for s in STREAMS)
+        q, k, v = (s.unflatten(-1, (self.heads, -1)) for s in streams)
+        # Without β and a decay a step leaves the state as it was.
+        rates = [without_padding(self.b_proj(x).sigmoid(), padding_mask)]
+        if self.gated:
+            steps = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
+            rates.append(without_padding(-at_least_fp32(self.A_log).exp() * steps, padding_mask))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        y = from_state(self.operator, q, k, v, *rates, **how)
+        return self.o_proj(self.norm(y).flatten(2))
+
+    def _stream(self, name: str, x: Tensor, **how: Tensor | State | None) -> Tensor:
+        x = self.projections[self.projected[name]](x)
+        if name in self.filters:
+            x = short_convolution(x[:, :, None], self.filters[name], name=f"{name}_inputs", **how)
+            x = x.squeeze(2)
+        return F.silu(x)

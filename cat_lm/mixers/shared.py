@@ -1,0 +1,162 @@
+"""Options and counts that several mixers have."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+
+STREAMS = "qkv"
+INITS = ("uniform", "identity")
+OPERATORS = ("torch", "fla")
+CHUNK = 64  # of the delta rule
+
+
+def check_operator(name: str) -> None:
+    """Check an option that chooses between our operators and flash-linear-attention's.
+
+    Raises:
+        ValueError: an unknown operator, or one of a package that is not here.
+    """
+    if name not in OPERATORS:
+        raise ValueError(f"operator={name!r}: must be torch or fla")
+    if name == "fla" and importlib.util.find_spec("fla") is None:
+        raise ValueError(
+            "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
+        )
+
+
+def check_positive(options: object, *names: str) -> None:
+    """Check options that multiply a width. Raises ValueError."""
+    for name in names:
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"{name}={getattr(options, name)}: must be a number above 0")
+
+
+def check_streams(streams: str | None) -> None:
+    """Check a choice of streams. Raises ValueError."""
+    if len(set(streams or "")) != len(streams or "") or not set(streams or "") <= set(STREAMS):
+        raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
+
+
+@dataclass(frozen=True)
+class ConvolutionOptions:
+    """Which streams are convolved, and how.
+
+    Attributes:
+        streams: any of q, k, v, such as qkv or k; none for no convolution.
+        window: W.
+        init: uniform, ±1/√W, torch's own for a convolution, which the authors' code bases leave
+            as it is; or identity, which starts as the model without filters.
+        place: after the projection, or before it, on the layer's input. With one filter for a
+            whole head and no bias the two are the same function.
+        heads: H, each with its own filter.
+        shared_kv: whether keys and values have one projection, K = V before the filters.
+    """
+
+    streams: str | None = STREAMS
+    window: int = 3
+    init: str = "uniform"
+    place: str = "after"
+    heads: int = 1
+    shared_kv: bool = False
+
+    def __post_init__(self) -> None:
+        check_streams(self.streams)
+        if self.window < 1 or self.heads < 1:
+            raise ValueError("window and heads must be at least 1")
+        if self.init not in INITS:
+            raise ValueError(f"init={self.init!r}: choose one of {', '.join(INITS)}")
+        if self.place not in ("after", "before"):
+            raise ValueError(f"place={self.place!r}: must be after or before")
+        if self.place == "before" and self.heads > 1:
+            raise ValueError("place=before needs heads=1: before the projection there are no heads")
+
+    @property
+    def convolved(self) -> int:
+        """How many streams have filters."""
+        return len(self.streams or "")
+
+
+@dataclass(frozen=True)
+class DeltaOptions:
+    """Options of both delta-rule layers.
+
+    Attributes:
+        streams: which of q, k, v pass a depthwise short convolution; none: none of them. SiLU
+            follows on all three in any case.
+        window: W of the short convolutions.
+        heads: H.
+        shared_kv: whether keys and values have one projection, K = V before the convolutions;
+            needs values as wide as keys.
+    """
+
+    streams: str | None = STREAMS
+    window: int = 4
+    heads: int = 2
+    shared_kv: bool = False
+
+    def __post_init__(self) -> None:
+        check_streams(self.streams)
+        if self.window < 1 or self.heads < 1:
+            raise ValueError("window and heads must be at least 1")
+
+    def sizes(self, width: int, expand_v: float) -> dict[str, int]:
+        """Give the channels of each stream."""
+        return {"q": width, "k": width, "v": int(width * expand_v)}
+
+    def check(self, width: int, expand_v: float) -> None:
+        """Check that heads divide keys and values. Raises ValueError."""
+        values = self.sizes(width, expand_v)["v"]
+        if width % self.heads or values % self.heads or values < 1:
+            raise ValueError(f"heads={self.heads} do not divide {width} keys, {values} values")
+        if self.shared_kv and values != width:
+            raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
+
+    def convolved_channels(self, width: int, expand_v: float) -> int:
+        """Count the channels that have filters."""
+        sizes = self.sizes(width, expand_v)
+        return sum(sizes[stream] for stream in self.streams or "")
+
+    def state_numbers(self, width: int, expand_v: float) -> int:
+        """Count a state's [H, K, V] and the last W−1 inputs of the filters."""
+        memory = width * self.sizes(width, expand_v)["v"] // self.heads
+        return memory + (self.window - 1) * self.convolved_channels(width, expand_v)
+
+    def saved_tensors(self, width: int, expand_v: float, gated: bool) -> float:
+        """Count streams, products within chunks and a state a chunk, in tensors of [B, T, C]."""
+        values = self.sizes(width, expand_v)["v"]
+        products = (6.2 if gated else 3.1) * CHUNK * self.heads
+        states = width * values // self.heads / CHUNK
+        numbers = 7 * values + self.convolved_channels(width, expand_v) + products + states
+        return (15 if gated else 13) + numbers / width
+
+    def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
+        """Count `each` FLOPs a number of the state, and the convolutions'."""
+        memory = width * self.sizes(width, expand_v)["v"] // self.heads
+        filters = convolution_flops(self.window, self.convolved_channels(width, expand_v))
+        return each * memory + filters
+
+
+def convolution_flops(window: int, channels: int) -> float:
+    """Count a token's FLOPs of short convolutions, forward and backward."""
+    return 6 * window * channels
+
+
+def attention_maps(heads: int, dropout: float) -> float:
+    """Count the maps that attention keeps: none where it is fused, which with dropout it is not."""
+    return 1.5 * heads if dropout else 0.0
+
+
+def attention_flops(length: int, width: int) -> float:
+    """Count a token's FLOPs of scores and sums over `length` positions, forward and backward."""
+    return 12 * length * width
+
+
+def fft_flops(length: int, channels: int) -> float:
+    """Count a token's FLOPs of one convolution by FFT over twice its length, both ways.
+
+    Three transforms of 5/2 N log₂ N (real numbers) forward, and twice as many backward.
+    """
+    size = 2 * length
+    return 9 * 2.5 * size * math.log2(size) / length * channels

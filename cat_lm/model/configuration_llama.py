@@ -1,0 +1,110 @@
+"""`CatLlamaConfig`: Llama's configuration and what convolution-augmented attention adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+from cat_lm.limits import HEADS, HIDDEN_SIZE, NORM_EPSILON
+from cat_lm.model.rope_scaling import (
+    check_rope_number,
+    check_rope_numbers,
+    check_rope_parameters,
+    check_temperature,
+)
+from cat_lm.model.rules import key_value_problems, unmixed_problems, whole_rotation_problems
+from cat_lm.model.settings import (
+    NUMBERS,
+    SWITCHES,
+    WHOLE_NUMBERS,
+    AttentionSettings,
+    check_given_once,
+    check_numbers,
+    check_shape,
+    refuse,
+)
+
+
+@strict
+class CatLlamaConfig(AttentionSettings, LlamaConfig):
+    r"""Configuration of a convolution-augmented Llama model.
+
+    The fields of the convolutions, of positions and of the temperature mean what they mean in
+    `CatConfig`. With `num_key_value_heads` below `num_attention_heads` (grouped queries), keys and
+    values are convolved by their own heads' filters, and a multi-head convolution mixes the heads
+    of its stream.
+
+    conv_mixing (`str`, defaults to `"embeddings"`): the only one of this family. Attention maps of
+        `num_attention_heads` heads would be mixed with values of fewer.
+    rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
+        channels of a head are rotated.
+
+    `initializer_range` of Llama has no effect: see `cat_lm.model.initialization`.
+    Wrong values raise a `ValueError` that says what is supported.
+    """
+
+    model_type = "cat_llama"
+    # Tensor parallelism would have to split the filters along with the heads.
+    base_model_tp_plan = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_fields(self)
+        _check_rope_names(kwargs)
+        check_given_once(self.rope_parameters, kwargs, {"rope_theta": "rope_theta"})
+        self.check_attention_settings()
+        refuse(unmixed_problems(self))
+        check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
+        super().__post_init__(**kwargs)
+        check_rope_numbers(self.rope_parameters)
+        check_temperature(self)
+        refuse(whole_rotation_problems(self))
+
+
+_NUMBERS = NUMBERS | {"rms_norm_eps": NORM_EPSILON}
+_SWITCHES = ("mlp_bias", *SWITCHES)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a Llama or CAT-Llama `config.json` says, before a configuration is made of it.
+
+    Raises:
+        ValueError: as `check_fields`.
+    """
+    # Both follow from the others where they are not given.
+    defaults = CatLlamaConfig().to_dict() | {"num_key_value_heads": None, "head_dim": None}
+    check_fields(SimpleNamespace(**defaults | dict(settings)))
+    _check_rope_names(settings)
+
+
+def _check_rope_names(values: Mapping[str, Any]) -> None:
+    if values.get("rope_theta") is not None:
+        check_rope_number("rope_theta", values["rope_theta"])
+
+
+def check_fields(config: LlamaConfig | SimpleNamespace) -> None:
+    """Check types and ranges of what a Llama or CAT-Llama model is built from.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    given = {
+        name: allowed
+        for name, allowed in (("num_key_value_heads", HEADS), ("head_dim", HIDDEN_SIZE))
+        if getattr(config, name) is not None
+    }
+    check_numbers(config, WHOLE_NUMBERS | given, whole=True)
+    check_numbers(config, _NUMBERS, whole=False)
+    check_shape(config, _SWITCHES)
+    refuse(key_value_problems(config))
+    if config.rope_parameters:
+        check_rope_numbers(config.rope_parameters)
+        part = config.rope_parameters.get("partial_rotary_factor")
+        if part not in (None, 1):
+            raise ValueError(
+                f"rope_parameters.partial_rotary_factor={part}: Llama rotates all channels of a "
+                "head; leave it out"
+            )

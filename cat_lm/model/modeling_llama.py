@@ -1,0 +1,174 @@
+"""`CatLlamaForCausalLM`: Llama with convolution-augmented attention, on transformers' classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from cat_lm.model.attention.core import AttentionMixin, SequenceContext
+from cat_lm.model.cache import state_of
+from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
+from cat_lm.model.configuration_llama import CatLlamaConfig
+from cat_lm.model.convolution import SeparateConvolution
+from cat_lm.model.loss import LanguageModelHead
+from cat_lm.model.masks import check_attention
+from cat_lm.model.rope import CatLlamaRotaryEmbedding
+from cat_lm.model.rules import STREAMS
+
+
+class CatLlamaRMSNorm(LlamaRMSNorm):
+    """Llama's norm, which says that its weight takes no decay."""
+
+    no_decay = ("weight",)
+
+
+class CatLlamaAttention(AttentionMixin, LlamaAttention):
+    """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
+
+    The convolution comes before the rotary positions. `q_proj`, `k_proj` and `v_proj` are plain
+    linear layers; filters, and biases if the model has them, are `convolution`'s. With
+    `conv_type: none` this is Llama's attention, bit for bit; with `position_embedding: none`
+    nothing is rotated.
+    """
+
+    eager_attention = staticmethod(eager_attention_forward)
+
+    def __init__(self, config: CatLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            output = self._modules.pop("o_proj")
+            projections = {stream: getattr(self, f"{stream}_proj") for stream in STREAMS}
+            biases = {stream: projection.bias for stream, projection in projections.items()}
+            self.convolution = SeparateConvolution(config, biases)
+            for projection in projections.values():
+                projection.register_parameter("bias", None)
+            self.o_proj = output
+            self._take_earlier_names()
+        self.o_proj.writes_residual = True
+        self._add_parts(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [B, T, C].
+            position_embeddings: cosines and sines, [B or 1, T, D]; None for NoPE.
+            attention_mask: as transformers' attention function takes it.
+            past_key_values: the cache; this layer's part of it is updated.
+            padding_mask: [B, T] bool, False at padding, for the convolution.
+            document_ids: [B, T] for the convolution.
+            key_positions: [B, S] of all keys, where something reads positions; see
+                `cat_lm.model.masks`.
+
+        Returns:
+            The output [B, T, C], and the attention maps if the attention function gives them.
+        """
+        query, key, value = (getattr(self, f"{stream}_proj")(hidden_states) for stream in STREAMS)
+        if self.convolution is None:
+            # [B, T, H, D] to [B, H, T, D]
+            query, key, value = (
+                projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+                for projected in (query, key, value)
+            )
+            if position_embeddings is not None:
+                query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
+        else:
+            streams = self.convolution(
+                query,
+                key,
+                value,
+                position_embeddings,
+                padding_mask,
+                document_ids,
+                state_of(past_key_values, self.layer_idx),
+            )
+        output, maps = self._meet(
+            streams,
+            SequenceContext(
+                attention_mask, past_key_values, padding_mask, document_ids, key_positions, kwargs
+            ),
+        )
+        return self.o_proj(output.flatten(2).contiguous()), maps
+
+
+class CatLlamaLayer(LlamaDecoderLayer):
+    """Llama's layer with `CatLlamaAttention`."""
+
+    def __init__(self, config: CatLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.self_attn = CatLlamaAttention(config, layer_idx)
+        self.mlp.down_proj.writes_residual = True
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+
+
+class CatLlamaPreTrainedModel(PreTrainedMixin, LlamaPreTrainedModel):
+    """What the classes below share: configuration, initialisation, what transformers may do."""
+
+    config_class = CatLlamaConfig
+    config: CatLlamaConfig
+    _no_split_modules = ("CatLlamaLayer",)
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": CatLlamaLayer,
+        "attentions": CatLlamaAttention,
+    }
+
+
+class CatLlamaModel(CausalBody, CatLlamaPreTrainedModel, LlamaModel):
+    """The transformer without its head. Module names are Llama's."""
+
+    def __init__(self, config: CatLlamaConfig):
+        # LlamaModel's own constructor would build every layer once more.
+        super(LlamaModel, self).__init__(config)
+        check_attention(config)
+        # Without a padding index, whose row would get no gradient: padding is often the token that
+        # ends documents.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            CatLlamaLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.position_embedding == "rope":
+            self.rotary_emb = CatLlamaRotaryEmbedding(config)
+        else:
+            self.rotary_emb = None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _leave(self, hidden_states: Tensor) -> Tensor:
+        return self.norm(hidden_states)
+
+
+class CatLlamaForCausalLM(CausalLanguageModel, CatLlamaPreTrainedModel, LlamaForCausalLM):
+    """The language model. `state_dict()` has Llama's names, and the filters beside them."""
+
+    def __init__(self, config: CatLlamaConfig):
+        super(LlamaForCausalLM, self).__init__(config)
+        self.model = CatLlamaModel(config)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

@@ -1,0 +1,208 @@
+"""Settings that configurations of every family share: convolutions, positions, temperature.
+
+The modules of `cat_lm.model` read them here and know no family's configuration by type. This
+module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cat_lm.limits import (
+    CONTEXT,
+    FRACTION,
+    HEADS,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    LAYERS,
+    TEMPERATURE,
+    VOCABULARY,
+    WINDOW,
+    Range,
+)
+from cat_lm.model import attention
+from cat_lm.model.rules import STREAMS, convolution_problems, head_problems, mixes_maps
+from cat_lm.ops.convolution import kinds
+
+CONV_MIXINGS = ("embeddings", "maps")
+CONV_ACTIVATIONS = ("none", "silu")
+CONV_INITS = ("identity", "uniform")
+POSITION_EMBEDDINGS = ("rope", "none")
+WHOLE_NUMBERS = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INTERMEDIATE_SIZE,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "conv_window": WINDOW,
+}
+NUMBERS = {"attention_temperature": TEMPERATURE, "attention_dropout": FRACTION}
+SWITCHES = ("tie_word_embeddings", "attention_bias", "use_cache")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class AttentionSettings:
+    """What convolution-augmented attention adds to a configuration of transformers.
+
+    A family's configuration extends this and its own of the library, and says the meaning of the
+    fields in its docstring.
+    """
+
+    conv_type: str = "head"
+    conv_window: int = 21
+    conv_streams: str = "qkv"
+    conv_mixing: str = "embeddings"
+    conv_activation: str = "none"
+    conv_init: str = "identity"
+    position_embedding: str = "rope"
+    attention_temperature: float | int = 1.0
+    temperature_scope: str = "logits"
+    attention: str = "softmax"
+    attention_options: dict[str, Any] | None = None
+    score_transform: str = "none"
+    score_options: dict[str, Any] | None = None
+    value_transform: str = "none"
+    value_options: dict[str, Any] | None = None
+
+    @property
+    def head_width(self) -> int:
+        """D, the channels of a head."""
+        width = getattr(self, "head_dim", None)
+        return width or self.hidden_size // self.num_attention_heads
+
+    def stream_heads(self, stream: str) -> int:
+        """Give the number of heads of a stream, which for keys and values may be fewer."""
+        shared = getattr(self, "num_key_value_heads", None)
+        return self.num_attention_heads if stream == "q" or shared is None else shared
+
+    @property
+    def convolved_streams(self) -> str:
+        """The streams that have filters, in the order q, k, v; empty without convolutions."""
+        if self.conv_type == "none":
+            return ""
+        return "".join(stream for stream in STREAMS if stream in self.conv_streams)
+
+    @property
+    def mixes_maps(self) -> bool:
+        """Whether the values' filters mix attention maps."""
+        return mixes_maps(self)
+
+    @property
+    def embedding_streams(self) -> str:
+        """The streams that are convolved before attention, and need their past when decoding."""
+        streams = self.convolved_streams
+        return streams.replace("v", "") if self.mixes_maps else streams
+
+    @property
+    def needs_layer_state(self) -> bool:
+        """Whether a cache must hold more than keys and values."""
+        if self.embedding_streams and self.conv_window > 1:
+            return True
+        entries = attention.pattern(self), attention.value_transform(self)
+        return any(entry is not None and entry.holds_state(self) for entry in entries)
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether attention reads the positions of queries and keys, and not their order alone."""
+        return self.score_transform != "none" or attention.pattern(self).reads_positions
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether something beside attention reads earlier tokens and must be told padding."""
+        convolves = bool(self.convolved_streams) or self.value_transform != "none"
+        return convolves or self.reads_positions
+
+    def check_attention_settings(self) -> None:
+        """Check the fields above, but for the temperature. Raises ValueError."""
+        if self.conv_type != "none":
+            check_choice("conv_init", self.conv_init, CONV_INITS)
+        check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
+        check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
+        check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
+        check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
+        refuse(convolution_problems(self))
+        attention.check_names(self)
+        refuse(attention.problems(self))
+
+
+def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
+    """Check types and ranges of fields of `config`.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    types, what = (int, "a whole number") if whole else (int | float, "a number")
+    for name, allowed in numbers.items():
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise ValueError(f"{name}={value!r}: must be {what}")
+        if problem := allowed.problem(value):
+            raise ValueError(f"{name}={value}: {problem}")
+
+
+def check_shape(config: Any, switches: tuple[str, ...]) -> None:
+    """Check what every family with attention has: switches, heads, activation, special tokens.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    check_switches(config, switches)
+    refuse(head_problems(config))
+    if not isinstance(config.hidden_act, str):
+        raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
+    check_tokens(config)
+
+
+def check_switches(config: Any, switches: tuple[str, ...]) -> None:
+    """Check that fields are true or false. Raises ValueError."""
+    for name in switches:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+
+
+def check_tokens(config: Any) -> None:
+    """Check the ids of the special tokens. Raises ValueError."""
+    for name in _TOKENS:
+        value = getattr(config, name)
+        for token in value if isinstance(value, list) else [value]:
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            if token is not None and (not is_id or not -1 <= token < VOCABULARY.high):
+                raise ValueError(f"{name}={value!r}: must be the id of a token")
+    pad = config.pad_token_id
+    if pad is not None and pad >= config.vocab_size:
+        raise ValueError(f"pad_token_id={pad}: must be below vocab_size={config.vocab_size}")
+
+
+def check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
+    """Check that a value is among those supported. Raises ValueError."""
+    if value not in supported:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise ValueError with the first of the problems, if there are any."""
+    if problems:
+        raise ValueError(problems[0])
+
+
+def check_given_once(
+    rope: Mapping[str, Any] | None, given: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
+    """Check that a number of the rotary positions is not given twice, as two numbers.
+
+    Args:
+        rope: the configuration's `rope_parameters`.
+        given: what was given beside it.
+        names: of the numbers there, each with its key in `rope`.
+
+    Raises:
+        ValueError: two values contradict each other.
+    """
+    for name, key in names.items():
+        stored, value = (rope or {}).get(key), given.get(name)
+        if stored is not None and value is not None and stored != value:
+            raise ValueError(f"{name}={value} contradicts rope_parameters[{key!r}]={stored}")

@@ -1,0 +1,68 @@
+"""Starting a run from a model's weights: continued pretraining of an upcycled or exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cat_lm import architectures
+from cat_lm.config import RunConfig
+from cat_lm.data.corpus import TokenCorpus
+from cat_lm.errors import UserError
+from cat_lm.pretrained import load_model, load_tokenizer, model_config, model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) -> int:
+    """The vocabulary of the run's model: the checkpoint's, the initial model's, or the data's.
+
+    A model's vocabulary may be larger than its tokenizer's (Pythia's 50,304 for 50,277 entries).
+
+    Raises:
+        UserError: there is no initial model, or its tokenizer is not the data's.
+    """
+    if checkpoint is not None:
+        return model_config(checkpoint).vocab_size
+    if config.train.init_from is None:
+        return corpus.vocab_size
+    source = model_folder(config.train.init_from)
+    theirs = load_tokenizer(source).get_vocab()
+    ours = load_tokenizer(corpus.folder / "tokenizer").get_vocab()
+    if theirs != ours:
+        raise UserError(
+            f"train.init_from={config.train.init_from}: its tokenizer ({len(theirs)} entries) is "
+            f"not the data's ({len(ours)} entries); prepare the data with --tokenizer {source}"
+        )
+    return model_config(source).vocab_size
+
+
+def load_initial_weights(model: PreTrainedModel, folder: str) -> None:
+    """Fills `model` with the weights of the model in `folder`, in the dtype of `model`.
+
+    Raises:
+        UserError: there is no model, or it is not the one that the configuration describes.
+    """
+    source = model_folder(folder)
+    differences = _differences(model_config(source), model.config)
+    if differences:
+        raise UserError(
+            f"train.init_from={folder}: is another model than the configuration's: "
+            + "; ".join(differences)
+        )
+    model.load_state_dict(load_model(source, device="cpu").state_dict())
+
+
+def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:
+    """Name what makes their weights unfit for our model, as `key is theirs, not ours`."""
+    architecture = architectures.of_config(ours)
+    if theirs.model_type not in architecture.model_types:
+        known = " or ".join(architecture.model_types)
+        return [f"model_type is {theirs.model_type}, not {known}"]
+    there, here = (
+        architecture.section_values(config)
+        | {key: getattr(config, key) for key in architecture.unoffered_keys}
+        for config in (theirs, ours)
+    )
+    return architecture.differences(there, here)

@@ -1,0 +1,329 @@
+"""The optimizer's state as files that any number of ranks and any ZeRO stage can read.
+
+Each rank holds *fragments*: elements [start, stop) of a flattened parameter, with their fp32 master
+weight and AdamW's two moments. DeepSpeed keeps them in flat tensors of its own, laid out by stage
+and number of ranks; the files name the parameter and the elements instead:
+
+    state/rank-00000.safetensors     exp_avg/NAME[START:STOP], exp_avg_sq/NAME[START:STOP], fp32
+    model/model.safetensors          the master weights, whole, by the same names
+
+The fragments of all ranks tile every parameter exactly once; reading checks it. Each rank writes
+what it holds, without any communication, and reads only the ranges that it will hold. Where every
+rank holds everything (stage 0), equal shares are written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cat_lm.errors import UserError
+from cat_lm.model.names import current_name, has_convolution, stored_names
+from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
+
+if TYPE_CHECKING:
+    from cat_lm.training.engine import Engine
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
+
+
+def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """The fp32 master weights by their names in the model (a collective).
+
+    Whole on the CPU of the first rank, 4 bytes a parameter; other ranks get an empty dictionary and
+    hold one parameter at a time.
+    """
+    held = {fragment.name: fragment for fragment in fragments(engine)}
+    alone = engine.ranks.world_size == 1 or engine.config.train.zero_stage == 0
+    weights = {}
+    for name, shape in shapes(engine).items():
+        if alone and not engine.ranks.is_first:
+            continue
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.ranks.device)
+        if name in held:
+            fragment = held[name]
+            whole[fragment.start : fragment.stop] = fragment.of(fragment.stepped)
+        if not alone:
+            # Of all ranks one adds other bits than zeros. As integers, or -0.0 would become 0.0.
+            torch.distributed.reduce(whole.view(torch.int32), dst=0)
+        if engine.ranks.is_first:
+            weights[name] = whole.view(shape).cpu()
+    return weights
+
+
+def optimizer_step(engine: Engine) -> int:
+    """Tell how many steps the optimizer has taken, which its bias correction depends on.
+
+    Raises:
+        RuntimeError: not the same number for all parameters, which the files cannot express.
+    """
+    states = (engine.optimizer.state.get(tensor) for tensor in stepped_tensors(engine))
+    steps = {int(state["step"]) for state in states if state}
+    if len(steps) > 1:
+        raise RuntimeError(f"the optimizer took different numbers of steps: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def state_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
+    """Write this rank's fragments of the moments, and return them as the file must hold them.
+
+    Raises:
+        OSError, SafetensorError: they could not be written.
+    """
+    ranks, tensors = engine.ranks, {}
+    for fragment in share(engine):
+        state = engine.optimizer.state.get(fragment.stepped)
+        for kind in MOMENTS:
+            # Before its first step the optimizer has no moments; they would begin with zeros.
+            moment = state[kind] if state else torch.zeros_like(fragment.stepped)
+            key = f"{kind}/{fragment.name}[{fragment.start}:{fragment.stop}]"
+            tensors[key] = fragment.of(moment).cpu()
+    numbers = {"rank": ranks.rank, "ranks": ranks.world_size, "step": optimizer_step(engine)}
+    path = folder / state_file(ranks.rank)
+    save_file(tensors, path, {name: str(number) for name, number in numbers.items()})
+    return tensors
+
+
+def not_finite(engine: Engine) -> list[str]:
+    """Name what this rank holds of the weights and moments that is not finite, at most ten.
+
+    Every element is looked at on the rank that would write it.
+    """
+    found = []
+    for fragment in share(engine):
+        parts = {"weights": fragment.of(fragment.stepped)}
+        if state := engine.optimizer.state.get(fragment.stepped):
+            parts |= {kind: fragment.of(state[kind]) for kind in MOMENTS}
+        found += [f"{kind} of {fragment.name}" for kind, t in parts.items() if not _is_finite(t)]
+        if len(found) >= 10:
+            break
+    return found[:10]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A sum is ten times as fast. One that is finite had no other terms; one that is not may only
+    # have been too large.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash what a safetensors file must hold, by xxh3_128: its header, then `tensors` from memory.
+
+    The file holds these fp32 tensors bit for bit where this is its checksum.
+
+    Raises:
+        OSError: its header is not that of these tensors, one after the other.
+    """
+    with open(path, "rb") as stream:
+        length = stream.read(8)
+        header = stream.read(int.from_bytes(length, "little"))
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    digest, position = xxhash.xxh3_128(length + header), 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = tensors.get(name)
+        end = position + 4 * math.prod(entry["shape"])
+        same = tensor is not None and entry["shape"] == list(tensor.shape)
+        if not same or entry["dtype"] != "F32" or entry["data_offsets"] != [position, end]:
+            raise OSError(f"{path.name}: {name} was not stored as it is")
+        digest.update(tensor.numpy().reshape(-1).view(np.uint8))
+        position = end
+    if len(entries) != len(tensors):
+        raise OSError(f"{path.name}: holds {len(entries)} tensors instead of {len(tensors)}")
+    return digest.hexdigest()
+
+
+# (start, stop, rank of the file, name in it); the name may be an earlier version's
+Range = tuple[int, int, int, str]
+
+
+@dataclass(frozen=True)
+class StateIndex:
+    """Read what the state files of a checkpoint hold, from their headers alone."""
+
+    step: int  # of the optimizer
+    # (moment, parameter) to its ranges in ascending order
+    ranges: dict[tuple[str, str], list[Range]]
+
+
+def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
+    """Reads the headers of the state files that `world_size` ranks wrote.
+
+    Raises:
+        UserError: a file is missing, damaged or of another save, or the files do not hold every
+            element of every parameter of the model exactly once.
+    """
+    sizes = {name: shape.numel() for name, shape in shapes(engine).items()}
+    found = {path.name for path in folder.glob("*.safetensors")}
+    expected = {state_file(rank) for rank in range(world_size)}
+    for names, what in ((expected - found, "missing"), (found - expected, "not of this save")):
+        if names:
+            raise UserError(f"{folder}: {min(names)} is {what} ({world_size} ranks wrote it)")
+    ranges: dict[tuple[str, str], list[Range]] = {
+        (kind, name): [] for name in sizes for kind in MOMENTS
+    }
+    convolved = has_convolution(sizes)
+    steps = set()
+    for rank in range(world_size):
+        path = folder / state_file(rank)
+        with _opened(path) as stored:
+            steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
+            for key in stored.keys():  # noqa: SIM118 (not a dictionary)
+                kind, name, start, stop = _part_of(path, key, stored)
+                name = current_name(name, convolved)
+                if name not in sizes:
+                    raise UserError(f"{folder}: the model has no parameter {name}")
+                ranges[kind, name].append((start, stop, rank, key))
+    if len(steps) > 1:
+        raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
+    for (kind, name), parts in ranges.items():
+        parts.sort()
+        _check_tiling(f"{folder}: {kind} of {name}", parts, sizes[name])
+    return StateIndex(steps.pop(), ranges)
+
+
+def _writers_step(path: Path, numbers: Mapping[str, str], rank: int, world_size: int) -> int:
+    """The step in the header of a state file. Raises UserError where another rank wrote it."""
+    writer = tuple(numbers.get(name) for name in ("rank", "ranks"))
+    if writer != (str(rank), str(world_size)):
+        raise UserError(
+            f"{path}: was written by rank {writer[0]} of {writer[1]}, not by rank {rank} of "
+            f"{world_size}"
+        )
+    step = numbers.get("step", "")
+    if not step.isdecimal() or len(step) > 18:
+        raise UserError(f"{path}: its header's step is {step!r}, must be a number of steps")
+    return int(step)
+
+
+def _part_of(path: Path, key: str, stored: safe_open) -> tuple[str, str, int, int]:
+    """The (moment, parameter, start, stop) of a tensor. Raises UserError where it is none."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise UserError(f"{path}: holds {key!r}, which is no part of a moment")
+    kind, name, start, stop = match[1], match[2], int(match[3]), int(match[4])
+    part = stored.get_slice(key)
+    if part.get_dtype() != "F32" or part.get_shape() != [stop - start]:
+        raise UserError(
+            f"{path}: {key} is {part.get_dtype()} of shape {part.get_shape()}, must be F32 of "
+            f"shape [{stop - start}]"
+        )
+    return kind, name, start, stop
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises UserError where it, or what is read from it, is damaged."""
+    try:
+        with safe_open(path, framework="pt") as stored:
+            yield stored
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: is damaged: {' '.join(str(error).split())}") from error
+
+
+def _check_tiling(what: str, parts: list[Range], size: int) -> None:
+    position = 0
+    for start, stop, *_ in [*parts, (size, size, -1, "")]:
+        if start > position:
+            raise UserError(f"{what}: elements {position} to {start} of {size} are in no file")
+        if start < position:
+            raise UserError(f"{what}: elements {start} to {position} of {size} are stored twice")
+        position = stop
+
+
+def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) -> None:
+    """Fills this rank's optimizer: master weights, moments and number of steps.
+
+    Reads only the ranges that this rank holds, one at a time. `refresh_model` must follow.
+
+    Args:
+        state: the folder that `index` describes.
+        weights: the safetensors file of the whole master weights.
+
+    Raises:
+        UserError: a file is damaged, or a weight is missing or has another shape.
+    """
+    for tensor in stepped_tensors(engine):
+        moments = engine.optimizer.state[tensor]
+        for kind in MOMENTS:
+            if kind not in moments:
+                moments[kind] = torch.zeros_like(tensor, requires_grad=False)
+        # As the fused AdamW makes it: on the parameter's device, in fp32.
+        moments["step"] = torch.tensor(float(index.step), device=tensor.device)
+    held = fragments(engine)
+    _read_weights(engine, held, weights)
+    _read_moments(engine, held, index, state)
+
+
+def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
+    expected = {name: list(shape) for name, shape in shapes(engine).items()}
+    with _opened(path) as stored:
+        names = stored_names(stored.keys(), has_convolution(expected))
+        slices = {name: stored.get_slice(place) for name, place in names.items()}
+        found = {name: part.get_shape() for name, part in slices.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise UserError(
+                    f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
+                    f"{expected.get(name, 'none')}"
+                )
+            if (dtype := slices[name].get_dtype()) != "F32":
+                raise UserError(f"{path}: {name}: is {dtype}, must be F32")
+        for fragment in held:
+            # Slices are of whole rows; those that contain the elements.
+            row = math.prod(expected[fragment.name][1:])
+            first, end = fragment.start // row, -(-fragment.stop // row)
+            read = stored.get_slice(names[fragment.name])[first:end].reshape(-1)
+            part = read[fragment.start - first * row : fragment.stop - first * row]
+            fragment.of(fragment.stepped).copy_(part)
+
+
+def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:
+    by_file: dict[int, list[tuple[str, Fragment, int, int, str]]] = {}
+    for fragment in held:
+        for kind in MOMENTS:
+            for start, stop, rank, key in index.ranges[kind, fragment.name]:
+                if start < fragment.stop and fragment.start < stop:
+                    by_file.setdefault(rank, []).append((kind, fragment, start, stop, key))
+    for rank, parts in by_file.items():
+        with _opened(folder / state_file(rank)) as stored:
+            for kind, fragment, start, stop, key in parts:
+                wanted = fragment.part(start, stop)
+                read = stored.get_slice(key)[wanted.start - start : wanted.stop - start]
+                wanted.of(engine.optimizer.state[wanted.stepped][kind]).copy_(read)
+
+
+@torch.no_grad()
+def refresh_model(engine: Engine, step: int, skipped: int) -> None:
+    """Makes the working parameters what the master weights say (a collective).
+
+    Also sets DeepSpeed's own counters, which only its log and profilers read.
+    """
+    stage, optimizer = engine.config.train.zero_stage, engine.optimizer
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+    elif stage == 3:
+        optimizer.checkpoint_event_prologue()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        # Small parameters are kept whole on every rank, so they are gathered again.
+        optimizer.checkpoint_event_epilogue()
+    engine.deepspeed.global_steps, engine.deepspeed.skipped_steps = step, skipped
+    engine.deepspeed.global_samples = step * engine.config.train.global_batch_size

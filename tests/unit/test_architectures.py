@@ -1,0 +1,476 @@
+"""The registry of families: one place knows each, and a family of one's own is known everywhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from cat_lm import architectures, plugins
+from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
+from cat_lm.config import changed_values, known_keys, load_config
+from cat_lm.errors import UserError
+from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.ops.convolution import kinds
+from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
+from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
+from tests.unit.tiny_models import cat_model, each_model, random_ids
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+BUILT_IN = architectures._BUILT_IN
+ROPE_NEVER = {"position_embedding": "none"}
+
+
+def loaded(**model):
+    return load_config(QUICKSTART, [f"model.{key}={value}" for key, value in model.items()])
+
+
+def error_of(*overrides) -> str:
+    with pytest.raises(UserError) as raised:
+        load_config(QUICKSTART, overrides)
+    return str(raised.value)
+
+
+# Nobody else knows a family by name
+
+FAMILY = re.compile(
+    r"gpt_?neox|cat_?neox|cat_?llama|Llama(Config|ForC|Model)|^llama$|Cat(Config|ForC|Model)", re.I
+)
+# Of a projection or an embedding of one family.
+FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")
+ELSEWHERE = {
+    "cat_lm/__init__.py": "the names that people import",
+    "eval/speed/conv/qkv.py": "transformers' own rotation, to compare with",
+}
+
+
+def family_names(source: str) -> list[str]:
+    """Names and strings of a family in a module, its docstrings aside."""
+    tree = ast.parse(source)
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in documentation:
+            continue
+        words = [getattr(node, name, None) for name in ("id", "attr", "name", "value", "module")]
+        words = [word for word in words if isinstance(word, str)]
+        found += [word for word in words if FAMILY.search(word) or FAMILY_PARTS.search(word)]
+    return found
+
+
+def test_no_module_elsewhere_names_a_family():
+    found = {}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]:
+        name = path.relative_to(ROOT).as_posix()
+        own = name.startswith(("tests/", "cat_lm/architectures/", "cat_lm/model/"))
+        if not own and family_names(path.read_text(encoding="utf-8")):
+            found[name] = family_names(path.read_text(encoding="utf-8"))
+    assert found.keys() == ELSEWHERE.keys(), found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if config.model_type == 'gpt_neox': pass",
+        "from transformers import GPTNeoXConfig",
+        "from transformers.models.gpt_neox import x",
+        "isinstance(config, CatConfig)",
+        "weights['layers.0.query_key_value.weight']",
+        "name = f'gpt_neox.layers.{number}'",
+    ],
+)
+def test_a_family_that_is_named_is_found(line):
+    assert family_names(f"'''CatConfig.'''\n{line}\n")
+    assert not family_names(f"''' {line} '''\n\ndef f():\n    '''gpt_neox'''\n# {line}\n")
+
+
+def test_the_registry_needs_no_torch():
+    code = (
+        "import sys; import cat_lm.architectures as a, cat_lm.config; a.names()\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# The built-in families
+
+SHAPES = [
+    {"conv_type": "none"},
+    {"conv_type": "none", **ROPE_NEVER, "tie_word_embeddings": True},
+    {"conv_type": "head", "conv_window": 5, "intermediate_size": 24},
+    {"conv_type": "multihead", "conv_streams": "kv", "use_parallel_residual": False},
+    {"conv_type": "multihead", "conv_mixing": "maps"},
+    {"conv_type": "depthwise", "conv_streams": "q", "conv_activation": "silu"},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_those_of_the_model(shape):
+    config = loaded(architecture="gpt_neox", **shape)
+    assert config.num_parameters(257) == count_parameters(meta_model(config, 257))
+    assert config.num_parameters(300) == count_parameters(meta_model(config, 300))
+    own = loaded(architecture="gpt_neox", vocab_size=99, **shape)
+    assert own.num_parameters(257) == count_parameters(meta_model(own, 257))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_filters_and_lookups_are_counted_as_the_model_has_them(shape):
+    config = loaded(vocab_size=99, **shape)
+    model = meta_model(config, 0)
+    filters = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_filter"))
+    assert config.architecture.elementwise_parameters(config.model) == filters
+    table = model.get_input_embeddings().weight
+    looked_up = 0 if model.lm_head.weight is table else table.numel()
+    assert config.architecture.lookup_parameters(config.model) == looked_up
+    parameters = config.num_parameters(0)
+    assert config.architecture.flops_per_token(config.model, parameters, 64) == flops_per_token(
+        model.config, parameters, 64
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_section_goes_through_the_models_configuration_and_back(shape):
+    config = loaded(vocab_size=99, layer_norm_eps=1e-4, rotary_pct=0.5, rope_theta=500, **shape)
+    model = meta_model(config, 0)
+    architecture = architectures.of_config(model.config)
+    back = architecture.section(model.config)
+    expected = config.model.model_copy(update={"intermediate_size": config.model.inner_size})
+    assert back.model_dump() == expected.model_dump()
+    described = [getattr(architecture, name) for name in ("words", "describe", "facts", "sizes")]
+    assert [say(back) for say in described] == [say(expected) for say in described]
+
+
+@each_model()
+@pytest.mark.parametrize("length", [1, 7])
+def test_decoding_state_takes_the_bytes_that_are_said(variant, length):
+    model = cat_model(conv_window=5, **variant)
+    architecture = architectures.of_config(model.config)
+    # A first pass keeps what it was given; the state is whole after as many tokens as a window has.
+    total = model.config.conv_window + length
+    with torch.no_grad():
+        cache = model(random_ids(1, total), use_cache=True).past_key_values
+    held = 0
+    for layer in cache.layers:
+        inputs = getattr(layer, "inputs", {}).values()
+        held += sum(tensor.numel() * 4 for tensor in (layer.keys, layer.values, *inputs))
+    assert architecture.state_bytes(architecture.section(model.config), total, 4) == held
+
+
+def test_words():
+    words = {
+        "no convolution; RoPE": {"conv_type": "none"},
+        "head convolution of q, v, W=4; no positions": {
+            "conv_type": "head", "conv_streams": "qv", "conv_window": 4, **ROPE_NEVER,
+        },
+        "multihead convolution of q, k, v, W=21, mixing attention maps; RoPE": SHAPES[4],
+        "depthwise convolution of q, W=21, then SiLU; RoPE": SHAPES[5],
+    }  # fmt: skip
+    for said, shape in words.items():
+        config = loaded(**{"conv_window": 21} | shape)
+        assert config.architecture.words(config.model) == said
+        described = config.architecture.describe(config.model)
+        assert said in described and "GPT-NeoX" in described
+        assert ("(CAT)" in described) == (shape["conv_type"] != "none")
+
+
+def test_families_by_the_type_of_a_model():
+    family = architectures.get("gpt_neox")
+    assert architectures.find({"model_type": "cat_neox"}) is family
+    assert architectures.find({"model_type": "gpt_neox"}) is family
+    assert architectures.of_config(CatConfig()) is family
+    assert architectures.find({"model_type": "gpt2"}) is None and architectures.find({}) is None
+    with pytest.raises(UserError, match="model_type is 'gpt2'; known: cat_neox, gpt_neox"):
+        architectures.of_config({"model_type": "gpt2"})
+
+
+# Configurations
+
+
+def test_files_of_before_the_key_and_what_is_written_now(tmp_path):
+    config = loaded(conv_type="multihead")
+    text = config.to_yaml()
+    values = yaml.safe_load(text)
+    assert values["model"].keys() == GPTNeoXSection.model_fields.keys()
+    assert values["model"].pop("architecture") == "gpt_neox"
+    (tmp_path / RUN_CONFIG).write_text(yaml.safe_dump(values), encoding="utf-8")
+    old = read_run_config(tmp_path)
+    assert old == config and type(old.model) is GPTNeoXSection
+    assert changed_values(old.model_dump(mode="json"), config.model_dump(mode="json")) == {}
+
+
+def test_unknown_architectures(tmp_path):
+    for odd in ("nowhere", "GPT_NeoX", "null", "[1]", "3", "{a: 1}"):
+        message = error_of(f"model.architecture={odd}", "model.key_of_it=1")
+        assert "model.architecture=" in message and "must be one of gpt_neox" in message
+        assert "\n" not in message
+    with pytest.raises(UserError, match="architecture 'nowhere': unknown; known: gpt_neox"):
+        architectures.get("nowhere")
+    values = yaml.safe_load(loaded().to_yaml())
+    values["model"]["architecture"] = "nowhere"
+    (tmp_path / RUN_CONFIG).write_text(yaml.safe_dump(values), encoding="utf-8")
+    with pytest.raises(UserError, match=r"model\.architecture.*must be one of gpt_neox"):
+        read_run_config(tmp_path)
+
+
+# A family of one's own
+
+
+class ToySection(architectures.ModelSection):
+    architecture: str = "toy"
+    toys: int = 3
+    toy_box: str = "red"
+
+
+class Toy(architectures.Architecture):
+    name = "toy"
+    title = "Toy"
+    model_type = "cat_toy"
+    Section = ToySection
+
+    def problems(self, section, context_length):
+        return [] if section.toys < context_length else [f"toys={section.toys}: too many"]
+
+    def num_parameters(self, section, vocab_size):
+        return section.toys
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    architectures.register(Toy())
+    return architectures.get("toy")
+
+
+@pytest.fixture
+def run(tmp_path):
+    values = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    values["model"] = {"architecture": "toy", "hidden_size": 8, "num_hidden_layers": 2, "toys": 5}
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def test_the_section_is_the_architectures(toy, run, tmp_path):
+    config = load_config(run, ["model.toys=7", "model.toy_box=a #1: b"])
+    assert type(config.model) is ToySection and config.architecture is toy
+    assert (config.model.toys, config.model.toy_box) == (7, "a #1: b")
+    assert config.num_parameters(1) == 7
+    config.save(tmp_path / "saved.yaml")
+    assert yaml.safe_load((tmp_path / "saved.yaml").read_text())["model"] == {
+        "architecture": "toy", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": None,
+        "tie_word_embeddings": False, "toys": 7, "toy_box": "a #1: b",
+    }  # fmt: skip
+    assert load_config(tmp_path / "saved.yaml") == config
+    with pytest.raises(UserError, match=r"model\.toys=200: too many"):
+        load_config(run, ["model.toys=200", "data.context_length=100"])
+    assert known_keys({"model": {"architecture": "toy"}})["model"][-2:] == ["toys", "toy_box"]
+
+
+def test_keys_of_another_architecture_are_unknown(toy, run):
+    with pytest.raises(UserError) as raised:
+        load_config(run, ["model.rotary_pct=1"])
+    assert "model.rotary_pct: unknown key (it is one of model.architecture=gpt_neox)" in str(
+        raised.value
+    )
+    assert "the nearest known one is model." in str(raised.value)
+    message = error_of("model.toys=3")
+    assert "model.toys: unknown key (it is one of model.architecture=toy); the nearest" in message
+    # The architecture counts wherever it stands among the overrides.
+    message = error_of("model.toys=3", "model.architecture=toy")
+    assert "model.toys: " not in message and "model.conv_type: unknown key" in message
+
+
+def test_what_cannot_be_registered(toy):
+    def kind(**attributes):
+        return type("Other", (Toy,), {"name": "other", "model_type": "cat_other", **attributes})()
+
+    with pytest.raises(ValueError, match="'toy': there is one of this name already"):
+        architectures.register(Toy())
+    with pytest.raises(ValueError, match="'other': model type 'cat_toy' is taken"):
+        architectures.register(kind(model_type="cat_toy"))
+    with pytest.raises(ValueError, match="'other': model type 'gpt_neox' is taken"):
+        architectures.register(kind(library_type="gpt_neox"))
+    with pytest.raises(ValueError, match=r"'other': its Section's key architecture has .*'toy'"):
+        architectures.register(kind())
+    assert architectures.names() == (*BUILT_IN, "toy")
+
+
+def test_a_subclass_with_another_name_is_whole(monkeypatch):
+    """What a family does not change is its parent's."""
+
+    class Section(GPTNeoXSection):
+        architecture: str = "other_neox"
+
+    class OtherConfig(CatConfig):
+        model_type = "other_neox"
+
+    class Other(GPTNeoX):
+        name, model_type, library_type = "other_neox", "other_neox", None
+
+        def config_class(self):
+            return OtherConfig
+
+    Other.Section = Section
+    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    architectures.register(Other())
+    config = loaded(architecture="other_neox", conv_type="head")
+    model = meta_model(config, 99)
+    assert (
+        type(model) is CatForCausalLM
+        and architectures.of_config(model.config).name == config.model.architecture
+    )
+    assert count_parameters(model) == config.num_parameters(99)
+
+
+# Packages that bring their own
+
+PLUGIN = """
+from typing import Literal
+
+from cat_lm import architectures
+from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
+from cat_lm.ops.convolution import kinds
+
+architectures.names()  # a registry that is asked while the plugin is imported
+
+
+class Section(GPTNeoXSection):
+    architecture: Literal["toy_neox"] = "toy_neox"
+    hidden_act: str = "relu"
+
+
+class Toy(GPTNeoX):
+    name, title, model_type, library_type = "toy_neox", "Toy", "toy_neox", None
+    Section = Section
+
+    def config_class(self):
+        from toy_classes import ToyConfig
+        return ToyConfig
+
+    def classes(self):
+        from toy_classes import ToyConfig, ToyForCausalLM
+        return architectures.Classes(ToyConfig, ToyForCausalLM)
+
+
+architectures.register(Toy())
+kinds.register(kinds.Kind("toy_shared", ("W",), lambda taps, lag, x: taps[lag] * x, "one for all"))
+print("imported")
+"""
+CLASSES = """
+from cat_lm.model import CatConfig, CatForCausalLM
+
+
+class ToyConfig(CatConfig):
+    model_type = "toy_neox"
+
+
+class ToyForCausalLM(CatForCausalLM):
+    config_class = ToyConfig
+"""
+
+
+def install(folder: Path, code: str) -> dict[str, str]:
+    """A package as pip would leave it; the environment of a process that finds it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "toy_plugin.py").write_text(code, encoding="utf-8")
+    (folder / "toy_classes.py").write_text(CLASSES, encoding="utf-8")
+    info = folder / "toy-1.5.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nmine = toy_plugin\n")
+    return dict(os.environ) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+
+
+def python(environment, *arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+    )
+
+
+def test_an_installed_package_is_known_to_all(tmp_path):
+    environment = install(tmp_path / "site", PLUGIN)
+    code = f"""
+import sys
+from cat_lm import architectures
+from cat_lm.config import load_config
+from cat_lm.ops.convolution import kinds
+assert architectures.names() == {(*BUILT_IN, "toy_neox")!r}, architectures.names()
+assert "toy_shared" in kinds.names() and "torch" not in sys.modules
+given = ["model.conv_type=toy_shared", "model.architecture=toy_neox"]
+config = load_config({str(QUICKSTART)!r}, given)
+from transformers import AutoConfig, AutoModelForCausalLM
+from cat_lm.training.estimate import count_parameters, meta_model
+model = meta_model(config, 99)
+assert type(model).__name__ == "ToyForCausalLM" and model.config.hidden_act == "relu"
+assert count_parameters(model) == config.num_parameters(99)
+assert type(AutoConfig.for_model("toy_neox")).__name__ == "ToyConfig"
+assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForCausalLM"
+"""
+    done = python(environment, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "imported\n"  # once
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("(", "SyntaxError: "),
+        ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two; mend or uninstall it"),
+        ("from cat_lm.architectures import get\nget('odd')", "architecture 'odd': unknown"),
+    ],
+)
+def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
+    environment = install(tmp_path / "site", code)
+    done = python(environment, "-m", "launch.plan", QUICKSTART, "--gpus", "1", "--device", "h100")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: plugin mine of toy 1.5: toy_plugin cannot be imported: ")
+    assert said in done.stderr
+
+
+def test_a_broken_plugin_is_no_matter_of_other_models(tmp_path):
+    """transformers' own models open in a program that happens to have cat_lm; ours say why not."""
+    environment = install(tmp_path / "site", "1 / 0")
+    code = (
+        "import cat_lm\nfrom transformers import AutoConfig\n"
+        "assert AutoConfig.for_model('gpt2').model_type == 'gpt2'\n"
+        "try:\n    AutoConfig.for_model('cat_neox')\nexcept Exception as error:\n    print(error)\n"
+    )
+    done = python(environment, "-c", code)
+    assert done.returncode == 0, done.stderr
+    said = "plugin mine of toy 1.5: toy_plugin cannot be imported"
+    assert f"cat_lm: {said}" in done.stderr and done.stdout.startswith(said)
+
+
+def test_a_broken_plugin_stays_broken(monkeypatch):
+    """The second question is not answered as if there were no plugin."""
+
+    class Entry(tuple):
+        name, value, dist = "bad", "bad_module", None
+
+        def load(self):
+            raise ImportError("no such thing")
+
+    monkeypatch.setattr(plugins, "_begun", False)
+    monkeypatch.setattr(plugins, "_failed", None)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    for ask in (architectures.names, kinds.names, lambda: architectures.find({})):
+        with pytest.raises(UserError, match="plugin bad: bad_module cannot be imported: ImportErr"):
+            ask()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [a.name for a in architectures.built_in()] == list(BUILT_IN)

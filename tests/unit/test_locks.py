@@ -1,0 +1,109 @@
+"""cat_lm.io.locks: who holds what, when it ends, and what a file system without locks means."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+import pytest
+
+from cat_lm.io.locks import Busy, hold
+
+
+@pytest.fixture(params=["file", "folder"])
+def place(request, tmp_path):
+    path = tmp_path / "place"
+    if request.param == "folder":
+        path.mkdir()
+    return path
+
+
+def test_one_holder_at_a_time(place):
+    with hold(place):
+        with pytest.raises(Busy):
+            hold(place, wait=False)
+        with pytest.raises(Busy):
+            hold(place, shared=True, wait=False)
+    hold(place, wait=False).close()
+
+
+def test_shared_holders_keep_out_the_one_that_wants_it_alone(place):
+    first, second = hold(place, shared=True), hold(place, shared=True, wait=False)
+    for lock in (first, second):
+        with pytest.raises(Busy):
+            hold(place, wait=False)
+        lock.close()
+    hold(place, wait=False).close()
+
+
+def test_the_next_one_waits_until_the_lock_ends(place):
+    first, taken = hold(place), []
+    thread = threading.Thread(target=lambda: taken.append(hold(place)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not taken
+    first.close()
+    first.close()  # more than once changes nothing
+    thread.join(20)
+    with pytest.raises(Busy):
+        hold(place, wait=False)
+    taken[0].close()
+
+
+def test_a_lock_ends_with_its_process_and_those_that_inherited_it(place):
+    lock = hold(place)
+    code = "input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=[lock.fileno()]
+    )
+    lock.close()
+    with pytest.raises(Busy):
+        hold(place, wait=False)
+    child.communicate(b"\n")
+    hold(place, wait=False).close()
+
+
+def test_a_lock_that_nothing_refers_to_ends(place):
+    hold(place)
+    hold(place, wait=False).close()
+
+
+def test_what_a_holder_has_removed_is_no_lock(tmp_path):
+    """Whoever opened a file before it was removed would else hold it beside one who made it anew"""
+    path = tmp_path / "lock"
+    real = os.path.samestat
+
+    def removed_meanwhile(*stats):
+        with mock.patch("os.path.samestat", real):
+            path.unlink()
+            path.touch()
+            return real(os.stat(path), stats[0])
+
+    with mock.patch("os.path.samestat", removed_meanwhile), pytest.raises(Busy):
+        hold(path, wait=False)
+    answers = [removed_meanwhile, real]
+    with mock.patch("os.path.samestat", lambda *stats: answers.pop(0)(*stats)):
+        lock = hold(path)
+    assert not answers
+    with lock, pytest.raises(Busy):
+        hold(path, wait=False)
+
+
+def test_a_file_system_without_locks_holds_nobody_back_and_says_so(place):
+    error = OSError(errno.ENOLCK, "No locks available")
+    with mock.patch("fcntl.flock", side_effect=error):
+        locks = [hold(place, wait=False) for _ in range(2)]
+    assert [lock.error for lock in locks] == [error] * 2
+    with hold(place) as lock:
+        assert lock.error is None
+
+
+def test_a_link_to_a_folder_and_a_missing_folder_are_errors(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError):
+        hold(tmp_path / "link")
+    with pytest.raises(FileNotFoundError) as caught:
+        hold(tmp_path / "absent" / "lock")
+    assert caught.value.filename == str(tmp_path / "absent" / "lock")
