@@ -162,6 +162,10 @@ class Architecture:
         """Say what does not go together in a section, in lines that begin with the key."""
         return []
 
+    def isolates_documents(self, section: Any) -> bool:
+        """Tell whether the model can keep the documents of a packed row apart."""
+        return True
+
     def portable(self, section: Any) -> Any:
         """Give the same model, computed by what every machine has."""
         return section
@@ -206,7 +210,7 @@ class Architecture:
         """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
         raise NotImplementedError
 
-    def saved_maps(self, section: Any) -> int:
+    def saved_maps(self, section: Any) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
 

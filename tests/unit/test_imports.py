@@ -25,6 +25,7 @@ LAYERS = {
         ("model",),
         ("ops",),
         ("io",),
+        ("plugins",),
         ("errors", "limits", "host"),
     ),
     "data_prep": (
@@ -33,7 +34,7 @@ LAYERS = {
         ("assemble",),
         ("encode",),
         ("sources",),
-        ("amounts", "selection_spec", "progress", "unfinished", "workers"),
+        ("amounts", "locks", "selection_spec", "progress", "unfinished", "workers"),
     ),
     "eval": (
         ("quickstart", "small_study"),

@@ -45,7 +45,7 @@ class Stack:
         first = self.models[0]
 
         def one(parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-            # Layers may share a module (Hyena's sines), which is then found under two names. It is
+            # Layers may share a module, which is then found under two names. It is
             # to be exchanged once: after a second time torch leaves it without its parameters.
             return functional_call(
                 first, (parameters, buffers), (tokens, positions), tie_weights=False
