@@ -77,13 +77,7 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
         from cat_lm.training.checkpoint import Checkpoints
-        from cat_lm.training.engine import (
-            Engine,
-            build_model,
-            convolution_backend,
-            resolve_precision,
-        )
-        from cat_lm.training.init_from import load_initial_weights, vocab_size
+        from cat_lm.training.engine import resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
@@ -105,20 +99,12 @@ class Trainer:
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
         self.log.line("\n".join(checked))
 
-        # Model and optimizer, as initialised or as the checkpoint left them.
-        model = build_model(config, vocab_size(config, self.corpus, start_from))
-        self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
-        if config.train.init_from is not None and start_from is None:
-            load_initial_weights(model, config.train.init_from)
-            self.log.line(f"weights: from {config.train.init_from}")
-        self.engine = Engine(model, config, ranks)
+        try:
+            self._begin(start_from)
+        except BaseException:
+            self.checkpoints.close()  # else the process would first read all of the checkpoint
+            raise
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
-        self.step = self.skipped = self.skipped_in_a_row = 0
-        if start_from is not None:
-            found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
-            self.step, self.skipped = found.state.step, found.state.skipped
-            self.skipped_in_a_row = found.state.skipped_in_a_row
-            self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
         # What is written on the way.
         self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, resumed_step=self.step))
@@ -126,6 +112,31 @@ class Trainer:
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
         self.log.line(self.report.plan(self.loader, self.step))
+
+    def _begin(self, start_from: Path | None) -> None:
+        """Make model and optimizer, as initialised or as the checkpoint left them."""
+        from cat_lm.export_record import comparing_files
+        from cat_lm.training.engine import Engine, build_model, convolution_backend
+        from cat_lm.training.init_from import load_initial_weights, vocab_size
+
+        config, ranks = self.config, self.ranks
+        # One rank of a host compares the files of an initial model, for all.
+        skip = ranks.local_rank != 0 or not config.train.init_checksums
+        with comparing_files(skip):
+            vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
+        model = build_model(config, vocabulary)
+        self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
+        if config.train.init_from is not None and start_from is None:
+            with comparing_files(skip):
+                ranks.on_all_ranks(lambda: load_initial_weights(model, config.train.init_from))
+            self.log.line(f"weights: from {config.train.init_from}")
+        self.engine = Engine(model, config, ranks)
+        self.step = self.skipped = self.skipped_in_a_row = 0
+        if start_from is not None:
+            found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
+            self.step, self.skipped = found.state.step, found.state.skipped
+            self.skipped_in_a_row = found.state.skipped_in_a_row
+            self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
     def run(self) -> int:
         """Trains to the last step, or to the step after a signal; returns the exit code."""

@@ -183,6 +183,9 @@ class TrainSection(Section):
     init_from: OptionalPath = Field(
         None, description="model folder whose weights a new run starts from; default: random"
     )
+    init_checksums: bool = Field(
+        True, description="compare files of init_from with their export's record; slow if huge"
+    )
     resume: PathText = Field(
         "never", description="never, auto (newest complete checkpoint), or a path"
     )

@@ -29,7 +29,7 @@ from cat_lm.export_record import (
     read_record,
 )
 from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.io.readers import (
     Record,
     check_shape,
@@ -145,7 +145,7 @@ def export_model(
     tokenizer.bos_token = tokenizer.eos_token
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
-    with replaced_folder(out, listing) as folder:
+    with atomic_folder(out, listing) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)

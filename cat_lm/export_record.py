@@ -29,6 +29,7 @@ CARD = "README.md"
 WEIGHTS = "model.safetensors"
 
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_LISTS = {"files", "sha256"}
 _AGAIN = "export the model again"
 
 
@@ -71,7 +72,8 @@ def read_record(folder: Path) -> ExportRecord | None:
         UserError: export.json is there and damaged.
     """
     values = _values(folder)
-    if values is None or values.get("program") != PROGRAM:
+    # What lists files as ours do was ours; earlier versions listed none.
+    if values is None or (values.get("program") != PROGRAM and not values.keys() >= _LISTS):
         return None
     record = check_shape(values, ExportRecord, str(folder / RECORD), _AGAIN)
     for name in ("config.json", WEIGHTS):
@@ -218,5 +220,5 @@ def _changed(path: Path, found: str, expected: str) -> UserError:
     return UserError(
         f"{path}: {found}, {RECORD} lists {expected}: it was damaged or changed; {_AGAIN}, or, if "
         f"the change is meant, remove {RECORD} (or give "
-        "--skip-checksums, where the command has it)"
+        "--skip-checksums, in training train.init_checksums=false)"
     )

@@ -8,7 +8,7 @@ arguments first.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,12 +150,17 @@ def load_model(
     folder = model_folder(path)
     target = choose_device(device)
     own = model_config(folder)
-    files = {file.name for file in weight_files(folder)}
-    with verifying(folder, lambda name: name in files or name.endswith(".index.json")):
+    with verifying(folder, _are_read(weight_files(folder))):
         _check_headers(folder, config or own)
         model = _load(folder, config or own, dtype).to(target).eval()
         refuse_non_finite(f"model {folder}", dict(model.state_dict()))
     return model
+
+
+def _are_read(files: Iterable[Path]) -> Callable[[str], bool]:
+    """Tell which listed files are to be compared: what is read, and what would be instead of it."""
+    names = {*(file.name for file in files), *WEIGHTS}
+    return names.__contains__
 
 
 def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
@@ -195,7 +200,7 @@ def load_weights(
     Raises UserError as `load_model` does.
     """
     files = weight_files(folder)
-    with verifying(folder, {file.name for file in files}.__contains__):
+    with verifying(folder, _are_read(files)):
         _check_headers(folder, config)
         tensors = read_tensors(files, names, _has_convolution(config))
         refuse_non_finite(f"model {folder}", tensors)
@@ -226,9 +231,11 @@ def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     Raises UserError, which names `folder`, where it cannot be built.
     """
     import torch
+    from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("meta"):
+        # Without weights there is nothing to draw, and drawing would take half of the time.
+        with torch.device("meta"), no_init_weights():
             return architectures.of_config(config).classes_of(config).causal_lm(config)
     except Exception as error:
         raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error

@@ -19,7 +19,7 @@ from cat_lm.cli import Parser, add_skip_checksums, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files, verify
-from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.io.readers import read_object
 from cat_lm.limits import WINDOW
 from cat_lm.model_card import describe_model
@@ -93,7 +93,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     _refuse_active(folder, source, convolution, architecture)
     target = _target_config(source, convolution, architecture)
     model = _model_with(folder, target, _target_weights(folder, source, target, architecture))
-    with replaced_folder(out) as new:
+    with atomic_folder(out) as new:
         model.save_pretrained(new)
         _copy_tokenizer(folder, new)
         difference = _difference_of_logits(folder, new, source.vocab_size)

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,7 +80,7 @@ def note_shards(folder: Path, entries: Iterable[dict]) -> None:
 
 
 class Notes:
-    """What was verified of a folder's files. Safe to use from several threads."""
+    """The notes of a folder's verified files. Safe to use from several threads."""
 
     def __init__(self, folder: Path, cache_dir: Path | str | None = None) -> None:
         own = hashlib.sha256(str(resolve(folder)).encode()).hexdigest()[:32]
@@ -87,7 +88,7 @@ class Notes:
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache
             self.places.append(cache_folder(cache_dir) / "verified" / f"{own}.jsonl")
         self._lock = threading.Lock()
-        self._read: dict[Path, tuple[tuple[int, int, int], set[Stamp]]] = {}
+        self._read: dict[Path, _ReadNote] = {}
 
     def holds(self, file: Listed) -> bool:
         """Tell whether the file, as it is now, was found to be what the manifest says."""
@@ -101,12 +102,15 @@ class Notes:
         with self._lock:
             try:
                 status = os.stat(place)
-                state = (status.st_size, status.st_mtime_ns, status.st_ino)
-                if place not in self._read or self._read[place][0] != state:
-                    self._read[place] = (state, _parse(place.read_bytes()))
+                known = self._read.get(place)
+                # Notes only ever grow; what is shorter, or another file, is read from its start.
+                if known is None or known.inode != status.st_ino or known.end > status.st_size:
+                    known = self._read[place] = _ReadNote(status.st_ino)
+                known.update(place, status)
             except OSError:
+                self._read.pop(place, None)
                 return set()
-            return self._read[place][1]
+            return known.stamps
 
     def add(self, stamps: Sequence[Stamp]) -> None:
         """Note what was verified, beside the data where that is possible; where not, nothing is."""
@@ -128,6 +132,30 @@ class Notes:
             finally:
                 os.close(handle)
             return
+
+
+@dataclass
+class _ReadNote:
+    """The stamps read from a note, and the place in the file where they end."""
+
+    inode: int
+    end: int = 0  # of the last whole line, in bytes
+    seen: tuple[int, int] = (0, 0)  # size and time of the file when it was read
+    stamps: set[Stamp] = field(default_factory=set)
+
+    def update(self, place: Path, status: os.stat_result) -> None:
+        """Read what was added. Raises OSError."""
+        now = (status.st_size, status.st_mtime_ns)
+        if now == self.seen:
+            return
+        if now[0] == self.seen[0]:
+            self.end, self.stamps = 0, set()  # another one wrote over it
+        with open(place, "rb") as stream:
+            stream.seek(self.end)
+            added = stream.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self.stamps |= _parse(whole)
+        self.end, self.seen = self.end + len(whole), now
 
 
 def _parse(text: bytes) -> set[Stamp]:
@@ -172,13 +200,13 @@ class Check:
         """Add up the bytes of some of the files."""
         return sum(self._stamps[path].size for path in paths)
 
-    def read(self, paths: Sequence[Path], done: Callable[[str], object]) -> list[str]:
-        """Hash some of the files, in threads; `done` is told of each.
+    def read(self, paths: Sequence[Path], progress: Callable[[str], object]) -> list[str]:
+        """Hash some of the files, in threads; `progress` is told of each, while it is read, too.
 
         Returns:
             A line for each file that is not what its manifest says.
         """
-        found = checksums(paths, "sha256", lambda path: done(f"the SHA-256 of {path}"))
+        found = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
         return [line for path in paths for line in self._problems(path, found[path])]
 
     def _problems(self, path: Path, digest: str) -> Iterable[str]:

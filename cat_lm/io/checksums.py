@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,15 @@ _MAKERS = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _CHUNK = 1 << 22
 
 
-def checksum(path: Path | str, algorithm: Algorithm) -> str:
-    """Hash a file's bytes; returns lower-case hexadecimal digits. Raises OSError."""
+def checksum(
+    path: Path | str, algorithm: Algorithm, reading: Callable[[Path], object] = lambda path: None
+) -> str:
+    """Hash a file's bytes; returns lower-case hexadecimal digits. Raises OSError.
+
+    Args:
+        reading: called with the path each time that some MiB were hashed, in the calling thread;
+            what it raises ends the hashing.
+    """
     digest = _MAKERS[algorithm]()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
@@ -34,6 +42,7 @@ def checksum(path: Path | str, algorithm: Algorithm) -> str:
             raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
         while count := stream.readinto(buffer):
             digest.update(view[:count])
+            reading(Path(path))
     return digest.hexdigest()
 
 
@@ -45,21 +54,30 @@ def sha256(path: Path | str) -> str:
 def checksums(
     paths: Iterable[Path],
     algorithm: Algorithm,
-    done: Callable[[Path], object] = lambda path: None,
+    reading: Callable[[Path], object] = lambda path: None,
 ) -> dict[Path, str]:
     """Hash many files in as many threads as this process has cores.
 
     Args:
-        done: called with each file when it is hashed, in the calling thread.
+        reading: as in `checksum`, in the thread that hashes; the others then end, too.
 
     Raises:
         OSError: a file cannot be read.
     """
     paths = list(paths)
-    found = {}
+    stopped = threading.Event()
+
+    def hashed(path: Path) -> str:
+        return checksum(path, algorithm, progress)
+
+    def progress(path: Path) -> None:
+        if stopped.is_set():
+            raise InterruptedError(errno.EINTR, "is no longer wanted", str(path))
+        reading(path)
+
     with ThreadPoolExecutor(min(len(paths), len(os.sched_getaffinity(0))) or 1) as pool:
-        values = pool.map(lambda path: checksum(path, algorithm), paths)
-        for path, value in zip(paths, values, strict=True):
-            found[path] = value
-            done(path)
-    return found
+        try:
+            return dict(zip(paths, pool.map(hashed, paths), strict=True))
+        except BaseException:
+            stopped.set()
+            raise

@@ -22,7 +22,7 @@ LISTING = ".cat_lm_files.json"
 
 
 class Mark(Record):
-    """What a folder of ours says of itself."""
+    """The mark in a folder of ours."""
 
     program: str
     purpose: str

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.model.attention import AttentionMixin
+from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.rope_scaling import logit_temperature
 

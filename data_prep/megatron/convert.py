@@ -21,8 +21,10 @@ from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
-from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
+from cat_lm.io.locks import Busy
+from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
 from data_prep.assemble.manifest import unigram_loss
+from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
 from data_prep.progress import TextProgress
@@ -67,6 +69,16 @@ def adopt(arguments: argparse.Namespace) -> None:
     _check_pairs(pairs)
     making = out.with_name(f".{out.name}.adopt.tmp")  # a kill leaves this, the next run removes it
     make_marked(making, _PURPOSE)
+    try:
+        with file_lock(making / MARK, wait=False):
+            _make(making, pairs, arguments)
+    except Busy:
+        raise UserError(f"--out {out}: another adoption is writing to it") from None
+
+
+def _make(making: Path, pairs: list[Pair], arguments: argparse.Namespace) -> None:
+    """Makes the data in `making`, which is held, and gives them their name."""
+    out: Path = arguments.out
     try:
         empty_marked(making)
         made = making / out.name
@@ -143,7 +155,7 @@ def _adopt_all(
 
 @dataclass(frozen=True)
 class Piece:
-    """What becomes a shard: documents that lie one behind the other in a pair."""
+    """A shard to be: documents that lie one behind the other in a pair."""
 
     pair: Pair
     split: str
@@ -289,7 +301,7 @@ def _sums(infos: list[ShardInfo]) -> dict[str, int]:
 
 
 def _describe(adopted: list[Adopted]) -> dict:
-    """What the manifest says of the files; the same wherever they lie."""
+    """Describe the files for the manifest; the same wherever they lie."""
     listing = "".join(f"{i.pair.set} {i.pair.split} {i.info.bin_sha256}\n" for i in adopted)
     return {
         "kind": "megatron",

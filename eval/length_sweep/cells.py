@@ -32,7 +32,7 @@ METHOD_SETS = ("all", "paper")
 
 
 class Measured(Record):
-    """What a cell's file holds besides its key; infinities and NaN are null."""
+    """Hold a cell's values besides its key; infinities and NaN are null."""
 
     loss: float | None
     perplexity: float | None
@@ -57,7 +57,7 @@ class Measured(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How models are scored; the same for every cell of a sweep.
+    """Fix how models are scored, the same for every cell of a sweep.
 
     Attributes:
         stride: tokens by which windows move on; None for windows that do not overlap. Lengths
@@ -224,7 +224,7 @@ class Cells:
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the loaded model does, see `effective_scaling`.
+    """Read the loaded model's scaling, see `effective_scaling`.
 
     Raises RuntimeError where that is not what `fields` asked for: a scaling that was dropped on
     the way would give a plausible, wrong number.

@@ -203,6 +203,9 @@ def damaged_by_hand(ranks, data: str, folder: str) -> dict[str, str]:
         next(iter(tensors.values())).view(-1)[0] = torch.nan
         save_file(tensors, path, {"format": "pt"})
 
+    def sealed_nan_weights(step: Path) -> None:
+        nan_weights(step)
+
     def half_moments(step: Path) -> None:
         path = step / "state/rank-00000.safetensors"
         tensors = {name: tensor.half() for name, tensor in load_file(path).items()}
@@ -227,7 +230,8 @@ def damaged_by_hand(ranks, data: str, folder: str) -> dict[str, str]:
         path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
 
     found = {}
-    changes = (nan_weights, half_moments, without_step, strange_name, half_weights, other_step)
+    changes = (nan_weights, sealed_nan_weights, half_moments, without_step, strange_name)
+    changes += (half_weights, other_step)
     for change in changes:
         run = Path(folder) / change.__name__
         shutil.copytree(first, run)
@@ -242,6 +246,7 @@ def test_content_that_is_none_is_one_line(tiny_corpus, tmp_path):
     found = run_on_ranks(damaged_by_hand, 1, str(tiny_corpus), str(tmp_path))[0]
     for name, said in {
         "nan_weights": "step-00000002: weights of ",
+        "sealed_nan_weights": "step-00000002: weights of ",
         "half_moments": "rank-00000.safetensors: exp_avg",
         "without_step": "rank-00000.safetensors: its header's step is ''",
         "strange_name": "rank-00000.safetensors: holds 'x', which is no part of a moment",

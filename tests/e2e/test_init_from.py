@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.export_record import PROGRAM, describe_files
+from tests.commands import python
 from tests.runs import records, run_values, write_config
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def run(*command: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = python(*command)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -108,3 +105,19 @@ def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     )
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "its tokenizer" in error(other)
+
+
+def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):
+    source = shutil.copytree(pythia, tmp_path / "model")
+    files = describe_files(source)
+    record = {"program": PROGRAM, "files": files, "dtype": "float32", "parameters": 1}
+    record["sha256"] = files["model.safetensors"]["sha256"]
+    (source / "export.json").write_text(json.dumps(record))
+    config = write_config(tmp_path, values(tiny_corpus, tmp_path / "run", source))
+    # A space is harmless to who reads the file; not to its checksum.
+    with open(source / "tokenizer_config.json", "a", encoding="utf-8") as stream:
+        stream.write(" ")
+    said = run("train.py", config, code=2)
+    assert "tokenizer_config.json: has " in said and "train.init_checksums=false" in said
+    assert "Traceback" not in said
+    assert "weights: from" in run("train.py", config, "train.init_checksums=false")

@@ -12,7 +12,7 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.data import TrainLoader, validation_windows, verified
 from cat_lm.data.opening import open_corpus, open_verified
-from cat_lm.data.verified import NOTE, Check, Notes
+from cat_lm.data.verified import NOTE, Check, Notes, shard_files
 from cat_lm.errors import UserError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import shards
@@ -335,3 +335,36 @@ def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
     rounds = shards._rounds(Sized(), list(sizes))
     assert [[sizes[path] for path in some] for some in rounds] == [[6, 4], [5, 1, 1], [20], [3]]
     assert asked == list(sizes)
+
+
+def test_notes_that_grow_are_parsed_from_where_they_ended(folder, monkeypatch):
+    open_verified(folder, "train")
+    note, parsed = folder / NOTE, []
+    whole = note.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    parse_json = verified.parse_json
+    monkeypatch.setattr(
+        verified, "parse_json", lambda text, *more: parsed.append(text) or parse_json(text, *more)
+    )
+    notes = Notes(folder)
+    corpus = open_corpus(folder, "train")
+    files = [file for entry in corpus.entries_here() for file in shard_files(folder, entry)]
+    note.write_bytes(b"")
+    for number, line in enumerate(lines, 1):
+        with open(note, "ab") as stream:
+            stream.write(line[:9])
+            stream.flush()
+            assert sum(notes.holds(file) for file in files) == number - 1
+            stream.write(line[9:])
+        assert sum(notes.holds(file) for file in files) == number
+    assert len(parsed) == len(lines)
+    # Shorter, another file of that name, or written over: nothing of before counts.
+    note.write_bytes(lines[0])
+    assert sum(notes.holds(file) for file in files) == 1
+    note.unlink()
+    assert not any(notes.holds(file) for file in files)
+    note.write_bytes(whole)
+    assert all(notes.holds(file) for file in files)
+    note.write_bytes(b" " * (len(whole) - 1) + b"\n")
+    os.utime(note, (1, 1))
+    assert not any(notes.holds(file) for file in files)

@@ -25,6 +25,7 @@ LAYERS = {
         ("model",),
         ("ops",),
         ("io",),
+        ("plugins",),
         ("errors", "limits", "host"),
     ),
     "data_prep": (
@@ -33,7 +34,13 @@ LAYERS = {
         ("assemble",),
         ("encode",),
         ("sources",),
-        ("amounts", "selection_spec", "progress", "unfinished", "workers"),
+        ("amounts", "locks", "selection_spec", "progress", "unfinished", "workers"),
+    ),
+    "eval": (
+        ("quickstart", "small_study"),
+        ("report", "samples", "speed"),
+        ("length_sweep", "zero_shot", "recall"),
+        ("common",),
     ),
     "launch": (("slurm", "doctor", "plan"), ("environment",)),
 }

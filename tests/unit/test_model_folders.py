@@ -17,7 +17,7 @@ from cat_lm import export_record, generate
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.export_record import comparing_files
-from cat_lm.pretrained import choose_device, load_model, load_tokenizer
+from cat_lm.pretrained import choose_device, load_model, load_tokenizer, load_weights, model_config
 from cat_lm.upcycle import Convolution, upcycle
 from tests.finished_runs import CONTEXT, checkpoint, tiny_model
 
@@ -139,10 +139,21 @@ class TestChecksums:
             (json.dumps(values | {"files": []}), "files is"),
             (json.dumps(values | {"files": {"../x": {}}}), "inside the file's own folder"),
             (json.dumps(values | {"files": {}}), "has no config.json"),
+            (json.dumps(values | {"program": "cat_lm.expor"}), "program is"),
+            (json.dumps({k: v for k, v in values.items() if k != "program"}), "has no program"),
         ):
             record.write_text(content)
             with pytest.raises(UserError, match=said):
                 load_model(folder)
+
+    def test_other_weights_do_not_take_the_place_of_listed_ones(self, folder):
+        weights = folder / "model.safetensors"
+        torch.save(load_file(weights), folder / "pytorch_model.bin")
+        weights.unlink()
+        with pytest.raises(UserError, match=r"model\.safetensors: is missing, export\.json lists"):
+            load_model(folder)
+        with pytest.raises(UserError, match=r"model\.safetensors: is missing, export\.json lists"):
+            load_weights(folder, model_config(folder))
 
     def test_an_earlier_version_s_record_vouches_for_the_weights(self, folder):
         record = folder / "export.json"
@@ -424,7 +435,7 @@ class TestSettings:
             ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
             ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
             ({"conv_type": "none"}, r"missing keys .*query_key_value\.bias"),
-            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.input_layernorm"),
+            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.attention"),
             ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
         ],
     )

@@ -239,13 +239,14 @@ class TestFolders:
 
 class TestWhatExists:
     def test_methods_are_decided_by_the_configuration(self):
-        from transformers import LlamaConfig
+        from transformers import LlamaConfig, MambaConfig
 
         rope, nope = pythia_config(), pythia_config(position_embedding="none")
         assert methods_for(rope) == ("none", "pi", "pi+temperature", "yarn")
         assert methods_for(GPTNeoXConfig()) == methods_for(rope)
         assert methods_for(nope) == ("none", "temperature")
-        assert methods_for(LlamaConfig()) == ("none",)
+        assert methods_for(LlamaConfig()) == methods_for(rope)
+        assert methods_for(MambaConfig()) == ("none",)
         assert methods_for(pythia_config(attention_temperature=0.9)) == ("none",)
         linear = {"rope_type": "linear", "factor": 2.0}
         assert methods_for(pythia_config(rope_parameters=linear)) == ("none",)

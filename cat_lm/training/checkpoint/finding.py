@@ -1,4 +1,4 @@
-"""Which checkpoint to take: the newest one whose files are all as they were written."""
+"""The search for the newest checkpoint whose files are all as they were written."""
 
 from __future__ import annotations
 
@@ -145,19 +145,19 @@ def wrong_file(
     folder: Path,
     contents: Contents,
     names: Iterable[str],
-    done: Callable[[Path], object] = lambda path: None,
+    reading: Callable[[Path], object] = lambda path: None,
 ) -> str | None:
     """Say which of the files `names` is not as the marker lists it, or None.
 
     Args:
-        done: called with each file that was read.
+        reading: as in `cat_lm.io.checksums.checksums`.
     """
     names = list(names)
     problem = _wrong_size(folder, contents, names)
     if problem is not None or not contents.checksums:
         return problem
     try:
-        found = checksums([folder / name for name in names], ALGORITHM, done)
+        found = checksums([folder / name for name in names], ALGORITHM, reading)
     except OSError as error:
         name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
         return _absent(folder, name, error)

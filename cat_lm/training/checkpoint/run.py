@@ -68,7 +68,8 @@ class Checkpoints:
             ) from None
 
     def close(self) -> None:
-        """Let another process train in the folder."""
+        """Let another process train in the folder; nothing of it is read any more."""
+        self._verifier.stop()
         if self._lock:
             self._lock.close()
 
@@ -154,9 +155,9 @@ class Checkpoints:
             self.close()  # what is not continued holds nobody back
             raise
         folder = restored.folder
-        # Versions that made no checksums did not look, and this one would not save it.
-        checked = self.ranks.on_rank_zero(lambda: bool(read_marker(folder).checksums))
-        if not self.ranks.broadcast(checked) and (found := self._not_finite(engine)):
+        # Only what is finite is saved; but versions that made no checksums did not look, and others
+        # may have made this one.
+        if found := self._not_finite(engine):
             raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
         self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder

@@ -1,9 +1,10 @@
-"""Whether a checkpoint is whole, found out by all ranks together while the model is being built."""
+"""Verification of a checkpoint by all ranks together while the model is being built."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,14 @@ class Verifier:
     `begin` starts to read the large ones, and `read` waits for what that finds.
 
     Args:
-        progress: told which file was read.
+        progress: told which file is read, each time that some of it is.
     """
 
     def __init__(self, ranks: Ranks, say: Say, progress: Callable[[str], object]) -> None:
         self._ranks, self._say, self._progress = ranks, say, progress
         self._contents: dict[Path, Contents] = {}
         self._begun: tuple[Path, Future[str | None]] | None = None
+        self._stopped = threading.Event()
 
     def look(self, folder: Path) -> str | None:
         """Say what is wrong with marker, sizes and small files, or None."""
@@ -68,8 +70,14 @@ class Verifier:
         names = self._share(self._contents[folder], large=True)
         pool = ThreadPoolExecutor(1)
         # Nothing of this object's owner goes along, whose lock would be held as long as it reads.
-        contents = self._contents[folder]
-        future = pool.submit(_compare, folder, contents, names, self._progress)
+        contents, stopped, progress = self._contents[folder], self._stopped, self._progress
+
+        def unless_stopped(what: str) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            progress(what)
+
+        future = pool.submit(_compare, folder, contents, names, unless_stopped)
         self._begun = (folder, future)
         pool.shutdown(wait=False)
 
@@ -81,6 +89,10 @@ class Verifier:
             self.begin(folder)
         found = self._begun[1]
         return self._first(found.result)
+
+    def stop(self) -> None:
+        """End what `begin` has begun and nobody will wait for: the process ends only after it."""
+        self._stopped.set()
 
     def _share(self, contents: Contents, large: bool | None = None) -> list[str]:
         names = contents.share(self._ranks.rank, self._ranks.world_size)

@@ -1,4 +1,4 @@
-"""Whether the shards are what their manifest says: each copy of them is read once, by all ranks."""
+"""Verification of the shards: each copy of them is read once, by all ranks together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def verify(config: RunConfig, ranks: Ranks, progress: Callable[[str], None]) -> 
     """Read what was not verified yet, shared among the ranks that see the same copy; a collective.
 
     Args:
-        progress: told of each file that this rank has read.
+        progress: told of the file that this rank reads, each time that some of it is read.
 
     Returns:
         A line for the log where anything was read.

@@ -147,7 +147,7 @@ def _finish(
     """Tests trained models together; the record of each."""
     started, stack = time.monotonic(), Stack([trial.model for trial in trials])
     found = {test: _measured(stack, trials, test) for test in trials[0].examples}
-    if trials[0].runs_free:
+    if trials[0].task.runs_free:
         examples = [trial.examples["trained length"] for trial in trials]
         alone = free_running_stack(stack, examples, device)
         found["trained length"] = [
