@@ -374,7 +374,7 @@ class TestSettings:
             ),
             ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
             ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
-            ({"model_type": 3}, "model_type is 3, must be a name"),
+            ({"model_type": 3}, "model_type is 3, must be the name"),
             ({"model_type": "unheard_of"}, "unheard_of"),
         ],
     )
@@ -435,7 +435,10 @@ class TestSettings:
             ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
             ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
             ({"conv_type": "none"}, r"missing keys .*query_key_value\.bias"),
-            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.input_layernorm"),
+            (
+                {"num_hidden_layers": 1000},
+                "missing keys gpt_neox.layers.999.attention",
+            ),
             ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
         ],
     )
