@@ -235,6 +235,17 @@ def test_counts_are_those_of_the_model(name):
     assert ARCHITECTURE.problems(section, 64) == []
 
 
+@pytest.mark.parametrize(
+    ("mixer", "options", "parameters"),
+    [("gla", {}, 374_475_776), ("deltanet", {"heads": 8}, 374_362_112)],
+)
+def test_published_shapes_have_the_published_parameters(mixer, options, parameters):
+    """flash-linear-attention's GLA and DeltaNet of 24 x 1,024 with 32,000 entries."""
+    given = {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32000}
+    section = ARCHITECTURE.Section(mixer=mixer, mixer_options=options, **given)
+    assert ARCHITECTURE.num_parameters(section, 1) == parameters
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_training_keeps_is_estimated(name):
     rows = 256 if name == "attention" else None
