@@ -15,6 +15,8 @@ from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
+from tests.conftest import REPOSITORY
+from tests.readme import blocks
 from tests.unit.attention_entries import LearnedDecay, SoftCap, entries  # noqa: F401
 from tests.unit.tiny_models import (
     GROUPED,
@@ -305,6 +307,18 @@ def test_a_prepared_mask_after_a_cache_needs_all_padding():
     with pytest.raises(ValueError, match=r"padding_mask must be \[B, S\]"):
         model(random_ids(1, 1), padding_mask=padding[:, -1:], **step)
     model(random_ids(1, 1), padding_mask=padding, **step)
+
+
+@torch.no_grad()
+def test_the_example_of_the_readme():
+    (code,) = blocks("python", REPOSITORY / "cat_lm/model/attention/README.md")
+    try:
+        exec(code, {"__name__": "example"})
+        ids = random_ids(1, 12)
+        logits = cat_model(score_transform="learned_decay")(ids).logits
+    finally:
+        attention._ENTRIES[ScoreTransform].pop("learned_decay", None)
+    assert not torch.allclose(logits, cat_model()(ids).logits, atol=1e-3)
 
 
 def test_names_are_taken_once():
