@@ -78,7 +78,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_every_stage_trains_mixers(world_size, tiny_corpus, tmp_path):
     """Autocast and shards of parameters: what mixers hold beside linear layers is gathered too."""
     for codes in run_on_ranks(train, world_size, str(tiny_corpus), str(tmp_path), RUNS):

@@ -301,7 +301,7 @@ def test_what_a_call_cannot_have():
         model.generate(rows, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="the mixer hyena cannot keep documents apart"):
         model_of("hyena")(rows, document_ids=rows)
-    with pytest.raises(ValueError, match=r"a sequence of 65 tokens: .* learned_positions=64 rows"):
+    with pytest.raises(UserError, match=r"a sequence of 65 tokens: .* learned_positions=64 rows"):
         model_of("attention")(tokens(1, 65))
 
 
