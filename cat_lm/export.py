@@ -76,7 +76,7 @@ def export_checkpoint(
 ) -> Path:
     """Writes the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
-    With a `method` of `cat_lm.model.rope_scaling`, the exported model reads contexts of `factor`
+    With a `method` of `cat_lm.scaled_models`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
     transformers' own class, if that computes the same.
 
@@ -106,8 +106,7 @@ def export_checkpoint(
 def _scaled_config(
     config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
 ) -> PreTrainedConfig:
-    from cat_lm.model.long_context import scaled_config
-    from cat_lm.model.rope_scaling import scaled_fields
+    from cat_lm.scaled_models import scaled_config, scaled_fields
 
     try:
         fields = scaled_fields(config, method, factor, training_length, scope)

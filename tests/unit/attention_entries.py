@@ -168,7 +168,7 @@ class SigmoidCore(nn.Module):
         return {"offset": torch.full((self.heads,), 0.5)}
 
     def forward(self, query, key, value, extra, call):
-        from cat_lm.model.masks import visible_keys
+        from cat_lm.model.attention.call import visible_keys
 
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))

@@ -55,7 +55,13 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def model_with(case, family, **fields):
-    return cat_model(**MODELS[family] | case | {"conv_window": 4} | fields)
+    """A model whose logits are far from 0, so that what is done to them is seen."""
+    model = cat_model(**MODELS[family] | case | {"conv_window": 4} | fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query_key_value.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(4)
+    return model
 
 
 def naive(module, x, case):
