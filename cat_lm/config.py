@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    SerializeAsAny,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from cat_lm import architectures
 from cat_lm.architectures import Architecture, ModelSection
@@ -42,17 +48,24 @@ _BASE = "base="  # begins the override that names another base
 _MOST_LINES = 20
 
 
+def _known_architecture(name: Any) -> Any:
+    if name not in architectures.names():
+        raise ValueError(f"must be one of {', '.join(architectures.names())}")
+    return name
+
+
+class _Named(BaseModel):
+    """What of `model:` says which keys the others may be."""
+
+    architecture: Annotated[Any, AfterValidator(_known_architecture)] = architectures.DEFAULT
+
+
 def _by_architecture(values: Any, check: ValidatorFunctionWrapHandler) -> ModelSection:
     """Read `model:` as the section of the architecture that it names."""
     if not isinstance(values, dict):
         return check(values)
-    name = values.get("architecture", architectures.DEFAULT)
-    if name in architectures.names():
-        return architectures.get(name).Section.model_validate(values)
-    known = ", ".join(architectures.names())
-    problem = PydanticCustomError("architecture", "must be one of {known}", {"known": known})
-    details = InitErrorDetails(type=problem, loc=("architecture",), input=name)
-    raise ValidationError.from_exception_data("model", [details])
+    name = _Named.model_validate(values).architecture
+    return architectures.get(name).Section.model_validate(values)
 
 
 class RunConfig(Section):

@@ -19,8 +19,15 @@ def inconsistencies(config: RunConfig) -> list[str]:
 
 
 def _model(config: RunConfig) -> list[str]:
-    found = config.architecture.problems(config.model, config.data.context_length)
-    return [f"model.{problem}" for problem in found]
+    architecture, model = config.architecture, config.model
+    problems = architecture.problems(model, config.data.context_length)
+    found = [f"model.{problem}" for problem in problems]
+    if not found and config.data.mask_documents and not architecture.isolates_documents(model):
+        found.append(
+            "data.mask_documents=true: this model cannot keep documents apart "
+            f"({architecture.words(model)}); set it to false"
+        )
+    return found
 
 
 def _training(config: RunConfig) -> list[str]:

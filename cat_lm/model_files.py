@@ -105,8 +105,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             )
     if not isinstance(settings.get("model_type"), str):
         raise UserError(
-            f"{path}: model_type is {short(settings.get('model_type'))}, must be the name of "
-            "an architecture's models"
+            f"{path}: model_type is {short(settings.get('model_type'))}, must be a name"
         )
     generation = folder / "generation_config.json"
     if generation.is_file():

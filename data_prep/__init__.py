@@ -1,4 +1,5 @@
-"""From raw text to token shards: `python -m data_prep.prepare` and `python -m data_prep.inspect`.
+"""From raw text to token shards: `python -m data_prep.prepare`, `inspect` and `adopt`.
 
-Runs from the checkout; only `cat_lm` is an installed package.
+Runs from the checkout; only `cat_lm` is an installed package. Stages import one way: `assemble`,
+`encode`, `sources`.
 """

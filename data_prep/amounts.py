@@ -63,7 +63,7 @@ def numbers_by_set(flag: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many malformed records are borne: a number of them, or a share of all records."""
+    """The malformed records that are borne: a number of them, or a share of all records."""
 
     text: str
     count: int | None = None
@@ -80,7 +80,7 @@ class Limit:
         raise UserError(f"{flag} {cut(text)}: give a number of lines or a share such as 0.01%")
 
     def exceeded(self, malformed: int, records: int) -> bool:
-        """Whether so many malformed ones among `records` (they included) are too many."""
+        """Tell whether so many malformed ones among `records` (they included) are too many."""
         if self.count is not None:
             return malformed > self.count
         return malformed > self.share * records

@@ -1,4 +1,4 @@
-"""What is in prepared data, and whether it is intact: python -m data_prep.inspect DIR."""
+"""The contents and integrity of prepared data: python -m data_prep.inspect DIR."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from data_prep.encode.plan import Plan, dtype_name, first_round, make_tokenizer
 from data_prep.encode.sample import held_out_fraction, measure
 from data_prep.encode.work_folder import WorkFolder
 from data_prep.locks import file_lock
-from data_prep.selection_spec import Wishes
+from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source, open_source
 from data_prep.sources.documents import Reading
 from data_prep.sources.units import task_units, units_of
@@ -150,8 +150,8 @@ def _identity(arguments: argparse.Namespace, source: Source) -> dict:
     }
 
 
-def _wishes(arguments: argparse.Namespace) -> Wishes:
-    return Wishes(
+def _wishes(arguments: argparse.Namespace) -> SelectionSpec:
+    return SelectionSpec(
         None if arguments.sets is None else tuple(arguments.sets),
         tuple(arguments.exclude_sets or ()),
         arguments.tokens,
@@ -162,7 +162,7 @@ def _wishes(arguments: argparse.Namespace) -> Wishes:
 
 
 def _encoding(arguments: argparse.Namespace, source: Source, fraction: float) -> Encoding:
-    """What is known before there is a tokenizer; `_job` completes it."""
+    """Make the settings that need no tokenizer; `_job` completes them."""
     return Encoding(
         source=source,
         work=Path(),
@@ -210,7 +210,7 @@ def _job(arguments: argparse.Namespace, source: Source, plan: Plan, work: Path) 
         encoding=encoding,
         units=units,
         plan=plan,
-        wishes=_wishes(arguments),
+        spec=_wishes(arguments),
         workers=useful_workers(arguments.workers, len(units)),
         held_out_below=_held_out_below(source, plan.validation_fraction),
     )
@@ -223,7 +223,7 @@ def _print_estimate(arguments: argparse.Namespace, source: Source) -> None:
 
 
 def _estimate(arguments: argparse.Namespace, source: Source) -> Estimate:
-    """What the work would take, from a plan that is not kept."""
+    """Estimate the work, from a plan that is not kept."""
     with tempfile.TemporaryDirectory() as folder:
         fraction = _held_out_fraction(arguments, source)
         plan = _plan(arguments, source, Path(folder) / TOKENIZER, fraction)

@@ -10,8 +10,8 @@ from cat_lm.errors import UserError
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the command line asks for, and nothing else."""
+class SelectionSpec:
+    """The sets, amounts and repetitions that a command line asks for."""
 
     sets: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
@@ -21,11 +21,11 @@ class Wishes:
     max_repeats: int = 4
 
     def includes(self, name: str) -> bool:
-        """Whether training documents of this set are wanted."""
+        """Tell whether training documents of this set are wanted."""
         return self.holds_out(name) and (self.mixture is None or name in self.mixture)
 
     def holds_out(self, name: str) -> bool:
-        """Whether held-out documents of this set are wanted: mixtures and budgets leave them be."""
+        """Tell whether held-out documents of this set are wanted, whatever mixture or budget."""
         return (self.sets is None or name in self.sets) and name not in self.exclude
 
     @property

@@ -67,7 +67,7 @@ class Unfinished(Record):
 
 
 class Earlier(Record):
-    """What versions wrote that kept no list: the arguments, and where the parts were."""
+    """The marker of versions that kept no list: the arguments, and the folder of the parts."""
 
     identity: dict[str, Any]
     work: str

@@ -139,7 +139,7 @@ def write_samples(
 
 
 def _account(data: Path | str, documents: dict[str, int]) -> str:
-    """What was used of the split and what was left out, in a line."""
+    """Account for the split in a line: what was used and what was left out."""
     line = (
         f"{data} (validation split): {documents['used']} of {documents['looked_at']} documents are "
         f"continued; left out: {documents['too_short']} too short, {documents['not_needed']} not "

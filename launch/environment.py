@@ -51,7 +51,7 @@ def torch_range() -> str:
 
 
 def in_range(version: str, specifiers: str) -> bool:
-    """Whether a torch version lies in a range made of >= and <, pre-releases of its start left out.
+    """Tell whether a torch version lies in a range of >= and <, without pre-releases of its start.
 
     Not `packaging`: nothing is installed yet. A local part (+cu130) plays no role.
     """
@@ -135,7 +135,7 @@ def write_record(**record) -> None:
 
 
 def is_current(python: str) -> bool:
-    """Whether the environment is finished, of this version of Python, place and requirements."""
+    """Tell whether the environment is finished, for this Python, place and requirements."""
     record = read_record()
     return (
         record is not None
@@ -148,7 +148,7 @@ def is_current(python: str) -> bool:
 
 
 def missing_modules() -> str | None:
-    """What the running interpreter lacks for making environments; None where it lacks nothing."""
+    """Name what the interpreter lacks for making environments; None where it lacks nothing."""
     if Path(sys.prefix) == VENV and importlib.util.find_spec("pip"):
         return None  # the environment is there already
     lacking = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]

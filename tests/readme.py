@@ -1,4 +1,4 @@
-"""The README's commands, and a folder in which a user runs them."""
+"""The commands of the READMEs, and a folder in which a user runs them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,29 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+ROOMS = ("cat_lm", "configs", "data_prep", "eval", "launch", "tests")
+
+FRONT = REPOSITORY / "README.md"
+# Recall's has more to say, and tests of its own.
+READMES = [
+    path
+    for path in (
+        FRONT,
+        *sorted(p for room in ROOMS for p in (REPOSITORY / room).rglob("README.md")),
+    )
+    if path.parent != REPOSITORY / "eval" / "recall"
+]
 
 
-def blocks(language: str) -> list[str]:
-    """The README's blocks of code in `language`."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, readme: Path = FRONT) -> list[str]:
+    """The blocks of code in `language` of a README."""
+    text = readme.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def user_checkout(folder: Path) -> Path:
     """Makes `folder` a checkout as a user has it, with `my_text` beside it."""
-    for name in ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py"):
+    for name in (*ROOMS[:-1], "train.py"):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "my_text").mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])

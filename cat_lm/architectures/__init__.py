@@ -23,7 +23,7 @@ __all__ = ["DEFAULT", "Architecture", "Classes", "ModelSection"]
 __all__ += ["find", "get", "names", "of_config", "register"]
 
 # Each is a module here that has an ARCHITECTURE. The first is meant where none is named.
-_BUILT_IN = ("gpt_neox", "llama")
+_BUILT_IN = ("gpt_neox", "llama", "mixer")
 DEFAULT = _BUILT_IN[0]
 
 _ARCHITECTURES: dict[str, Architecture] = {}

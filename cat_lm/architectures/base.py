@@ -55,7 +55,7 @@ class Architecture:
         Section: the keys of `model:`.
         embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
-        scales_positions: whether longer contexts can be read by `cat_lm.model.rope_scaling`.
+        scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
@@ -162,6 +162,10 @@ class Architecture:
         """Say what does not go together in a section, in lines that begin with the key."""
         return []
 
+    def isolates_documents(self, section: Any) -> bool:
+        """Tell whether the model can keep the documents of a packed row apart."""
+        return True
+
     def portable(self, section: Any) -> Any:
         """Give the same model, computed by what every machine has."""
         return section
@@ -206,7 +210,7 @@ class Architecture:
         """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
         raise NotImplementedError
 
-    def saved_maps(self, section: Any) -> int:
+    def saved_maps(self, section: Any) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
 

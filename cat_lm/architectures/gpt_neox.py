@@ -127,9 +127,7 @@ class GPTNeoX(Transformer):
             tensors += 2 if section.position_embedding == "rope" else 1
         if section.conv_activation == "silu":
             tensors += len(section.conv_streams)
-        if section.conv_mixing == "maps":
-            # Values mixed for every head, and what they give.
-            tensors += 2 * section.num_attention_heads
+        tensors += self._saved_by_attention(section)
         tensors += 0 if section.use_parallel_residual else 1
         return tensors + (2 if section.hidden_dropout > 0 else 0)
 

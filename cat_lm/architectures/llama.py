@@ -147,6 +147,7 @@ class Llama(Transformer):
         parts = {stream: unit * self.heads_of(section, stream) for stream in "qkv"}
         tensors = 6.0 + sum(parts.values()) + parts["q"]
         tensors += 4.0 * section.inner_size / section.hidden_size
+        tensors += self._saved_by_attention(section)
         convolved = sum(parts[stream] for stream in self.streams(section))
         return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
 

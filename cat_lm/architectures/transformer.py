@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from cat_lm import limits
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
 from cat_lm.config_sections import number, whole
-from cat_lm.model import rules
+from cat_lm.model import attention, rules
 from cat_lm.model.rope_scaling import check_rope_parameters
 from cat_lm.ops.convolution import kinds
 
@@ -52,6 +52,17 @@ class AttentionKeys(ModelSection):
     temperature_scope: Literal["logits", "rotary"] = "logits"
     attention_dropout: Dropout = 0.0
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
+    attention: str = Field("softmax", description="how queries meet keys, with its options")
+    attention_options: dict[str, Any] | None = None
+    score_transform: str = Field("none", description="of the logits, with its options")
+    score_options: dict[str, Any] | None = None
+    value_transform: str = Field("none", description="of the values, with its options")
+    value_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_attention_names(self) -> AttentionKeys:
+        attention.check_names(self)
+        return self
 
 
 class ConvolutionKeys(ModelSection):
@@ -81,7 +92,13 @@ class Transformer(Architecture):
         | {"rope_parameters", "attention_temperature", "temperature_scope"}
     )
     # Of a model without convolutions, what the library's class has one value of.
-    _PLAIN: ClassVar[dict[str, Any]] = {"position_embedding": "rope", "attention_temperature": 1}
+    _PLAIN: ClassVar[dict[str, Any]] = {
+        "position_embedding": "rope",
+        "attention_temperature": 1,
+        "attention": "softmax",
+        "score_transform": "none",
+        "value_transform": "none",
+    }
 
     def heads_of(self, section: Any, stream: str) -> int:
         """Count the heads of a stream: q, k or v."""
@@ -97,7 +114,16 @@ class Transformer(Architecture):
 
     def mixes_maps(self, section: Any) -> bool:
         """Tell whether the values' filters mix attention maps."""
-        return section.conv_type == "multihead" and section.conv_mixing == "maps"
+        return rules.mixes_maps(section)
+
+    def attention_entries(self, section: Any) -> list[attention.Entry]:
+        """List the pattern of attention and the transforms, see `cat_lm.model.attention`."""
+        chosen = (
+            attention.pattern(section),
+            attention.score_transform(section),
+            attention.value_transform(section),
+        )
+        return [entry for entry in chosen if entry is not None]
 
     # Sections and configurations
 
@@ -116,6 +142,7 @@ class Transformer(Architecture):
             *rules.head_problems(section),
             *rules.convolution_problems(section),
             *rules.window_problems(section, context_length),
+            *attention.problems(section, section.attn_implementation),
         ]
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -156,37 +183,38 @@ class Transformer(Architecture):
     # Counts
 
     def elementwise_parameters(self, section: Any) -> int:
-        """Count the filters' taps."""
-        if not self.streams(section):
-            return 0
-        kind, channels = kinds.get(section.conv_type), self.head_channels(section)
-        return section.num_hidden_layers * sum(
-            kind.filter_parameters(self.heads_of(section, stream), channels, section.conv_window)
-            for stream in self.streams(section)
-        )
+        """Count the filters' taps, and what attention adds."""
+        channels = self.head_channels(section)
+        own = sum(entry.parameters(section) for entry in self.attention_entries(section))
+        for stream in self.streams(section):
+            heads, kind = self.heads_of(section, stream), kinds.get(section.conv_type)
+            own += kind.filter_parameters(heads, channels, section.conv_window)
+        return section.num_hidden_layers * own
 
     def mixing_flops(self, section: Any, context_length: int) -> float:
         """Count a token's FLOPs of attention and convolutions, forward and backward.
 
-        12·L·T·C for the attention products over the full square (Chowdhery et al., 2022, appendix
-        B), and 6·W per channel of each convolved stream, H times that where heads are mixed. Mixed
-        attention maps multiply the values of all heads: the half of the attention products that
-        belongs to the values counts H times.
+        The pattern's, and those of transforms (see `cat_lm.model.attention`), and 6·W per channel
+        of each convolved stream, H times that where heads are mixed.
         """
-        layers, heads = section.num_hidden_layers, section.num_attention_heads
-        channels = self.head_channels(section)
-        values_read = heads if self.mixes_maps(section) else 1
-        attention = 6 * layers * context_length * heads * channels * (1 + values_read)
+        layers, channels = section.num_hidden_layers, self.head_channels(section)
+        entries = self.attention_entries(section)
+        attended = layers * sum(entry.flops(section, context_length) for entry in entries)
         convolution = 0
         for stream in self.streams(section):
             own = self.heads_of(section, stream)
             inputs = kinds.get(section.conv_type).fan_in(own, section.conv_window)
             convolution += 6 * layers * inputs * own * channels
-        return attention + convolution
+        return attended + convolution
 
     def saved_maps(self, section: Any) -> int:
-        """Count attention's maps, which no fused attention keeps."""
-        return section.num_attention_heads if section.attn_implementation == "eager" else 0
+        """Count attention's maps, which no fused attention keeps, and those of transforms."""
+        kept = section.num_attention_heads if section.attn_implementation == "eager" else 0
+        return kept + sum(entry.saved_maps(section) for entry in self.attention_entries(section))
+
+    def _saved_by_attention(self, section: Any) -> float:
+        """Count the tensors of [B, T, C] that the pattern and transforms keep of a layer."""
+        return sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
 
     def forward_channels(self, section: Any) -> int:
         """Count as in the base, with the values that every head mixes for every other one."""
@@ -194,13 +222,17 @@ class Transformer(Architecture):
         return layer_channels(section) + mixed * section.hidden_size
 
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count keys, values and the convolutions' last W−1 inputs of all layers."""
+        """Count keys, values, convolutions' last W−1 inputs and what attention adds."""
         streams = self.streams(section)
         if self.mixes_maps(section):
             streams = streams.replace("v", "")  # whose filters read the cached values
         heads = sum(self.heads_of(section, stream) for stream in streams)
         inputs = heads * self.head_channels(section) * (section.conv_window - 1)
-        kept = section.num_hidden_layers * inputs * itemsize
+        own = inputs * itemsize + sum(
+            entry.state_bytes(section, length, itemsize)
+            for entry in self.attention_entries(section)
+        )
+        kept = section.num_hidden_layers * own
         return kept + key_value_bytes(section, length, itemsize)
 
     # Words
@@ -216,8 +248,9 @@ class Transformer(Architecture):
         if self.streams(section):
             streams = ", ".join(self.streams(section))
             kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
-            kind += ", mixing attention maps" if self.mixes_maps(section) else ""
             kind += ", then SiLU" if section.conv_activation == "silu" else ""
+        for entry in self.attention_entries(section):
+            kind += f", {entry.words}" if entry.words else ""
         positions = "RoPE" if section.position_embedding == "rope" else "no positions"
         return f"{kind}; {positions}"
 

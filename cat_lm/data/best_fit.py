@@ -1,4 +1,4 @@
-"""Which documents share a window: best-fit decreasing.
+"""The documents that share a window: best-fit decreasing.
 
 Documents longer than a window are cut into full windows and a rest. Rests and shorter documents
 are packed, the longest first, each into the fullest window that has room for it.

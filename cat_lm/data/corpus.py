@@ -82,7 +82,7 @@ class TokenCorpus:
     def _requests(
         self, starts: Sequence[int], stops: Sequence[int]
     ) -> tuple[list[tuple[Shard, int, int]], list[int]]:
-        """Which tokens of which shards the ranges are, and the range that each belongs to."""
+        """Tell which tokens of which shards the ranges are, and the range that each belongs to."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
         if wrong.any():
@@ -126,7 +126,7 @@ class TokenCorpus:
         return found.astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
-        """Where document `index` lies in the stream: its first token and its end (past its EOD)."""
+        """Give the first token of document `index` in the stream, and its end (past its EOD)."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         which = bisect.bisect_right(self._document_ends, index)
@@ -136,7 +136,7 @@ class TokenCorpus:
         return base + start, base + stop
 
     def describe(self) -> list[str]:
-        """What the log says of the data: their size, and the share of each source."""
+        """Describe the data for the log: their size, and the share of each source."""
         lines = [
             f"{self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents, "
             f"fingerprint {self.fingerprint[:12]}"

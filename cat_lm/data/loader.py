@@ -109,7 +109,7 @@ class TrainLoader:
         return self._windows.read(numbers, self.mask_documents)
 
     def describe(self, step: int = 0, last_step: int | None = None) -> list[str]:
-        """What the log says of the data and of their mixture.
+        """Describe the data and their mixture for the log.
 
         Arguments: `step`, how many steps are done; `last_step`, how many there will be.
         """

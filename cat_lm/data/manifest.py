@@ -78,7 +78,7 @@ class _Tokenizer(Record):
 
 
 class _Manifest(Record):
-    """What readers of prepared data rely on; everything else in the file is for people."""
+    """The keys that readers rely on; everything else in the file is for people."""
 
     format_version: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     fingerprint: Digest

@@ -49,13 +49,13 @@ class Mixture:
         self.manifest = {"unigram_loss": _unigram_loss(self.parts)}
 
     def describe(self) -> list[str]:
-        """What the log says of the corpora."""
+        """Describe the corpora for the log."""
         return [line for part in self.parts for line in part.describe()]
 
     def describe_draws(
         self, sizes: Sequence[int], done: Sequence[int], planned: Sequence[int] | None
     ) -> list[str]:
-        """What the log says of the proportions.
+        """Describe the proportions for the log.
 
         Arguments, in the order of `parts`: windows in an epoch, drawn so far, drawn by the end.
         """
@@ -71,7 +71,7 @@ class Mixture:
 
 
 def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """How many windows of a block each corpus has: largest remainder, earlier ones win ties.
+    """Tell how many windows of a block each corpus has: largest remainder, earlier ones win ties.
 
     Raises `UserError` for a weight that comes to none.
     """

@@ -40,7 +40,7 @@ _PURPOSE = "a packing plan on its way"
 
 
 class Plan(Record):
-    """What `plan.json` says: of what the plan is, and how large it came out."""
+    """The content of `plan.json`: the plan's data and settings, and its size."""
 
     version: int
     fingerprint: Digest
@@ -173,7 +173,7 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
 
 
 def _is_whole(folder: Path, identity: dict) -> bool:
-    """Whether a plan is there. Raises `UserError` where it is damaged or of something else."""
+    """Tell whether a plan is there. Raises `UserError` where it is damaged or of something else."""
     if not folder.is_dir():
         return False
     try:
@@ -278,7 +278,7 @@ def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[
 
 
 def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Where documents start in the stream and how long they are, `GROUP` of a shard at a time."""
+    """Give starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
     base = 0
     corpus.read_ahead()
     for shard in corpus.shards:
@@ -289,7 +289,7 @@ def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _documents(shard: Shard, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents [first, stop) of a shard start and end, in its tokens."""
+    """Find where documents [first, stop) of a shard start and end, in its tokens."""
     marks = np.asarray(shard.document_marks[first : stop + 1])
     last = marks[1:] - 1
     size = shard.dtype.itemsize

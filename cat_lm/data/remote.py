@@ -31,7 +31,7 @@ from cat_lm.data.verified import Notes
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
 from cat_lm.io.checksums import sha256
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 
 RANGE_THREADS = 32
@@ -67,7 +67,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(folder, manifest)
-        with replacing(folder / MANIFEST, "wb") as stream:
+        with atomic_write(folder / MANIFEST, "wb") as stream:
             stream.write(text)
         _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
     except ConnectionError:
@@ -83,7 +83,7 @@ class RemoteCorpus(TokenCorpus):
     def __init__(self, storage: Storage, folder: Path, split: str, manifest: dict) -> None:
         self._storage = storage
         super().__init__(folder, split, manifest, name=storage.url)
-        self._copying: Copying | None = None
+        self._downloader: ShardDownloader | None = None
         self._ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="range")
 
     def _open_shards(self, listed: list[dict]) -> list[RemoteShard]:
@@ -96,32 +96,32 @@ class RemoteCorpus(TokenCorpus):
         return []
 
     def read_ahead(self) -> None:
-        """Starts copying, unless all is here."""
-        if self._copying is None and not all(shard.is_here() for shard in self.shards):
-            self._copying = Copying(self)
+        """Start copying, unless all is here."""
+        if self._downloader is None and not all(shard.is_cached() for shard in self.shards):
+            self._downloader = ShardDownloader(self)
 
     def _read(self, requests: list[tuple[RemoteShard, int, int]]) -> list[np.ndarray]:
         self.read_ahead()
-        if self._copying is not None:
-            self._copying.check()
-        if all(shard.is_here() for shard, _, _ in requests):
+        if self._downloader is not None:
+            self._downloader.check()
+        if all(shard.is_cached() for shard, _, _ in requests):
             return super()._read(requests)
         return list(self._ranges.map(lambda request: request[0].read(*request[1:]), requests))
 
     def describe(self) -> list[str]:
-        here = sum(shard.is_here() for shard in self.shards)
+        here = sum(shard.is_cached() for shard in self.shards)
         line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
         if here < len(self.shards):
             line += "; the others are read by range, and copied there in the background"
         return [*super().describe(), line]
 
 
-class Copying:
+class ShardDownloader:
     """Threads that copy a corpus's shards here, until all are or the corpus is dropped."""
 
     def __init__(self, corpus: RemoteCorpus) -> None:
         self._error: UserError | OSError | None = None
-        self._missing = [shard for shard in corpus.shards if not shard.is_here()]
+        self._missing = [shard for shard in corpus.shards if not shard.is_cached()]
         self._stop = threading.Event()
         self._lock = threading.Lock()
         weakref.finalize(corpus, self._stop.set)
@@ -130,7 +130,7 @@ class Copying:
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def check(self) -> None:
-        """Raises what ended the copying: damaged data must not be trained on by range either."""
+        """Raise what ended the copying: damaged data must not be trained on by range either."""
         if self._error is not None:
             raise self._error
 

@@ -49,15 +49,15 @@ class RemoteShard:
         self._local: Shard | None = None
         self.bin_path = folder / f"{self.name}.bin"
 
-    def is_here(self) -> bool:
-        """Whether a verified copy is on this machine."""
+    def is_cached(self) -> bool:
+        """Tell whether a verified copy is on this machine."""
         if self._local is None and self._is_whole():
             self._local = open_shard(self._folder, self._entry, self.dtype.name)
         return self._local is not None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) in the dtype on disk, from the copy or by range."""
-        if self.is_here():
+        if self.is_cached():
             return self._local.read(start, stop)
         size = self.dtype.itemsize
         try:
@@ -86,7 +86,7 @@ class RemoteShard:
         return self._whole().document_marks
 
     def _whole(self) -> Shard:
-        if not self.is_here():
+        if not self.is_cached():
             self.copy(wait=True)
         return self._local
 
@@ -99,9 +99,9 @@ class RemoteShard:
         with locked(self._folder / f".{self.name}.lock", wait) as ours:
             if not ours:
                 return False
-            if not self.is_here():
+            if not self.is_cached():
                 self._notes.add([self._copy_file(file) for file in self._files])
-        return self.is_here()
+        return self.is_cached()
 
     def _copy_file(self, file: Listed) -> Stamp:
         """Copies a file unless it is here already; returns what is to be noted of it."""
@@ -152,7 +152,7 @@ class RemoteShard:
         return f"{self._storage.url}/{self.name}{suffix}"
 
     def _is_whole(self) -> bool:
-        """Whether both files are as they were when they were verified."""
+        """Tell whether both files are as they were when they were verified."""
         return all(self._notes.holds(file) for file in self._files)
 
 

@@ -57,7 +57,7 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _misfit(vocab_size: int, message: str) -> UserError:
-    """What the trainer's complaint means to the user."""
+    """Translate the trainer's complaint for the user."""
     key = f"train:sentencepiece:{vocab_size}"
     if found := re.search(r"<= (\d+)", message):
         return UserError(f"{key}: the text allows a vocabulary of at most {found[1]}")
@@ -235,5 +235,5 @@ def _split_before_spaces(names: list[str], space: str):
 
 
 def split_pattern(space: str) -> str:
-    """What stands between two cuts: a run of spaces and the word after it."""
+    """Give the pieces between cuts: a run of spaces and the word after it."""
     return f"{space}*[^{space}]+|{space}+"

@@ -63,7 +63,7 @@ def index_bytes(documents: int) -> int:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What the manifest says of a shard: `name` without suffix, counts, and checksums."""
+    """The manifest's entry of a shard: `name` without suffix, counts, and checksums."""
 
     name: str
     documents: int

@@ -77,7 +77,7 @@ class _Token(Record):
 
 
 class _Settings(Record):
-    """What is read of a `tokenizer_config.json`: special tokens, as text or as objects."""
+    """The special tokens of a `tokenizer_config.json`, as text or as objects."""
 
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
@@ -107,7 +107,7 @@ def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
 
 
 def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """What `transformers` makes of a folder, whose code is not run; raises whatever it raises."""
+    """Load a folder by `transformers`, without its code; raises whatever that raises."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -56,7 +56,7 @@ CONVENTION = "one EOD after each document, no BOS; special tokens within a docum
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the manifest says of a tokenizer; `sha256` is that of its `tokenizer.json`."""
+    """The manifest's entry of a tokenizer; `sha256` is that of its `tokenizer.json`."""
 
     spec: str
     kind: str

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class UnigramIds:
-    """What corrects the ids of one tokenizer; `UnigramIds.of` says whether it needs it."""
+    """The correction of a tokenizer's ids; `UnigramIds.of` says whether it needs one."""
 
     def __init__(self, model: SentencePieceModel, eod_id: int) -> None:
         self._processor = model.processor

@@ -80,7 +80,7 @@ def note_shards(folder: Path, entries: Iterable[dict]) -> None:
 
 
 class Notes:
-    """What was verified of a folder's files. Safe to use from several threads."""
+    """The notes of a folder's verified files. Safe to use from several threads."""
 
     def __init__(self, folder: Path, cache_dir: Path | str | None = None) -> None:
         own = hashlib.sha256(str(resolve(folder)).encode()).hexdigest()[:32]
@@ -136,7 +136,7 @@ class Notes:
 
 @dataclass
 class _ReadNote:
-    """What was read of a note: its stamps, and where in the file they end."""
+    """The stamps read from a note, and the place in the file where they end."""
 
     inode: int
     end: int = 0  # of the last whole line, in bytes

@@ -32,7 +32,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 @contextmanager
-def replacing(path: Path | str, mode: str = "w") -> Iterator[IO]:
+def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
     """Opens a temporary file beside `path`; on success it is flushed to disk and renamed to it.
 
     On any error the temporary file is removed and `path` is left as it was.
@@ -114,7 +114,7 @@ class AppendedFile:
 
 def write_text(path: Path | str, text: str) -> None:
     """Writes `text` atomically."""
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         stream.write(text)
 
 

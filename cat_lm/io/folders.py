@@ -86,7 +86,7 @@ def _nothing(folder: Path) -> Collection[str]:
 
 
 @contextmanager
-def replaced_folder(
+def atomic_folder(
     out: Path, listing: Callable[[Path], Collection[str]] = _nothing
 ) -> Iterator[Path]:
     """Yield a new folder beside `out` that takes its place when the block ends without an error.

@@ -25,7 +25,7 @@ _ASIDE = re.compile(r"\.aside(?:-\d+)?$")
 
 
 class Mark(Record):
-    """What a folder of ours says of itself."""
+    """The mark in a folder of ours."""
 
     program: str
     purpose: str

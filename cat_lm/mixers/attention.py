@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import attention_flops
+from cat_lm.mixers.shared import attention_flops, attention_maps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,10 @@ class Attention(MixerKind):
         return attention_flops(length, setting.d_model)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 6.0 if options.position == "rope" else 5.0
+        return 7.0 if options.dropout or options.position == "rope" else 5.0
+
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        return attention_maps(options.heads, options.dropout)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return 2 * setting.d_model * length

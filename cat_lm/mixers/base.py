@@ -76,12 +76,15 @@ class MixerKind:
         raise NotImplementedError
 
     def saved_tensors(self, options: Any, setting: Setting) -> float:
-        """Count the tensors of [B, T, C] that autograd keeps for the backward pass."""
+        """Count the tensors of [B, T, C] that autograd keeps for the backward pass.
+
+        Those of filters as long as the row belong to all its rows: of two, as counted here.
+        """
         raise NotImplementedError
 
-    def saved_maps(self, options: Any, setting: Setting) -> int:
-        """Count the maps of [B, T, T] that autograd keeps."""
-        return 0
+    def saved_maps(self, options: Any, setting: Setting) -> float:
+        """Count the maps of [B, T, T] that autograd keeps, each once rounded and once in fp32."""
+        return 0.0
 
     def state_numbers(self, options: Any, setting: Setting, length: int) -> int:
         """Count the numbers of a sequence's decoding state after `length` tokens.

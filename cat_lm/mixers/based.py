@@ -58,11 +58,11 @@ class Based(MixerKind):
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         if setting.layer % 2:
-            return 5.0 + 8 * options.mapped / setting.d_model
+            return 4 + 2 * (options.mapped + options.features) / setting.d_model
         return 3.0
 
-    def saved_maps(self, options: Options, setting: Setting) -> int:
-        return setting.layer % 2
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        return setting.layer % 2 / 2  # in fp32 alone
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         if setting.layer % 2:

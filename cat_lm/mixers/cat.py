@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import ConvolutionOptions, attention_flops, convolution_flops
+from cat_lm.mixers.shared import (
+    ConvolutionOptions,
+    attention_flops,
+    attention_maps,
+    convolution_flops,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +71,10 @@ class ConvolvedAttention(MixerKind):
         return attention_flops(length, width) + filters
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 5.0 + options.convolved + (options.position == "rope")
+        return 5.0 + max(options.convolved, 2 * (options.position == "rope"))
+
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        return attention_maps(options.heads, options.dropout)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         past = (options.window - 1) * options.convolved

@@ -49,7 +49,7 @@ class DeltaNet(MixerKind):
         return options.mixing_flops(setting.d_model, 1.0, each=18)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return options.saved_tensors(setting.d_model, 1.0)
+        return options.saved_tensors(setting.d_model, 1.0, gated=False)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.state_numbers(setting.d_model, 1.0)

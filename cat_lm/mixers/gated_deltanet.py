@@ -47,7 +47,7 @@ class GatedDeltaNet(MixerKind):
         return options.mixing_flops(setting.d_model, options.expand_v, each=21)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return options.saved_tensors(setting.d_model, options.expand_v)
+        return options.saved_tensors(setting.d_model, options.expand_v, gated=True)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.state_numbers(setting.d_model, options.expand_v)

@@ -69,7 +69,7 @@ class GatedLinearAttention(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         keys, values = options.sizes(setting.d_model)
         kept = self.state_numbers(options, setting, 1) / EVERY
-        return 1 + (6 * keys + 6 * values + kept) / setting.d_model
+        return 1.25 + (7 * keys + 6 * values + kept) / setting.d_model
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         keys, values = options.sizes(setting.d_model)

@@ -64,7 +64,7 @@ class HungryHungryHippos(MixerKind):
         return fft_flops(length, setting.d_model * (1 + options.head_dim))
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 9.0 + 5 * options.head_dim
+        return 13 + 6 * options.head_dim + 0.55 * options.state / options.head_dim
 
 
 MIXER = HungryHungryHippos()

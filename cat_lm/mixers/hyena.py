@@ -64,7 +64,7 @@ class Hyena(MixerKind):
         return fft_flops(length, width) + convolution_flops(options.window, 3 * width)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 13.0
+        return 16.5 + 4.5 * options.hidden / setting.d_model
 
 
 MIXER = Hyena()

@@ -46,10 +46,10 @@ class ConvolvedLinearAttention(MixerKind):
         return attention_flops(length, width) + filters
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 9.0 + options.convolved
+        return 8.0 + options.convolved
 
-    def saved_maps(self, options: Options, setting: Setting) -> int:
-        return options.heads
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        return options.heads / 2  # in fp32 alone
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         width, past = setting.d_model, (options.window - 1) * options.convolved

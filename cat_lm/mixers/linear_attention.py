@@ -53,7 +53,7 @@ class LinearAttention(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return lincat.MIXER.saved_tensors(options.plain, setting)
 
-    def saved_maps(self, options: Options, setting: Setting) -> int:
+    def saved_maps(self, options: Options, setting: Setting) -> float:
         return lincat.MIXER.saved_maps(options.plain, setting)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:

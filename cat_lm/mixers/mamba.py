@@ -64,8 +64,8 @@ class Mamba(MixerKind):
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         width = setting.d_model
-        low_rank = 3 * (math.ceil(width / 16) + 2 * options.state) / width
-        return 1 + options.expand * (13 + options.state / EVERY) + low_rank
+        low_rank = 1.25 * (math.ceil(width / 16) + 2 * options.state) / width
+        return 1 + options.expand * (10 + options.state / EVERY) + low_rank
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.expand * setting.d_model * (options.state + options.window - 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 STREAMS = "qkv"
 INITS = ("uniform", "identity")
 OPERATORS = ("torch", "fla")
+CHUNK = 64  # of the delta rule
 
 
 def check_operator(name: str) -> None:
@@ -122,6 +123,14 @@ class DeltaOptions:
         memory = width * self.sizes(width, expand_v)["v"] // self.heads
         return memory + (self.window - 1) * self.convolved_channels(width, expand_v)
 
+    def saved_tensors(self, width: int, expand_v: float, gated: bool) -> float:
+        """Count streams, products within chunks and a state a chunk, in tensors of [B, T, C]."""
+        values = self.sizes(width, expand_v)["v"]
+        products = (6.2 if gated else 3.1) * CHUNK * self.heads
+        states = width * values // self.heads / CHUNK
+        numbers = 7 * values + self.convolved_channels(width, expand_v) + products + states
+        return (15 if gated else 13) + numbers / width
+
     def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
         """Count `each` FLOPs a number of the state, and the convolutions'."""
         memory = width * self.sizes(width, expand_v)["v"] // self.heads
@@ -132,6 +141,11 @@ class DeltaOptions:
 def convolution_flops(window: int, channels: int) -> float:
     """Count a token's FLOPs of short convolutions, forward and backward."""
     return 6 * window * channels
+
+
+def attention_maps(heads: int, dropout: float) -> float:
+    """Count the maps that attention keeps: none where it is fused, which with dropout it is not."""
+    return 1.5 * heads if dropout else 0.0
 
 
 def attention_flops(length: int, width: int) -> float:

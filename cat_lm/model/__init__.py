@@ -8,17 +8,23 @@ if TYPE_CHECKING:
     from cat_lm.model.cache import CatCache
     from cat_lm.model.configuration import CatConfig
     from cat_lm.model.configuration_llama import CatLlamaConfig
+    from cat_lm.model.configuration_mixer import CatMixerConfig
     from cat_lm.model.modeling import CatForCausalLM, CatModel
     from cat_lm.model.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
+    from cat_lm.model.modeling_mixer import CatMixerForCausalLM, CatMixerModel
 
 __all__ = ["CatCache", "CatConfig", "CatForCausalLM", "CatModel"]
 __all__ += ["CatLlamaConfig", "CatLlamaForCausalLM", "CatLlamaModel"]
+__all__ += ["CatMixerConfig", "CatMixerForCausalLM", "CatMixerModel"]
 
 _HOMES = {
     "CatCache": "cat_lm.model.cache",
     "CatConfig": "cat_lm.model.configuration",
     "CatForCausalLM": "cat_lm.model.modeling",
     "CatModel": "cat_lm.model.modeling",
+    "CatMixerConfig": "cat_lm.model.configuration_mixer",
+    "CatMixerForCausalLM": "cat_lm.model.modeling_mixer",
+    "CatMixerModel": "cat_lm.model.modeling_mixer",
     "CatLlamaConfig": "cat_lm.model.configuration_llama",
     "CatLlamaForCausalLM": "cat_lm.model.modeling_llama",
     "CatLlamaModel": "cat_lm.model.modeling_llama",

@@ -167,9 +167,10 @@ class CausalLanguageModel:
         if prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
             is_known = given is not None and given.ndim == 2
-            inputs["padding_mask"] = (
-                given[:, -time:] if is_known else prepared.new_ones(batch, time)
-            )
+            if is_known:  # of all keys, where their positions are read
+                inputs["padding_mask"] = given if self.config.reads_positions else given[:, -time:]
+            else:
+                inputs["padding_mask"] = prepared.new_ones(batch, time)
         return inputs
 
     def _prepare_cache_for_generation(

@@ -55,6 +55,10 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
         return True
+    if hasattr(module, "initial_values"):  # of an entry of `cat_lm.model.attention`
+        for name, values in module.initial_values().items():
+            init.copy_(getattr(module, name), values)
+        return True
     if isinstance(module, StreamConvolution):
         for bias in module.biases():
             init.zeros_(bias)

@@ -29,9 +29,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.model.attention.call import AttentionCall, visible_keys
 from cat_lm.ops import head_conv
 
 # Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
@@ -64,6 +65,30 @@ def sum_over_maps(output: Tensor) -> Tensor:
     return output.unflatten(3, (output.shape[2], -1)).sum(dim=2)
 
 
+class MapMixingCore(nn.Module):
+    """Attends with mixed maps, by mixed values or, after a cache, by the maps themselves."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: [B, H, T, D].
+            key, value: [B, H, S, D], values zero at padding.
+            extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
+
+        Returns:
+            Y [B, T, H, D], and the maps A [B, H, T, S] if the attention function gives them.
+        """
+        if call.continues:
+            return attend_mixing_maps(
+                query, key, value, extra, call.mask, call.scaling, call.dropout
+            )
+        output, maps = call.attend(query, key, extra.transpose(1, 2))
+        return sum_over_maps(output), maps
+
+
 def attend_mixing_maps(
     query: Tensor,
     key: Tensor,
@@ -87,7 +112,7 @@ def attend_mixing_maps(
         Y [B, T, H, D], and the maps A [B, H, T, S] before they are mixed.
     """
     time = query.shape[2]
-    visible = _visible_keys(attention_mask, query, key)
+    visible = visible_keys(attention_mask, query, key)
     place = None if visible is None else _places_of_real_keys(visible[:, 0, -1])
     outputs, maps = [], []
     for start in range(0, time, QUERY_BLOCK):
@@ -122,28 +147,6 @@ def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
 def _places_of_real_keys(is_real: Tensor) -> Tensor:
     """Each real key's number among the real ones; S for the others. [B, S] bool to [B, S]."""
     return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
-
-
-def _visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
-    """Which keys each query may see, [B, 1, T, S] bool; None if all of them."""
-    batch, _, time, _ = query.shape
-    keys = key.shape[2]
-    if attention_mask is None:
-        # transformers leaves the mask out for one query, and for queries that start with the keys.
-        if time == 1:
-            return None
-        visible = torch.ones(time, keys, dtype=torch.bool, device=query.device).tril()
-    elif not isinstance(attention_mask, Tensor):
-        from torch.nn.attention.flex_attention import create_mask
-
-        visible = create_mask(
-            attention_mask.mask_mod, batch, None, time, keys, device=str(query.device)
-        )
-    elif attention_mask.dtype == torch.bool:
-        visible = attention_mask
-    else:
-        visible = attention_mask >= 0  # `eager` adds it to the scores
-    return visible.expand(batch, 1, time, keys)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:

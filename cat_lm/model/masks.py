@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
 
-from cat_lm.model.settings import AttentionSettings
+from cat_lm.model import attention
+from cat_lm.model.settings import AttentionSettings, refuse
 from cat_lm.ops.documents import document_positions, document_runs
 
 
@@ -53,18 +53,19 @@ def sequence_layout(
         document_ids: [B, T]; a change of the id starts a document. Without it, position ids that
             do not count up by one start a document too, as everywhere in transformers.
         cache: holds the tokens before these.
-        padding_mask: [B, T], 0 at padding; needed only beside a prepared attention mask, off which
-            the convolution cannot read it.
+        padding_mask: [B, T], or [B, S] as `attention_mask`, 0 at padding; needed only beside a
+            prepared attention mask, off which it cannot be read.
 
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
     """
     check_attention(config)
     time = inputs_embeds.shape[1]
-    documents = _documents(document_ids, position_ids, attention_mask, cache)
-    padding_mask = _padding_mask(config, attention_mask, padding_mask, time)
+    documents = documents_of(document_ids, position_ids, attention_mask, cache)
+    given_padding = padding_mask
+    padding_mask = padding_of(config, attention_mask, padding_mask, time)
     if position_ids is None:
-        position_ids = _positions(inputs_embeds, attention_mask, documents, cache)
+        position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
     attention_kwargs: dict[str, Any] = {}
     same_document = None
@@ -73,8 +74,12 @@ def sequence_layout(
             attention_kwargs = _flash_documents(documents, padding_mask)
         else:
             same_document = _same_document_function(documents)
-    prepared_mask = create_causal_mask(
-        config=config,
+    if config.reads_positions:
+        attention_kwargs["key_positions"] = _key_positions(
+            attention_mask, given_padding, position_ids, cache
+        )
+    prepared_mask = attention.pattern(config).mask(
+        config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         past_key_values=cache,
@@ -86,21 +91,17 @@ def sequence_layout(
 
 
 def check_attention(config: AttentionSettings) -> None:
-    """Raises ValueError for an attention function that cannot serve the configuration."""
-    if config.mixes_maps and "flash" in config._attn_implementation:
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r} cannot mix attention maps "
-            "(conv_mixing='maps'): its values must be as wide as its keys; use 'sdpa', "
-            "'flex_attention' or 'eager'"
-        )
+    """Raise ValueError for an attention function that cannot serve the configuration."""
+    refuse(attention.implementation_problems(config, config._attn_implementation))
 
 
-def _documents(
+def documents_of(
     document_ids: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     cache: Cache | None,
 ) -> Tensor | None:
+    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`."""
     if document_ids is not None:
         if cache is not None:
             raise ValueError("document_ids cannot be used with a cache; pass use_cache=False")
@@ -119,9 +120,15 @@ def _runs_of_positions(position_ids: Tensor) -> Tensor:
     return F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
 
 
-def _padding_mask(
-    config: AttentionSettings, attention_mask: Any, padding_mask: Tensor | None, time: int
+def padding_of(
+    config: Any, attention_mask: Any, padding_mask: Tensor | None, time: int
 ) -> Tensor | None:
+    """Tell the real ones of the `time` new tokens, [B, T] bool; None where all are real.
+
+    Args:
+        config: says by `reads_padding` whether that matters to the model.
+        attention_mask, padding_mask: as of `sequence_layout`.
+    """
     if not config.reads_padding or (attention_mask is None and padding_mask is None):
         return None
     if padding_mask is None:
@@ -138,12 +145,13 @@ def _padding_mask(
     return new
 
 
-def _positions(
+def positions_of(
     inputs_embeds: Tensor,
     attention_mask: Any,
     documents: Tensor | None,
     cache: Cache | None,
 ) -> Tensor:
+    """Count real tokens, from 0 in every document; [B or 1, T]."""
     time, device = inputs_embeds.shape[1], inputs_embeds.device
     if documents is not None:
         return document_positions(documents)
@@ -152,6 +160,33 @@ def _positions(
         return counted.clamp(min=0)[:, -time:]
     past = 0 if cache is None else cache.get_seq_length()
     return (torch.arange(time, device=device) + past)[None]
+
+
+def _key_positions(
+    attention_mask: Any, padding_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
+) -> Tensor | None:
+    """Positions of the cached keys and the new ones, [B or 1, S]; None where every slot counts."""
+    if cache is None:
+        return position_ids
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        _check_covers_cache(attention_mask, padding_mask, position_ids.shape[1], cache)
+        attention_mask = padding_mask
+    if attention_mask is None:
+        return None
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _check_covers_cache(
+    attention_mask: Any, padding_mask: Tensor | None, time: int, cache: Cache
+) -> None:
+    """Check that padding among cached keys is known, whose mask was prepared elsewhere."""
+    if attention_mask is None or padding_mask.shape[1] > time or torch.compiler.is_compiling():
+        return
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "padding_mask must be [B, S] beside a prepared attention mask, S the cached and the "
+            "new tokens, as positions of all keys are read"
+        )
 
 
 def _same_document_function(documents: Tensor):

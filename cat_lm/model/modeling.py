@@ -2,20 +2,119 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
     GPTNeoXForCausalLM,
     GPTNeoXLayer,
     GPTNeoXModel,
     GPTNeoXPreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
 )
 
-from cat_lm.model.attention import CatAttention
+from cat_lm.model.attention.core import AttentionMixin, SequenceContext
+from cat_lm.model.cache import state_of
 from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration import CatConfig
+from cat_lm.model.convolution import PackedConvolution
 from cat_lm.model.loss import LanguageModelHead
 from cat_lm.model.masks import check_attention
 from cat_lm.model.rope import CatRotaryEmbedding
+
+
+class CatAttention(AttentionMixin, GPTNeoXAttention):
+    """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
+
+    The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
+    act on the softmax instead: see `cat_lm.model.map_mixing`. With `conv_type: none` this is
+    GPT-NeoX's attention, bit for bit; with `position_embedding: none` nothing is rotated.
+    """
+
+    eager_attention = staticmethod(eager_attention_forward)
+
+    def __init__(self, config: CatConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
+            # gives the weights that it always gave.
+            width = config.hidden_size
+            self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            dense = self._modules.pop("dense")
+            self.convolution = PackedConvolution(config, self.query_key_value.bias)
+            self.query_key_value.register_parameter("bias", None)
+            self.dense = dense
+            self._take_earlier_names()
+        self.dense.writes_residual = True
+        self._add_parts(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        layer_past: Cache | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [B, T, C].
+            attention_mask: as transformers' attention function takes it.
+            layer_past: the cache; this layer's part of it is updated.
+            position_embeddings: cosines and sines, [B or 1, T, rotated channels]; None for NoPE.
+            padding_mask: [B, T] bool, False at padding, for the convolution.
+            document_ids: [B, T] for the convolution.
+            key_positions: [B, S] of all keys, where something reads positions; see
+                `cat_lm.model.masks`.
+
+        Returns:
+            The output [B, T, C], and the attention maps if the attention function gives them.
+        """
+        streams = self._project(
+            hidden_states, position_embeddings, padding_mask, document_ids, layer_past
+        )
+        output, maps = self._meet(
+            streams,
+            SequenceContext(
+                attention_mask, layer_past, padding_mask, document_ids, key_positions, kwargs
+            ),
+        )
+        return self.dense(output.flatten(2).contiguous()), maps
+
+    def _project(
+        self,
+        hidden_states: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, ...]:
+        """Rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`."""
+        projected = self.query_key_value(hidden_states)
+        if self.convolution is None:
+            heads = self.config.num_attention_heads
+            projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
+            query, key, value = projected.unbind(dim=3)
+            if rotary is not None:
+                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return self.convolution(
+            projected,
+            rotary,
+            padding_mask,
+            document_ids,
+            state_of(cache, self.layer_idx),
+            self._continues(cache),
+        )
 
 
 class CatLayer(GPTNeoXLayer):

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from cat_lm.model.attention import AttentionMixin
+from cat_lm.model.attention.core import AttentionMixin, SequenceContext
 from cat_lm.model.cache import state_of
 from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration_llama import CatLlamaConfig
@@ -25,7 +25,6 @@ from cat_lm.model.convolution import SeparateConvolution
 from cat_lm.model.loss import LanguageModelHead
 from cat_lm.model.masks import check_attention
 from cat_lm.model.rope import CatLlamaRotaryEmbedding
-from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.rules import STREAMS
 
 
@@ -58,9 +57,9 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             for projection in projections.values():
                 projection.register_parameter("bias", None)
             self.o_proj = output
-            self.take_earlier_names()
+            self._take_earlier_names()
         self.o_proj.writes_residual = True
-        self.scaling /= logit_temperature(config)
+        self._add_parts(config)
 
     def forward(
         self,
@@ -70,6 +69,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         past_key_values: Cache | None = None,
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        key_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -81,6 +81,8 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             past_key_values: the cache; this layer's part of it is updated.
             padding_mask: [B, T] bool, False at padding, for the convolution.
             document_ids: [B, T] for the convolution.
+            key_positions: [B, S] of all keys, where something reads positions; see
+                `cat_lm.model.masks`.
 
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
@@ -94,6 +96,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             )
             if position_embeddings is not None:
                 query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
         else:
             streams = self.convolution(
                 query,
@@ -104,10 +107,12 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 document_ids,
                 state_of(past_key_values, self.layer_idx),
             )
-            query, key, value = (stream.transpose(1, 2) for stream in streams)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        output, maps = self._attend(query, key, value, attention_mask, **kwargs)
+        output, maps = self._meet(
+            streams,
+            SequenceContext(
+                attention_mask, past_key_values, padding_mask, document_ids, key_positions, kwargs
+            ),
+        )
         return self.o_proj(output.flatten(2).contiguous()), maps
 
 

@@ -105,3 +105,14 @@ def unmixed_problems(model: Any) -> list[str]:
         "conv_mixing=maps: is for gpt_neox, whose values have as many heads as its queries; use "
         "conv_mixing=embeddings"
     ]
+
+
+def mixes_maps(model: Any) -> bool:
+    """Tell whether the values' filters mix attention maps."""
+    return model.conv_type == "multihead" and model.conv_mixing == "maps"
+
+
+def attention_channels(model: Any) -> int:
+    """Count the channels of all heads of queries."""
+    heads = model.num_attention_heads
+    return heads * (getattr(model, "head_dim", None) or model.hidden_size // heads)

@@ -22,7 +22,8 @@ from cat_lm.limits import (
     WINDOW,
     Range,
 )
-from cat_lm.model.rules import STREAMS, convolution_problems, head_problems
+from cat_lm.model import attention
+from cat_lm.model.rules import STREAMS, convolution_problems, head_problems, mixes_maps
 from cat_lm.ops.convolution import kinds
 
 CONV_MIXINGS = ("embeddings", "maps")
@@ -60,6 +61,12 @@ class AttentionSettings:
     position_embedding: str = "rope"
     attention_temperature: float | int = 1.0
     temperature_scope: str = "logits"
+    attention: str = "softmax"
+    attention_options: dict[str, Any] | None = None
+    score_transform: str = "none"
+    score_options: dict[str, Any] | None = None
+    value_transform: str = "none"
+    value_options: dict[str, Any] | None = None
 
     @property
     def head_width(self) -> int:
@@ -82,7 +89,7 @@ class AttentionSettings:
     @property
     def mixes_maps(self) -> bool:
         """Whether the values' filters mix attention maps."""
-        return self.conv_type == "multihead" and self.conv_mixing == "maps"
+        return mixes_maps(self)
 
     @property
     def embedding_streams(self) -> str:
@@ -93,12 +100,21 @@ class AttentionSettings:
     @property
     def needs_layer_state(self) -> bool:
         """Whether a cache must hold more than keys and values."""
-        return bool(self.embedding_streams) and self.conv_window > 1
+        if self.embedding_streams and self.conv_window > 1:
+            return True
+        entries = attention.pattern(self), attention.value_transform(self)
+        return any(entry is not None and entry.holds_state(self) for entry in entries)
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether attention reads the positions of queries and keys, and not their order alone."""
+        return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
     def reads_padding(self) -> bool:
         """Whether something beside attention reads earlier tokens and must be told padding."""
-        return bool(self.convolved_streams)
+        convolves = bool(self.convolved_streams) or self.value_transform != "none"
+        return convolves or self.reads_positions
 
     def check_attention_settings(self) -> None:
         """Check the fields above, but for the temperature. Raises ValueError."""
@@ -109,6 +125,8 @@ class AttentionSettings:
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
         refuse(convolution_problems(self))
+        attention.check_names(self)
+        refuse(attention.problems(self))
 
 
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
@@ -127,21 +145,27 @@ def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> Non
 
 
 def check_shape(config: Any, switches: tuple[str, ...]) -> None:
-    """Check what every family has: switches, heads, activation, special tokens.
+    """Check what every family with attention has: switches, heads, activation, special tokens.
 
     Raises:
         ValueError: naming the field, its value and what would be right.
     """
-    for name in switches:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+    check_switches(config, switches)
     refuse(head_problems(config))
     if not isinstance(config.hidden_act, str):
         raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
-    _check_tokens(config)
+    check_tokens(config)
 
 
-def _check_tokens(config: Any) -> None:
+def check_switches(config: Any, switches: tuple[str, ...]) -> None:
+    """Check that fields are true or false. Raises ValueError."""
+    for name in switches:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
+
+
+def check_tokens(config: Any) -> None:
+    """Check the ids of the special tokens. Raises ValueError."""
     for name in _TOKENS:
         value = getattr(config, name)
         for token in value if isinstance(value, list) else [value]:

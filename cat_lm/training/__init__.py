@@ -1,1 +1,1 @@
-"""What `train.py` is made of: ranks, engine, schedule, checkpoints, stop signal, metrics."""
+"""The parts of `train.py`: ranks, engine, schedule, checkpoints, stop signal, metrics."""

@@ -1,4 +1,4 @@
-"""Whether the launcher that started this rank still runs. Imports nothing heavy.
+"""A watch on the launcher that started this rank. Imports nothing heavy.
 
 A launcher that is killed (SIGKILL, no memory left) cannot end its ranks: the kernel gives them
 another parent, init or a subreaper. So the line of processes from this one up to its launcher is
@@ -103,12 +103,12 @@ def _parent(process: int) -> int:
 
 
 def _was_given(process: int, variable: str) -> bool:
-    """Whether `variable` was in the environment that `process` was started with."""
+    """Tell whether `variable` was in the environment that `process` was started with."""
     return f"\0{variable}=".encode() in b"\0" + _read(process, "environ")
 
 
 def _is_python(process: int) -> bool | None:
-    """Whether it is a Python interpreter; None: this process may not know."""
+    """Tell whether it is a Python interpreter; None: this process may not know."""
     try:
         return "python" in os.path.basename(os.readlink(_PROC / str(process) / "exe"))
     except OSError:

@@ -55,7 +55,7 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> None:
 
 
 def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:
-    """What makes their weights unfit for our model, as `key is theirs, not ours`."""
+    """Name what makes their weights unfit for our model, as `key is theirs, not ours`."""
     architecture = architectures.of_config(ours)
     if theirs.model_type not in architecture.model_types:
         known = " or ".join(architecture.model_types)

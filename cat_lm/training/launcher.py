@@ -1,4 +1,4 @@
-"""What a launcher says about this process: torchrun, deepspeed and srun in the same variables.
+"""The launcher's variables of this process: torchrun, deepspeed and srun in the same variables.
 
 Reads the environment only, and imports nothing heavy.
 """
@@ -63,7 +63,7 @@ def join_launcher() -> tuple[int, int, int]:
 
 
 def _under_srun() -> bool:
-    """Whether srun started this process; a batch script itself has no step's variables."""
+    """Tell whether srun started this process; a batch script itself has no step's variables."""
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return not torchrun and "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PROCID" in os.environ
 

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, TensorBoard, Weights & Biases, the log."""
+"""Files of a run while it runs: metrics.jsonl, TensorBoard, Weights & Biases, the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import AppendedFile, replacing, write_text
+from cat_lm.io.files import AppendedFile, atomic_write, write_text
 from cat_lm.io.readers import read_json_lines, short
 
 
@@ -107,7 +107,7 @@ def keep_records(path: Path, up_to_step: int) -> None:
         path.rename(next(name for name in aside if not name.exists()))
         return
     kept = [record for record in read_records(path) if record["step"] <= up_to_step]
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         stream.writelines(json.dumps(record) + "\n" for record in kept)
 
 

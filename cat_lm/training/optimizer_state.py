@@ -65,7 +65,7 @@ def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def optimizer_step(engine: Engine) -> int:
-    """How many steps the optimizer has taken, which its bias correction depends on.
+    """Tell how many steps the optimizer has taken, which its bias correction depends on.
 
     Raises:
         RuntimeError: not the same number for all parameters, which the files cannot express.
@@ -156,7 +156,7 @@ Range = tuple[int, int, int, str]
 
 @dataclass(frozen=True)
 class StateIndex:
-    """What the state files of a checkpoint hold, from their headers alone."""
+    """Read what the state files of a checkpoint hold, from their headers alone."""
 
     step: int  # of the optimizer
     # (moment, parameter) to its ranges in ascending order

@@ -56,7 +56,7 @@ def build_manifest(
 
 
 def _selection(assembly: Assembly) -> dict:
-    """How often each set's training documents occur, and below which hash place once more."""
+    """Tell how often each set's training documents occur, and below which hash place once more."""
     return {
         name: {
             "whole": copies.whole,

@@ -72,7 +72,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[None]:
 
 
 def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
-    """Whether the folder already holds the data that `identity` (the arguments) asks for.
+    """Tell whether the folder already holds the data that `identity` (the arguments) asks for.
 
     Raises `UserError` where it holds other data, or files of someone else.
     """
@@ -104,7 +104,7 @@ def _differing(found: dict, identity: dict) -> list[str]:
 
 
 def _decisive(key: str, value: object) -> object:
-    """What of an argument decides the result: not where the source lies, if its contents say all"""
+    """Give the part of an argument that decides the result, such as a source's contents."""
     if key != "source" or not isinstance(value, dict) or not value.get("path"):
         return value
     if "contents_sha256" in value:
@@ -247,7 +247,7 @@ def _tell_what_stays(folder: Path) -> None:
 
 
 def _limited(identity: dict) -> bool:
-    """Whether the parts end where --max-documents or --max-bytes, and so the sets, said."""
+    """Tell whether the parts end where --max-documents or --max-bytes, and so the sets, said."""
     return bool(identity["max_documents"] or identity["max_bytes"])
 
 

@@ -1,4 +1,4 @@
-"""Which documents the result consists of, exactly, and how often each of them occurs.
+"""The exact documents of the result, and the number of times that each occurs.
 
 Every document has a hash place (its text and the seed decide it). A subset of a set is the
 documents with the lowest places; so it is uniform, the same on every machine and in any order of
@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Cut:
+class SubsetEnd:
     """The last document of a subset; those at lower places, and it itself, are in it."""
 
     place: int
@@ -26,7 +26,7 @@ class Cut:
     position: int
 
     def takes(self, documents: np.ndarray, unit: int) -> np.ndarray:
-        """Which of a unit's documents are in the subset, bool [documents]."""
+        """Tell which of a unit's documents are in the subset, bool [documents]."""
         below = documents["place"] < np.uint64(self.place)
         if unit > self.unit:
             return below
@@ -38,10 +38,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Copies:
-    """How often the training documents of a set occur: `whole` times, once more up to `cut`."""
+    """The repetitions of a set's training documents: `whole` times, once more up to `cut`."""
 
     whole: int
-    cut: Cut | None = None
+    cut: SubsetEnd | None = None
 
 
 @dataclass
@@ -59,12 +59,12 @@ class Selection:
 
     @property
     def passes(self) -> int:
-        """How often the input is gone through for the training split."""
+        """Tell how often the input is gone through for the training split."""
         counts = (copies.whole + (copies.cut is not None) for copies in self.train.values())
         return max(counts, default=0)
 
     def within(self, documents: np.ndarray, unit: int, unit_split: str | None) -> np.ndarray:
-        """Which documents lie before the end that a limit sets, bool [documents]."""
+        """Tell which documents lie before the end that a limit sets, bool [documents]."""
         if (end := self.ends.get(str(unit_split))) is None or unit < end[0]:
             return np.ones(len(documents), dtype=bool)
         if unit > end[0]:
@@ -99,7 +99,7 @@ class Selection:
     @classmethod
     def from_json(cls, value: dict) -> Selection:
         train = {
-            name: Copies(copies["whole"], copies["cut"] and Cut(**copies["cut"]))
+            name: Copies(copies["whole"], copies["cut"] and SubsetEnd(**copies["cut"]))
             for name, copies in value["train"].items()
         }
         ends = {split: tuple(end) for split, end in value["ends"].items()}

@@ -12,7 +12,7 @@ import numpy as np
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from data_prep.assemble.selection import Selection
 from data_prep.encode.parts import (
     Parts,
@@ -148,7 +148,7 @@ def token_counts_path(work: Path, name: str) -> Path:
 
 
 def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
-    """What a finished shard holds; None where it is not there, not whole, or of another plan."""
+    """Describe a finished shard; None where it is not there, not whole, or of another plan."""
     record = read_record(shard_record_path(work, name))
     if record is None or record["key"] != key:
         return None
@@ -182,7 +182,7 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
     note_shards(task.folder, [info.to_json()])  # it was read again before it got its name
     with disk_errors(work):
-        with replacing(token_counts_path(work, shard.name), "wb") as stream:
+        with atomic_write(token_counts_path(work, shard.name), "wb") as stream:
             np.save(stream, counts)
         record = {"key": task.key, "shard": info.to_json()}
         write_record(shard_record_path(work, shard.name), record)

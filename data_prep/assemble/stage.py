@@ -15,7 +15,7 @@ import numpy as np
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from data_prep.amounts import Limit
 from data_prep.assemble import output_folder
 from data_prep.assemble.manifest import build_manifest, print_summary
@@ -85,13 +85,13 @@ def _decide(job: Job, work: WorkFolder, arguments: argparse.Namespace) -> Assemb
         seen, empty, malformed = _met(job, units)
         _check_input(job, units, seen, empty, malformed, arguments)
         parts = job.parts(units, sorted(seen))
-        further = job.plan.further_round(parts.names, job.wishes)
+        further = job.plan.further_round(parts.names, job.spec)
         if further is None:
             try:
                 selection = _select(job, parts)
                 break
             except Shortage as shortage:
-                further = job.plan.round_for(parts.names, job.wishes, shortage)
+                further = job.plan.round_for(parts.names, job.spec, shortage)
                 print("the estimate of what has to be encoded was too low: a further round")
         job.add_round(further)
     shards, counts = plan_shards(parts, selection, arguments.shard_tokens)
@@ -150,7 +150,7 @@ def _check_input(
     documents = sum(c["documents"] for by_split in seen.values() for c in by_split.values())
     if malformed:
         claim(job.out, [MALFORMED])
-        with put(job.out, MALFORMED) as path, replacing(path, "wb") as log:
+        with put(job.out, MALFORMED) as path, atomic_write(path, "wb") as log:
             for unit in units:
                 with open(part_path(job.work, unit.number, 0, "malformed"), "rb") as stream:
                     shutil.copyfileobj(stream, log)
@@ -165,7 +165,7 @@ def _check_input(
         )
     if not documents:
         raise UselessInput(f"{_where(arguments)}: empty input, no document with any text")
-    job.wishes.check_names(seen)
+    job.spec.check_names(seen)
 
 
 def _where(arguments: argparse.Namespace) -> str:
@@ -188,7 +188,7 @@ def _select(job: Job, parts: Parts) -> Selection:
     def scan() -> Iterator[tuple[int, np.ndarray]]:
         return ((unit, parts.read(unit).documents) for unit in sorted(parts.records))
 
-    chooser = Chooser(job.wishes, parts.names, scan, job.plan.covered, job.held_out_below)
+    chooser = Chooser(job.spec, parts.names, scan, job.plan.covered, job.held_out_below)
     selection = chooser.choose()
     selection.ends = _limit_ends(job, parts)
     return selection

@@ -13,10 +13,10 @@ from math import ceil
 import numpy as np
 
 from cat_lm.errors import UserError
-from data_prep.assemble.selection import Copies, Cut, Selection
+from data_prep.assemble.selection import Copies, Selection, SubsetEnd
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.plan import MARGIN, Shortage, place_for
-from data_prep.selection_spec import Wishes
+from data_prep.selection_spec import SelectionSpec
 
 BUCKET_BITS = 16
 
@@ -26,7 +26,7 @@ Scan = Callable[[], Iterable[tuple[int, np.ndarray]]]
 
 
 class Chooser:
-    """Makes the selection that `wishes` ask for out of what has been encoded.
+    """Makes the selection that `spec` asks for out of what has been encoded.
 
     `covered(name)` says below which place the training documents of a set are encoded;
     `held_out` is the place below which all are held out.
@@ -34,13 +34,13 @@ class Chooser:
 
     def __init__(
         self,
-        wishes: Wishes,
+        spec: SelectionSpec,
         names: list[str],
         scan: Scan,
         covered: Callable[[str], int],
         held_out: int,
     ) -> None:
-        self.wishes = wishes
+        self.spec = spec
         self.names = names
         self.scan = scan
         self.covered = covered
@@ -50,21 +50,21 @@ class Chooser:
 
     def choose(self) -> Selection:
         """Raises `Shortage` where more must be encoded, `UserError` where there is not enough."""
-        wanted = [name for name in self.names if self.wishes.includes(name)]
-        if self.wishes.mixture is not None:
+        wanted = [name for name in self.names if self.spec.includes(name)]
+        if self.spec.mixture is not None:
             train = self._mixture(wanted)
-        elif self.wishes.repeat is not None:
+        elif self.spec.repeat is not None:
             train = self._repeated(wanted)
-        elif self.wishes.tokens is not None:
+        elif self.spec.tokens is not None:
             train = self._budget(wanted)
         else:
             self._need_all(wanted)  # a budget of earlier arguments may have left some out
             train = {name: Copies(1) for name in wanted}
-        held_out = [name for name in self.names if self.wishes.holds_out(name)]
+        held_out = [name for name in self.names if self.spec.holds_out(name)]
         return Selection(self.names, train, held_out)
 
     def _budget(self, wanted: list[str]) -> dict[str, Copies]:
-        budget = self.wishes.tokens
+        budget = self.spec.tokens
         limit = min((self.covered(name) for name in wanted), default=PLACES)
         have = sum(self.tokens[name] for name in wanted)
         cut = self._cuts({"": (wanted, budget)})[""] if have >= budget else None
@@ -79,12 +79,12 @@ class Chooser:
         )
 
     def _mixture(self, wanted: list[str]) -> dict[str, Copies]:
-        shares = self.wishes.shares()
-        if self.wishes.tokens is None:
+        shares = self.spec.shares()
+        if self.spec.tokens is None:
             self._need_all(wanted)
             total = min(Fraction(self.tokens[name]) / shares[name] for name in wanted)
         else:
-            total = Fraction(self.wishes.tokens)
+            total = Fraction(self.spec.tokens)
         targets = {name: ceil(total * shares[name]) for name in wanted}
         short = {
             name: self._further(self.covered(name), self.tokens[name], targets[name])
@@ -100,7 +100,7 @@ class Chooser:
     def _repeated(self, wanted: list[str]) -> dict[str, Copies]:
         self._need_all(wanted)
         targets = {
-            name: ceil(Fraction(self.wishes.repeat.get(name, "1")) * self.tokens[name])
+            name: ceil(Fraction(self.spec.repeat.get(name, "1")) * self.tokens[name])
             for name in wanted
         }
         return self._copies(targets)
@@ -111,12 +111,12 @@ class Chooser:
             raise Shortage(short, 0)
 
     def _check_repeats(self, name: str, target: int) -> None:
-        have, most = self.tokens[name], self.wishes.max_repeats
+        have, most = self.tokens[name], self.spec.max_repeats
         if have == 0:
             raise UserError(f"--mixture {name}: the training split has no document of this set")
         if target > most * have:
             raise UserError(
-                f"--mixture {name}={self.wishes.mixture[name]}: {target:,} tokens are needed and "
+                f"--mixture {name}={self.spec.mixture[name]}: {target:,} tokens are needed and "
                 f"the set has {have:,}, it would be repeated {target / have:.2f} times; lower its "
                 f"weight or --tokens, or give --max-repeats {ceil(Fraction(target, have))} "
                 f"(now {most})"
@@ -153,7 +153,7 @@ class Chooser:
                 found[self.names[index]] += sums.astype(np.int64)
         return found
 
-    def _cuts(self, groups: dict[str, tuple[list[str], int]]) -> dict[str, Cut]:
+    def _cuts(self, groups: dict[str, tuple[list[str], int]]) -> dict[str, SubsetEnd]:
         """For each group (sets, tokens): the document that reaches the tokens."""
         buckets, before = {}, {}
         for key, (sets, target) in groups.items():
@@ -179,7 +179,7 @@ class Chooser:
             rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
             sums = before[key] + np.cumsum(rows[:, 3].astype(np.int64))
             place, unit, position, _ = rows[int(np.searchsorted(sums, target))].tolist()
-            cuts[key] = Cut(place, unit, position)
+            cuts[key] = SubsetEnd(place, unit, position)
         return cuts
 
 

@@ -1,4 +1,4 @@
-"""How long documents are: counts of every length, and their picture."""
+"""Lengths of documents: counts of every length, and their picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from data_prep.check.integrity import document_ends
 
 PICTURE = "document_lengths.png"
@@ -82,7 +82,7 @@ def draw_lengths(splits: Mapping[str, Lengths], context_length: int, file: Path)
     panels[0].set_ylabel("share", color=MUTED)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    with replacing(file, "wb") as stream:
+    with atomic_write(file, "wb") as stream:
         figure.savefig(stream, format="png")
 
 

@@ -44,7 +44,7 @@ class Count:
 
 @dataclass
 class Duplicates:
-    """What is there twice.
+    """The duplicates that were found.
 
     `train`, `validation`: documents that repeat an earlier one of their own split; `across`:
     validation documents that are in train too. `examples`: of each the first few, by the documents'
@@ -62,7 +62,7 @@ class Duplicates:
         return asdict(self)
 
     def fails(self, on: str) -> bool:
-        """Whether there are duplicates of the kind that --fail-on-duplicates names."""
+        """Tell whether there are duplicates of the kind that --fail-on-duplicates names."""
         kinds = [self.across] if on == "across" else [self.across, self.train, self.validation]
         return any(kind.documents for kind in kinds)
 
@@ -76,7 +76,7 @@ class Duplicates:
 
 @dataclass(frozen=True)
 class HashShard:
-    """What a worker needs in order to hash the documents of a shard into a file."""
+    """A worker's task: hash the documents of a shard into a file."""
 
     path: Path  # of the shard, without suffix
     out: Path

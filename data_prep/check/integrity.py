@@ -1,4 +1,4 @@
-"""Whether prepared data are what their manifest says: shards are read whole, in parallel."""
+"""Comparison of prepared data with their manifest: shards are read whole, in parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL_BYTES = 1 << 26  # read before other processes have started
 
 
 def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
-    """What contradicts itself in the manifest, or the tokenizer; reads no shard."""
+    """Yield the contradictions in the manifest and of the tokenizer; reads no shard."""
     tokenizer_file = folder / TOKENIZER / "tokenizer.json"
     digest = manifest["tokenizer"]["sha256"]
     if not tokenizer_file.is_file():
@@ -43,7 +43,7 @@ def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """What a worker needs in order to check a shard: its files, and what they must hold."""
+    """A worker's task: check the files of a shard against what they must hold."""
 
     path: Path  # without suffix
     bin_sha256: str
@@ -93,7 +93,7 @@ class ShardCheck:
 
 
 def document_ends(shard: Shard) -> np.ndarray:
-    """Where each document of a shard ends in its tokens, int64; it begins where the last ended.
+    """Give the end of each document in a shard's tokens, int64; it begins at the end before.
 
     Raises `UserError` for an index that cannot be: its documents or sequences lie elsewhere.
     """

@@ -27,7 +27,7 @@ PLACES = 2**64  # hash places are below it
 
 
 def hash_place(text: bytes, seed: int) -> int:
-    """Where the hash of the seed and the text puts a document: uniform in [0, `PLACES`)."""
+    """Hash the seed and the text to a document's place: uniform in [0, `PLACES`)."""
     digest = hashlib.blake2b(text, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little")
 
@@ -57,7 +57,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranges:
-    """What a round encodes: a range for each set, and one for all sets not named."""
+    """The documents that a round encodes: a range for each set, and one for all others."""
 
     sets: dict[str, Range]
     other: Range
@@ -75,7 +75,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a worker needs to know of the preparation as a whole."""
+    """The settings of a preparation that every worker needs."""
 
     source: Source
     work: Path
@@ -101,7 +101,7 @@ class Encoding:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def limit_reached(self, split: str | None, documents: int, text_bytes: int) -> bool:
-        """Whether --max-documents or --max-bytes is reached.
+        """Tell whether --max-documents or --max-bytes is reached.
 
         A validation split of the source's own is limited to the validation fraction of the same.
         """
@@ -137,8 +137,8 @@ class Candidate:
 
 
 @dataclass
-class Tally:
-    """What was met in a unit, encoded or not."""
+class UnitCounts:
+    """Counts of a unit's documents, encoded or not."""
 
     text_bytes: int = 0
     documents: int = 0  # with text, of any set: the number of the next one
@@ -195,7 +195,7 @@ def _encode(task: UnitTask, report: Callable[[int], None]) -> dict:
     )
     dtype = np.dtype(encoding.dtype).newbyteorder("<")
     with PartWriter(encoding.work, task.unit.number, task.round) as writer:
-        tally, reported = Tally(), 0
+        tally, reported = UnitCounts(), 0
         for chunk in chunks(_candidates(task, tally, writer)):
             tokens, lengths = encoder.encode_documents([c.text for c in chunk], dtype)
             writer.write("bin", np.ascontiguousarray(tokens, dtype).tobytes())
@@ -212,7 +212,7 @@ def _encoder(folder: Path, eod_id: int, vocab_size: int) -> DocumentEncoder:
     return DocumentEncoder(folder, eod_id, vocab_size)
 
 
-def _candidates(task: UnitTask, tally: Tally, writer: PartWriter) -> Iterator[Candidate]:
+def _candidates(task: UnitTask, tally: UnitCounts, writer: PartWriter) -> Iterator[Candidate]:
     """The documents of a unit that this round encodes; everything else is counted."""
     encoding, split = task.encoding, task.unit.split
     held_out_below = 0 if split else encoding.validation_fraction
@@ -245,7 +245,7 @@ def _candidates(task: UnitTask, tally: Tally, writer: PartWriter) -> Iterator[Ca
                     return
 
 
-def _count(candidate: Candidate, tally: Tally, ranges: Ranges) -> bool:
+def _count(candidate: Candidate, tally: UnitCounts, ranges: Ranges) -> bool:
     """Counts a document; whether this round encodes it."""
     split = "validation" if candidate.validation else "train"
     counts = tally.seen.setdefault(candidate.set, {}).setdefault(split, Counter())

@@ -99,7 +99,7 @@ class Estimate:
         )
 
     def lines(self) -> list[str]:
-        """What is printed before the start."""
+        """Give the lines that are printed before the start."""
         of = "" if self.units == self.of_units else f" of {self.of_units:,}"
         size = f"input: {self.units:,}{of} units, {_bytes(self.file_bytes)} in files"
         if self.text_bytes is None:
@@ -139,25 +139,25 @@ def _result_tokens(job: Job) -> tuple[float, float]:
 
     Raises `UserError` for --tokens far beyond what there is.
     """
-    wishes, measured = job.wishes, job.plan.measured
+    spec, measured = job.spec, job.plan.measured
     share = _held_out_share(job)
     of_set = {name: measured.text_bytes * rate for name, rate in measured.set_tokens.items()}
-    train = {name: (1 - share) * n for name, n in of_set.items() if wishes.includes(name)}
-    held_out = sum(share * n for name, n in of_set.items() if wishes.holds_out(name))
-    if wishes.tokens is not None:
+    train = {name: (1 - share) * n for name, n in of_set.items() if spec.includes(name)}
+    held_out = sum(share * n for name, n in of_set.items() if spec.holds_out(name))
+    if spec.tokens is not None:
         there = sum(train.values())
-        repeats = 1 if wishes.mixture is None else wishes.max_repeats
-        if train and wishes.tokens > FAR_BEYOND * repeats * there:
+        repeats = 1 if spec.mixture is None else spec.max_repeats
+        if train and spec.tokens > FAR_BEYOND * repeats * there:
             raise UserError(
-                f"--tokens {wishes.tokens}: the input has about {there:,.0f} training tokens of "
+                f"--tokens {spec.tokens}: the input has about {there:,.0f} training tokens of "
                 "these sets; ask for fewer"
             )
-        return float(wishes.tokens), held_out
-    if wishes.mixture is not None:
-        shares = wishes.shares()
+        return float(spec.tokens), held_out
+    if spec.mixture is not None:
+        shares = spec.shares()
         sizes = (tokens / float(shares[name]) for name, tokens in train.items())
         return min(sizes, default=0.0), held_out
-    repeat = wishes.repeat or {}
+    repeat = spec.repeat or {}
     return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in train.items()), held_out
 
 
@@ -180,16 +180,16 @@ def _encoded_share(job: Job) -> float:
     for name, rate in rates.items():
         train = job.plan.covered(name) - job.held_out_below
         encoded += rate * (1 - held_out) * max(0, train) / (PLACES - job.held_out_below)
-        encoded += rate * held_out * job.wishes.holds_out(name)
+        encoded += rate * held_out * job.spec.holds_out(name)
     return encoded / max(1e-12, sum(rates.values()))
 
 
 def _peak(job: Job, result: float, held_out: float, arguments: argparse.Namespace) -> float:
-    """What the output folder grows by before the parts make room, in bytes.
+    """Estimate the bytes that the output folder grows by before the parts make room.
 
     `held_out`: which share of the result that is.
     """
-    if job.wishes.mixture or job.wishes.repeat:  # the parts are read more than once
+    if job.spec.mixture or job.spec.repeat:  # the parts are read more than once
         return result
     shard = arguments.shard_tokens * np.dtype(job.plan.dtype).itemsize
     return min(result, held_out * result + (job.workers + 1) * shard)

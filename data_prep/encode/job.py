@@ -10,7 +10,7 @@ from data_prep.encode.encoding import Encoding, Ranges, UnitTask, encode_unit
 from data_prep.encode.parts import PartCheck, Parts, check_part, finished_part, remove_part
 from data_prep.encode.plan import Plan
 from data_prep.progress import TextProgress
-from data_prep.selection_spec import Wishes
+from data_prep.selection_spec import SelectionSpec
 from data_prep.sources.units import Unit
 from data_prep.workers import run_tasks
 
@@ -27,7 +27,7 @@ class Job:
     encoding: Encoding
     units: list[Unit]
     plan: Plan
-    wishes: Wishes
+    spec: SelectionSpec
     workers: int
     held_out_below: int
     _records: dict[tuple[int, int], dict] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Job:
                 yield self._task(unit, round_number)
 
     def _behind_limit(self, unit: Unit) -> bool:
-        """Whether earlier units of the split, as far as they are done, reach the limits."""
+        """Tell whether earlier units of the split, as far as they are done, reach the limits."""
         documents = text_bytes = 0
         if self.encoding.max_documents is None and self.encoding.max_bytes is None:
             return False

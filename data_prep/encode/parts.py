@@ -195,7 +195,7 @@ class UnitDocuments:
 
 @dataclass
 class Parts:
-    """What reading the parts takes: where they are, and the records of each unit's rounds."""
+    """The parts to read: their folder, and the records of each unit's rounds."""
 
     work: Path
     names: list[str]  # of the sets, in the order that `Selection` and `UnitDocuments` count them

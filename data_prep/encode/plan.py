@@ -18,7 +18,7 @@ from cat_lm.io.own_files import make_marked, remove_marked
 from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.encode.parts import read_record, write_record
 from data_prep.encode.sample import Measured
-from data_prep.selection_spec import Wishes
+from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source, sample_texts
 from data_prep.sources.documents import Document
 from data_prep.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
@@ -42,7 +42,7 @@ class Shortage(Exception):
 
 @dataclass
 class Plan:
-    """What all processes of a preparation agree on; the first one makes it."""
+    """The plan that all processes of a preparation share; the first one makes it."""
 
     tokenizer: TokenizerInfo
     dtype: str
@@ -74,12 +74,12 @@ class Plan:
         """The place below which the training documents of a set are encoded."""
         return max(ranges.of(name).high for ranges in self.rounds)
 
-    def further_round(self, names: Iterable[str], wishes: Wishes) -> Ranges | None:
-        """What the sets that occur still lack altogether, after a change of wishes; or None."""
+    def further_round(self, names: Iterable[str], spec: SelectionSpec) -> Ranges | None:
+        """Give what the sets that occur lack altogether after a change of arguments, or None."""
         lacking = {}
         for name in names:
-            train = wishes.includes(name) and self.covered(name) == 0
-            held_out = wishes.holds_out(name) and not any(
+            train = spec.includes(name) and self.covered(name) == 0
+            held_out = spec.holds_out(name) and not any(
                 ranges.of(name).held_out for ranges in self.rounds
             )
             if train or held_out:
@@ -87,38 +87,38 @@ class Plan:
                 lacking[name] = Range(low, PLACES if train else low, held_out)
         return Ranges(lacking, NOTHING) if lacking else None
 
-    def round_for(self, names: Iterable[str], wishes: Wishes, shortage: Shortage) -> Ranges:
-        """What has to be encoded besides for what was found to be short."""
+    def round_for(self, names: Iterable[str], spec: SelectionSpec, shortage: Shortage) -> Ranges:
+        """Give the further round that a shortage asks for."""
         sets = {}
         for name in names:
             low = self.covered(name)
             high = max(low, shortage.sets.get(name, shortage.other))
-            if wishes.includes(name) and high > low:
+            if spec.includes(name) and high > low:
                 sets[name] = Range(low, high, False)
         return Ranges(sets, NOTHING)
 
 
-def first_round(wishes: Wishes, measured: Measured, held_out: int) -> Ranges:
-    """What the first round encodes: all that is wanted, or what a budget is estimated to need.
+def first_round(spec: SelectionSpec, measured: Measured, held_out: int) -> Ranges:
+    """Give the first round: all that is wanted, or what a budget is estimated to need.
 
     `held_out` is the place below which all documents are held out.
     """
-    sets = {name: _wanted(wishes, name, PLACES) for _, name in wishes.named}
-    wants_others = wishes.sets is None
-    rest_in_training = wants_others and wishes.mixture is None
+    sets = {name: _wanted(spec, name, PLACES) for _, name in spec.named}
+    wants_others = spec.sets is None
+    rest_in_training = wants_others and spec.mixture is None
     other = Range(0, PLACES if rest_in_training else 0, wants_others)
-    total = measured.tokens(wishes)
-    if wishes.tokens is None or not total:
+    total = measured.tokens(spec)
+    if spec.tokens is None or not total:
         return Ranges(sets, other)
-    if wishes.mixture is None:
-        high = place_for(Fraction(wishes.tokens / total) * MARGIN, held_out)
-        sets = {name: _wanted(wishes, name, high) for name in sets}
+    if spec.mixture is None:
+        high = place_for(Fraction(spec.tokens / total) * MARGIN, held_out)
+        sets = {name: _wanted(spec, name, high) for name in sets}
         return Ranges(sets, Range(0, min(other.high, high), other.held_out))
-    for name, share in wishes.shares().items():
+    for name, share in spec.shares().items():
         tokens = measured.text_bytes * measured.set_tokens.get(name, 0.0)
-        need = wishes.tokens * share
+        need = spec.tokens * share
         high = place_for(need / Fraction(tokens) * MARGIN, held_out) if tokens else PLACES
-        sets[name] = _wanted(wishes, name, high)
+        sets[name] = _wanted(spec, name, high)
     return Ranges(sets, other)
 
 
@@ -129,8 +129,8 @@ def place_for(rate: Fraction, held_out: int) -> int:
     return held_out + ceil(rate * (PLACES - held_out))
 
 
-def _wanted(wishes: Wishes, name: str, high: int) -> Range:
-    return Range(0, high if wishes.includes(name) else 0, wishes.holds_out(name))
+def _wanted(spec: SelectionSpec, name: str, high: int) -> Range:
+    return Range(0, high if spec.includes(name) else 0, spec.holds_out(name))
 
 
 def make_tokenizer(

@@ -1,4 +1,4 @@
-"""What a look at some of the input tells beforehand: held-out share, size, time, sets."""
+"""A sample of the input, to estimate held-out share, size, time and sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data_prep.encode.encoding import (
     split_of,
     too_large,
 )
-from data_prep.selection_spec import Wishes
+from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source
 from data_prep.sources.documents import Document, Malformed
 
@@ -31,7 +31,7 @@ READ_BYTES = 4_000_000  # of text from the beginning of each sampled file
 ENCODED_BYTES = 1_000_000  # of text in all
 
 
-def held_out_fraction(source: Source, encoding: Encoding, wishes: Wishes) -> float:
+def held_out_fraction(source: Source, encoding: Encoding, spec: SelectionSpec) -> float:
     """--validation-fraction; among few documents, one that holds out at least one and not all.
 
     With a handful of documents the hash often leaves a split empty. Then the fraction moves to
@@ -44,7 +44,7 @@ def held_out_fraction(source: Source, encoding: Encoding, wishes: Wishes) -> flo
         size += len(document.text)
         if document.split or len(places) >= FEW_DOCUMENTS or size > FEW_CHARACTERS:
             return fraction
-        if wishes.holds_out(document.set):
+        if spec.holds_out(document.set):
             places.add(place_of(document, encoding.seed))
     ordered = sorted(places)
     if len(ordered) < 2 or ordered[0] < fraction <= ordered[-1]:
@@ -91,7 +91,7 @@ class Measured:
     document_bytes: float
     set_tokens: dict[str, float]  # tokens of each set for a byte of text of all sets
 
-    def tokens(self, sets: Wishes) -> float | None:
+    def tokens(self, sets: SelectionSpec) -> float | None:
         """About how many tokens there are in the training sets that are wanted."""
         if self.text_bytes is None:
             return None

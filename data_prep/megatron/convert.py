@@ -21,9 +21,10 @@ from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
+from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
 from data_prep.assemble.manifest import unigram_loss
-from data_prep.locks import Busy, file_lock
+from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
 from data_prep.progress import TextProgress
@@ -154,7 +155,7 @@ def _adopt_all(
 
 @dataclass(frozen=True)
 class Piece:
-    """What becomes a shard: documents that lie one behind the other in a pair."""
+    """A shard to be: documents that lie one behind the other in a pair."""
 
     pair: Pair
     split: str
@@ -300,7 +301,7 @@ def _sums(infos: list[ShardInfo]) -> dict[str, int]:
 
 
 def _describe(adopted: list[Adopted]) -> dict:
-    """What the manifest says of the files; the same wherever they lie."""
+    """Describe the files for the manifest; the same wherever they lie."""
     listing = "".join(f"{i.pair.set} {i.pair.split} {i.info.bin_sha256}\n" for i in adopted)
     return {
         "kind": "megatron",

@@ -1,4 +1,4 @@
-"""How many bytes of text tokens stand for, told from their counts, without decoding them all."""
+"""Bytes of text that tokens stand for, from their counts, without decoding them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to hold of a `.bin/.idx` pair made elsewhere before it is taken for prepared data."""
+"""Checks of a `.bin/.idx` pair made elsewhere, before it is taken for prepared data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one pass over a `.bin` finds: the count of each id, its SHA-256, ends of documents."""
+    """Findings of one pass over a `.bin`: counts of each id, SHA-256, ends of documents."""
 
     counts: np.ndarray
     bin_sha256: str
@@ -61,7 +61,7 @@ def scan(
 
 
 def count_tokens(shard: Shard, start: int, vocab_size: int) -> np.ndarray:
-    """How often each id comes from token `start` on, int64 [vocab_size]."""
+    """Tell how often each id comes from token `start` on, int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(start, shard.num_tokens, BLOCK_TOKENS):
         block = shard.read(first, min(first + BLOCK_TOKENS, shard.num_tokens))

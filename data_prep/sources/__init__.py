@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, files, SlimPajama here or on the Hub."""
+"""Sources of documents: the standard library, files, SlimPajama here or on the Hub."""
 
 from data_prep.sources.base import UNKNOWN_SET, Part, Source, sample_texts
 from data_prep.sources.open import open_source

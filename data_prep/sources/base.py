@@ -1,4 +1,4 @@
-"""What a source of documents is: parts in a fixed order, and a way to read each.
+"""A source of documents: parts in a fixed order, and a way to read each.
 
 A part is a file, here or on the Hub, or a split that is streamed; so documents have one order, on
 every machine and for any number of workers. Files are in natural order, in which runs of digits
@@ -74,7 +74,7 @@ class Source:
 
     @property
     def has_validation(self) -> bool:
-        """Whether the source brings its own validation split."""
+        """Tell whether the source brings its own validation split."""
         return any(part.split == "validation" for part in self.parts)
 
     def notes(self, held_out: float) -> list[str]:
@@ -90,7 +90,7 @@ class Source:
         return None if None in sizes else sum(sizes)
 
     def describe(self) -> dict:
-        """What the manifest says of the source; equal for equal input, on every machine.
+        """Describe the source for the manifest; equal for equal input, on every machine.
 
         Local sources of up to `HASHED_BYTES` are described by the contents of their files too.
         Larger ones only by names and sizes, because reading terabytes to find that nothing is to

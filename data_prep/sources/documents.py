@@ -57,7 +57,7 @@ class Malformed:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files become documents.
+    """The rules by which files become documents.
 
     The key of the text, what separates documents in plain text, and the key of a document's named
     set, whose dots lead into objects: "meta.redpajama_set_name" in SlimPajama.

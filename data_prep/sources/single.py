@@ -62,7 +62,7 @@ class Division:
         )
 
     def describe(self) -> dict:
-        """What the manifest has of it."""
+        """Describe it for the manifest."""
         return {
             "at_end_of": self.place,
             "train_bytes": self.train_bytes,
@@ -117,7 +117,7 @@ def _only_text(file: Part, reading: Reading) -> str | None:
 
 
 def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
-    """Where the last `fraction` of a UTF-8 text begins: what ends there, and the byte behind it.
+    """Find the start of a UTF-8 text's last `fraction`: what ends there, and the byte behind it.
 
     That is the line's end nearest to it, and the word's where no line ends within half to twice of
     what is asked for. Both sides keep more than whitespace. None where there is no such place.

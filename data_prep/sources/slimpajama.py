@@ -99,7 +99,7 @@ class Snapshot(SlimPajama):
 
 
 def is_description(name: str) -> bool:
-    """Whether a file is what a repository says of itself."""
+    """Tell whether a file is what a repository says of itself."""
     return name.lower().endswith(".md")
 
 

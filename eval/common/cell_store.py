@@ -68,13 +68,9 @@ class CellStore:
             return None
         text = read_bytes(path)  # what may not be read is no damage
         try:
-            values, whole = _unsealed(parse_value(text, str(path)), path)
-            if whole is not False:  # None: of a version that made no seals
-                check_shape(values, self.shape, str(path))
+            values = self._unsealed(parse_value(text, str(path)), path)
         except UserError as error:
             raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
-        if whole is False:
-            raise DamagedCell(path, "was changed after it was written")
         if not fits(values):
             raise DamagedCell(path, "is of something else")
         return values
@@ -89,8 +85,11 @@ class CellStore:
             print(f"{self.path(name)}: damaged, is computed again", file=sys.stderr)
             return None
 
-
-def _unsealed(values: Any, path: Path) -> tuple[dict[str, Any], bool | None]:
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds {short(values)}, must be an object")
-    return opened(values)
+    def _unsealed(self, values: Any, path: Path) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: holds {short(values)}, must be an object")
+        values, whole = opened(values)
+        if whole is False:  # None: of a version that made no seals
+            raise UserError(f"{path}: was changed after it was written")
+        check_shape(values, self.shape, str(path))
+        return values

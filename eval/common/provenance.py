@@ -1,4 +1,4 @@
-"""Where a result came from: command, date, versions, commit, machine."""
+"""Record where a result came from: command, date, versions, commit, machine."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
-    """What eval.length_sweep wrote, empty where there is nothing."""
+    """Read what eval.length_sweep wrote; empty where there is nothing."""
     values = _read(path, _Sweep)
     for number, row in enumerate(values.get("rows", []), 1):
         check_shape(row, _Row, f"{path}, row {number}", _ADVICE)
@@ -133,7 +133,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
 
 
 def read_zero_shot(path: Path) -> dict[str, Any]:
-    """What eval.zero_shot wrote, empty where there is nothing."""
+    """Read what eval.zero_shot wrote; empty where there is nothing."""
     values = _read(path, _ZeroShot)
     for name, task in values.get("tasks", {}).items():
         check_shape(task, _TaskValues, f"{path}, task {name}", _ADVICE)
@@ -141,7 +141,7 @@ def read_zero_shot(path: Path) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> dict[str, Any]:
-    """What eval.samples wrote, empty where there is nothing."""
+    """Read what eval.samples wrote; empty where there is nothing."""
     values = _read(path, _Samples)
     for number, sample in enumerate(values.get("samples", []), 1):
         check_shape(sample, _Sample, f"{path}, sample {number}", _ADVICE)

@@ -153,7 +153,7 @@ class _Evaluations:
 
 
 def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """What `loss_figure` draws, for each run by its label."""
+    """Gather the losses that `loss_figure` draws, by the runs' labels."""
     return {run.label: {"train": run.train, "validation": run.validation} for run in runs}
 
 

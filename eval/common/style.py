@@ -17,7 +17,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 
 # After Okabe and Ito: distinct under the common kinds of colour blindness, in print and on screen.
 RUN_COLOURS = (
@@ -83,7 +83,7 @@ def plain_label(text: str) -> str:
 
 
 def legend_key(label: str, index: int) -> Line2D:
-    """What a legend shows for a run.
+    """Make a run's key in a legend.
 
     Legends take these, not the lines themselves: among those, labels that begin with an underscore
     are left out.
@@ -98,9 +98,9 @@ def save_figure(figure: Figure, stem: Path | str) -> None:
     # Not `with_suffix`: a name such as filters_lr0.001 would lose what follows its point.
     # The hash salt makes the SVG's ids, and so its bytes, the same every time.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": stem.name}):
-        with replacing(stem.with_name(f"{stem.name}.png"), "wb") as file:
+        with atomic_write(stem.with_name(f"{stem.name}.png"), "wb") as file:
             figure.savefig(file, format="png", dpi=200)
-        with replacing(stem.with_name(f"{stem.name}.svg"), "wb") as file:
+        with atomic_write(stem.with_name(f"{stem.name}.svg"), "wb") as file:
             figure.savefig(file, format="svg", metadata={"Date": None})
 
 

@@ -8,7 +8,7 @@ Models with another tokenizer than the first one's get the same text in their ow
 those by bits per byte.
 
 Beyond the training length a model can be read as it is (`none`) or with scaled positions and
-attention temperature: see cat_lm/model/rope_scaling.py for the methods and what has which.
+attention temperature: see cat_lm/scaled_models.py for what has which.
 
 OUT gets length_sweep.json, .csv, .png and .svg, loss_by_position.png and .svg, and cells/, one
 file for each finished combination, which a later call does not compute again.
@@ -52,7 +52,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
     )
-    group = parser.add_argument_group("protocol")
+    _add_protocol(parser.add_argument_group("protocol"))
+    _add_scaling(parser.add_argument_group("scaling"))
+    _add_computing(parser.add_argument_group("computing"))
+    add_skip_checksums(parser)
+    return parser
+
+
+def _add_protocol(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stride",
         type=whole(limits.CONTEXT),
@@ -74,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="per-document: leave shorter documents out (default: the largest length)",
     )
-    group = parser.add_argument_group("scaling")
+
+
+def _add_scaling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--factor",
         type=number(limits.SCALING_FACTOR),
@@ -93,7 +102,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="default: what the model's folder says",
     )
-    group = parser.add_argument_group("computing")
+
+
+def _add_computing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="float32")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     group.add_argument(
@@ -103,8 +114,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per forward pass",
     )
-    add_skip_checksums(parser)
-    return parser
 
 
 @command

@@ -32,7 +32,7 @@ METHOD_SETS = ("all", "paper")
 
 
 class Measured(Record):
-    """What a cell's file holds besides its key; infinities and NaN are null."""
+    """Hold a cell's values besides its key; infinities and NaN are null."""
 
     loss: float | None
     perplexity: float | None
@@ -57,7 +57,7 @@ class Measured(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How models are scored; the same for every cell of a sweep.
+    """Fix how models are scored, the same for every cell of a sweep.
 
     Attributes:
         stride: tokens by which windows move on; None for windows that do not overlap. Lengths
@@ -153,7 +153,7 @@ class Cells:
         return max(1.0, length / self.subject.training_length)
 
     def _scaled_fields(self, method: str, factor: float) -> dict[str, Any]:
-        from cat_lm.model.rope_scaling import scaled_fields
+        from cat_lm.scaled_models import scaled_fields
 
         subject, scope = self.subject, self.protocol.temperature_scope
         trained = subject.training_length
@@ -162,7 +162,7 @@ class Cells:
         return scaled_fields(subject.config, method, factor, trained, scope)
 
     def _load(self, fields: dict[str, Any]) -> PreTrainedModel:
-        from cat_lm.model.long_context import scaled_config
+        from cat_lm.scaled_models import scaled_config
 
         if self._model is None or self._fields != fields:
             self._model = None  # there may not be room for two
@@ -224,7 +224,7 @@ class Cells:
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the loaded model does, see `effective_scaling`.
+    """Read the loaded model's scaling, see `effective_scaling`.
 
     Raises RuntimeError where that is not what `fields` asked for: a scaling that was dropped on
     the way would give a plausible, wrong number.
@@ -272,7 +272,8 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
 
     Raises UserError for a method that does not exist for it, naming those that do.
     """
-    from cat_lm.model.rope_scaling import METHODS, methods_for, scaling_kind
+    from cat_lm.model.rope_scaling import METHODS
+    from cat_lm.scaled_models import methods_for, scaling_kind
 
     known = methods_for(config)
     if asked == ("all",):
@@ -300,7 +301,7 @@ def check_scaling(
     protocol: Protocol,
 ) -> None:
     """Raises UserError where a scaling cannot be made, before anything is computed."""
-    from cat_lm.model.rope_scaling import scaled_fields
+    from cat_lm.scaled_models import scaled_fields
 
     scaled = [method for method in methods if method != "none"]
     if scaled and training_length is None:

@@ -1,4 +1,4 @@
-"""How well a model predicts a stream of tokens: the one loop behind every perplexity here.
+"""Score a model's predictions of a stream of tokens: the one loop behind every perplexity here.
 
 Protocol. A stream, or each document of it, is read in windows of T inputs; the input at position i
 predicts token i+1. The first window scores all its T predictions; each further one moves on by the

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_json
+from cat_lm.io.files import atomic_write, write_json
 from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
@@ -208,7 +208,7 @@ def _write_tables(
             **provenance(),
         },
     )
-    with replacing(out / "length_sweep.csv") as file:
+    with atomic_write(out / "length_sweep.csv") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""What a model is scored on: a text file, or the validation split of prepared data."""
+"""Read the tokens that a model is scored on: a text file, or the validation split of data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TokenStream:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What is scored and what is not, for each reason; together `text_tokens`."""
+        """Count the tokens scored, and those left out for each reason; together `text_tokens`."""
         parts = {f"left_out_{reason}": self.left_out.get(reason, 0) for reason in REASONS}
         return {"text_tokens": self.scored + sum(self.left_out.values()), **parts}
 

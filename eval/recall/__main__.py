@@ -13,6 +13,7 @@ from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
+from eval.recall.grids.catalog import FIGURES
 from eval.recall.ranges import RANGES
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ def _run(arguments: argparse.Namespace) -> None:
     print(f"{record['steps']} steps in {seconds:.0f} s; {path}")
 
 
-FIGURES = ("accuracy", "length", "one-layer", "one-layer-length", "selective-copy")
 LANDMARK = "landmark-tradeoff"
 
 

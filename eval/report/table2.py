@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.io.files import replacing
+from cat_lm.io.files import atomic_write
 from cat_lm.io.readers import Record, check_shape, read_object
 from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
@@ -155,7 +155,7 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
 
 
 def limit_note(rows: Sequence[Row]) -> str:
-    """Which rows were not measured on whole tasks; empty where all were."""
+    """Name the rows that were not measured on whole tasks; empty where all were."""
     models: dict[int, list[str]] = {}
     for row in rows:
         if row.limit:
@@ -204,7 +204,7 @@ def _shown_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def write_csv(path: Path, ours: Sequence[Row], theirs: Sequence[Row]) -> None:
     """All digits; `source` says whose a row is."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         writer = csv.writer(file)
         errors = [f"{column}_stderr" for column in COLUMNS]
         writer.writerow(["model", "source", "limit", *COLUMNS, *errors])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_json, write_text
+from cat_lm.io.files import atomic_write, write_json, write_text
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import read_bytes
 
@@ -57,7 +57,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     table2.write_csv(out / "table2.csv", ours, theirs)
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
-    with replacing(out / "summary.csv") as file:
+    with atomic_write(out / "summary.csv") as file:
         # Of another architecture some columns are others.
         columns = dict.fromkeys(column for row in summary for column in row)
         writer = csv.DictWriter(file, list(columns))

@@ -84,7 +84,7 @@ def _typed(study: Study, job: Job) -> list[str]:
 def _model(
     model: str, jobs: Sequence[Job], runs: dict[Job, Run], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a model is, and what its trainings were like."""
+    """Describe a model and its trainings."""
     own = [job for job in jobs if job.model == model]
     speeds = [runs[job].tokens_per_second for job in own if runs[job].tokens_per_second]
     seconds = [

@@ -202,7 +202,7 @@ def read_result(job: Job) -> dict[str, Any]:
 
 
 class _Result(Record):
-    """What is used of a finished job's record."""
+    """Hold what is used of a finished job's record."""
 
     diverged: bool
     seconds: float | None = None
@@ -216,14 +216,14 @@ def last_line(log: Path) -> str:
 
 
 def diverged(run: Path) -> bool:
-    """Whether training ended because its last steps were not finite."""
+    """Tell whether training ended because its last steps were not finite."""
     metrics = run / "metrics.jsonl"
     steps = [r for r in read_metrics(metrics) if "val_loss" not in r] if metrics.is_file() else []
     return bool(steps) and bool(steps[-1].get("skipped"))
 
 
 def steps_done(job: Job) -> int:
-    """How far a run has come, read from the end of its metrics."""
+    """Read how far a run has come from the end of its metrics."""
     try:
         with open(job.folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

@@ -78,7 +78,7 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
 
 
 def _edge(means: list[float]) -> float:
-    """Where the picture of losses ends, so that one bad model does not hide the others' order."""
+    """End the picture of losses where one bad model does not hide the others' order."""
     if len(means) < 4:
         return float("inf")
     ordered = sorted(means)

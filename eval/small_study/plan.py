@@ -1,4 +1,4 @@
-"""What the small study runs: nine models, three seeds, two sizes."""
+"""Plan the small study: nine models, three seeds, two sizes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Study:
         return CONFIGS / f"{model}.yaml"
 
     def overrides(self, job: Job) -> list[str]:
-        """What the study sets on top of the model's file."""
+        """Set the study's values on top of the model's file."""
         budget = []
         if self.tokens is not None:
             # The warm-up keeps its share of the run.
@@ -119,7 +119,7 @@ class Study:
         return [int(factor * trained) for factor in FACTORS]
 
     def settings(self, fingerprint: str) -> dict[str, Any]:
-        """What decides the numbers; one folder holds runs of one such setting only.
+        """Gather what decides the numbers; one folder holds runs of one such setting only.
 
         Args:
             fingerprint: of the prepared data.

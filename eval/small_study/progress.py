@@ -1,4 +1,4 @@
-"""How long the study will take: measured before, and told while it runs."""
+"""Tell how long the study will take: measured before it runs, corrected meanwhile."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
 
 
 def _kind(config: RunConfig) -> tuple[str, str]:
-    """What sets the speed of models of one size apart."""
+    """Name what sets the speed of models of one size apart."""
     return config.model.architecture, config.architecture.variant(config.model)
 
 

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from cat_lm.io.files import replacing, write_text
+from cat_lm.io.files import atomic_write, write_text
 from eval.common.style import short_count
 from eval.common.text_table import markdown_table
 
@@ -22,7 +22,7 @@ WORDS = {
 def write_tables(summary: dict[str, Any], out: Path) -> None:
     """Writes small_study.md and small_study.csv into `out`."""
     write_text(out / "small_study.md", markdown(summary))
-    with replacing(out / "small_study.csv") as file:
+    with atomic_write(out / "small_study.csv") as file:
         columns = ["model", "method", "length", "seeds"]
         values = ("loss", "perplexity", "bits_per_byte")
         columns += [f"{value}_{part}" for value in values for part in ("mean", "sd")]
@@ -126,7 +126,7 @@ def _scaled_table(summary: dict[str, Any]) -> str:
 
 
 def _findings(summary: dict[str, Any]) -> str:
-    """What the rule says, in words, at the training length and at the longest."""
+    """Say in words what the rule finds at the training length and at the longest."""
     lines = []
     for length in dict.fromkeys(
         (summary["training_length"], max((c["length"] for c in summary["cells"]), default=0))

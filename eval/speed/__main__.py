@@ -197,11 +197,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    from eval.recall.mixers import mixer_names
+    from cat_lm import mixers
     from eval.recall.ranges import RANGES
 
     parser.add_argument("--task", default="mqar", help="of eval.recall (default: mqar)")
-    known = tuple(mixer_names())
+    known = tuple(mixers.names())
     parser.add_argument(
         "--mixers",
         type=names(known),

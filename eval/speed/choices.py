@@ -1,4 +1,4 @@
-"""What the command offers, by name. Imports nothing heavy, so that `--help` is quick."""
+"""Name what the command offers. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _sm_clock(device: torch.device) -> int | None:
 
 
 def copy_bandwidth(device: torch.device, sizes: list[int], repeats: int) -> dict[int, float]:
-    """How fast tensors are copied here: bytes of a tensor to bytes a second, read and written.
+    """Time copies of tensors: bytes of a tensor to bytes a second, read and written.
 
     Measured for the sizes given and one larger than any cache. A tensor's own size is the fair
     ceiling where a cache holds it, the large one's where that is faster.

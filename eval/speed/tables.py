@@ -8,7 +8,7 @@ from eval.common.text_table import aligned
 
 
 def data_table(record: dict[str, Any]) -> str:
-    """What `eval.speed.data` measured, and its targets: met or not."""
+    """Show what `eval.speed data` measured, and its targets: met or not."""
     from eval.speed.data.tables import data_lines
 
     return "\n".join([_where(record), *data_lines(record)])

@@ -1,4 +1,4 @@
-"""How long a function takes: warmed up, repeated in turn with its rivals, summed up as quartiles.
+"""Time a function: warmed up, repeated in turn with its rivals, summed up as quartiles.
 
 On a GPU the clock is a pair of events in the stream. The call is replayed from a CUDA graph where
 it can be captured, so that Python's launch overhead, which a model hides behind other work, is not
@@ -51,7 +51,7 @@ class Timing:
 
 
 def times_as_fast(timing: Timing, rival: Timing) -> float:
-    """How many times as fast as its rival something is: the median over the rounds.
+    """Compare a timing with its rival's: how many times as fast, the median over the rounds.
 
     Both stood in every round, so that a slow round slows both sides of its ratio.
     """

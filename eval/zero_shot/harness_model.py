@@ -188,7 +188,7 @@ class Scorer(HFLM):
         return super()._model_call(inps, *args, **kwargs)
 
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]] | None:
-        """What the ranks have of each task, in the order of the rows: rank r has every w-th row.
+        """Gather what the ranks have of each task in the order of the rows: rank r has every w-th.
 
         The harness joins the ranks' lists end to end, and its bootstrapped errors and sums depend
         on the order.

@@ -13,7 +13,7 @@ from lm_eval.utils import handle_non_serializable
 from pydantic import Field
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import replacing, write_json
+from cat_lm.io.files import atomic_write, write_json
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
 from eval.common.cell_store import CellStore, key_hash
@@ -101,7 +101,7 @@ def left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) 
 
 
 def counted(values: Mapping[str, Any]) -> str:
-    """What was scored of a task and what was left out, in words."""
+    """Say what was scored of a task and what was left out."""
     parts = [f"{values['n']} of {values['rows']} rows scored"]
     # Absent in results of earlier versions.
     for reason, rows in values.get("left_out", {}).items():
@@ -170,7 +170,7 @@ def _read(path: Path) -> Any:
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
     write_json(out / RESULT, result)
-    with replacing(out / TABLE) as file:
+    with atomic_write(out / TABLE) as file:
         writer = csv.writer(file)
         writer.writerow(("task", "metric", "value", "stderr", "n", "version"))
         for name, task in result["tasks"].items():
@@ -183,7 +183,7 @@ def write_result(out: Path, result: Mapping[str, Any]) -> None:
 
 
 def write_samples(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         for sample in sorted(samples, key=lambda row: (row["filter"], row["doc_id"])):
             line = json.dumps(sample, default=handle_non_serializable, ensure_ascii=False)
             file.write(line + "\n")

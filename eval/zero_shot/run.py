@@ -70,7 +70,7 @@ PACKAGES = ("lm_eval", "datasets", "accelerate", "tokenizers")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is asked for besides the model and the tasks; defaults as in the command."""
+    """Hold what a run is asked for besides the model and the tasks; defaults as in the command."""
 
     data_dir: Path | None = None
     limit: int | None = None
@@ -229,7 +229,7 @@ def _compute(
 
 @contextlib.contextmanager
 def _named(name: str, scorer: Scorer) -> Iterator[None]:
-    """What makes a task impossible becomes a UserError with its name."""
+    """Turn what makes a task impossible into a UserError with its name."""
     try:
         yield
     except UserError as error:

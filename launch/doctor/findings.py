@@ -1,4 +1,4 @@
-"""What a check of `launch.doctor` finds."""
+"""Findings of the checks of `launch.doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `launch.doctor` looks at on any machine. Each check yields findings of one topic."""
+"""Checks of `launch.doctor` on any machine. Each yields findings of one topic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def requirements(extra: str | None = None) -> dict[str, str]:
 
 
 def packages() -> Iterator[Finding]:
-    """What training needs, in setup.cfg's ranges."""
+    """Compare the packages that training needs with setup.cfg's ranges."""
     for name, supported in requirements().items():
         version = _installed(name)
         wanted = f"'{name}{supported}'"
@@ -163,7 +163,7 @@ def attention() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Whether training's DeepSpeed imports; what its extensions would miss."""
+    """Tell whether training's DeepSpeed imports; what its extensions would miss."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -258,7 +258,7 @@ def _failure_of(code: str, **environment: str) -> str | None:
 
 
 def _output_of(*arguments: str) -> str | None:
-    """What a program says; None where it is absent or fails."""
+    """Give a program's output; None where it is absent or fails."""
     try:
         result = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What `launch.doctor` looks at in a run's configuration on this machine."""
+"""Checks of `launch.doctor` on a run's configuration on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
-    """What training takes of this machine's device, one rank alone."""
+    """Compare the memory of one rank alone with this machine's device."""
     from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank
     from cat_lm.training.preflight.facts import free_memory
 
@@ -67,7 +67,7 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_convolutions(config: RunConfig) -> Iterator[Finding]:
-    """What computes the model's convolutions in the run's precision."""
+    """Name the backend of the model's convolutions in the run's precision."""
     from cat_lm.training.engine import convolution_backend
 
     config = config.with_precision(precision_here(config))
@@ -76,7 +76,7 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
-    """Whether the output folder can be made."""
+    """Tell whether the output folder can be made."""
     from cat_lm.training.checkpoint.folder import describe_asides
 
     folder, problem = Path(config.train.output_dir).absolute(), None
@@ -94,7 +94,7 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
-    """Whether two checkpoints have room; of a run that has some already, the next one."""
+    """Tell whether two checkpoints have room; of a run that has some already, the next one."""
     from cat_lm.training.checkpoint import complete_checkpoints
     from cat_lm.training.estimate import checkpoint_bytes
 

@@ -27,7 +27,7 @@ MOST_STARTED = 4096
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `--dry-run` names."""
+    """The machine that `--dry-run` names."""
 
     ranks: int
     gpus_per_node: int = 8
@@ -72,7 +72,7 @@ class SyntheticCorpus:
 
 
 def batch(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
-    """Whether nodes and global batch divide, and what a rank computes."""
+    """Tell whether nodes and global batch divide, and what a rank computes."""
     from cat_lm.training.preflight.rules import batch_advice
 
     ranks, per_node = asked.ranks, asked.gpus_per_node
@@ -123,7 +123,7 @@ def data(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
 
 
 def _samples(config: RunConfig, loader, ranks: int) -> Finding:
-    """Whether the ranks' samples, end to end, are the global batch, for any number of ranks."""
+    """Check that the ranks' samples, end to end, are the global batch for any number of ranks."""
     import numpy as np
 
     batch_size, last = config.train.global_batch_size, config.total_steps - 1

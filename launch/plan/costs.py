@@ -1,4 +1,4 @@
-"""What a run costs on a number of GPUs: the equations of `launch.plan`, and what they assume.
+"""Costs of a run on a number of GPUs: the equations of `launch.plan`, and what they assume.
 
 Each is written out in README.md, beside tables that these functions computed.
 """
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run needs on `gpus` GPUs. Times in seconds, sizes in bytes."""
+    """Costs of a run on `gpus` GPUs. Times in seconds, sizes in bytes."""
 
     gpus: int
     nodes: int

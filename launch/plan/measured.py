@@ -1,4 +1,4 @@
-"""How fast a GPU trained, from a record that `eval.speed train --json` wrote."""
+"""The speed of a GPU's training, from a record that `eval.speed train --json` wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Size(Record):
 
 
 class Case(Record):
-    """What was measured."""
+    """The settings of a measurement."""
 
     size: Size
     batch_size: Positive
@@ -41,7 +41,7 @@ class Case(Record):
 
 
 class Row(Record):
-    """What one model reached."""
+    """The speed that one model reached."""
 
     model: str
     tokens_per_second: Rate

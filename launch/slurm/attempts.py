@@ -32,7 +32,7 @@ def lines(folder: RunFolder) -> list[str]:
 
 
 def without_progress(folder: RunFolder) -> int:
-    """How many attempts, the last ones in a row, began at the checkpoint that is still newest."""
+    """Count the last attempts in a row that began at the checkpoint that is still newest."""
     count, now = 0, newest_checkpoint(folder)
     for line in reversed(_lines(folder)):
         if not line.endswith(f" checkpoint={now}"):

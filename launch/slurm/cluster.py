@@ -95,7 +95,7 @@ def active_job(folder: RunFolder) -> JobState | None:
 
 
 def job_state(job_id: str) -> JobState | None:
-    """What SLURM remembers of a job, also one that has ended; None: nothing any more."""
+    """Ask SLURM for a job's record, also of one that has ended; None where it has none."""
     shown = _run("scontrol", "show", "job", job_id)
     if shown.returncode == 0:
         values = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))

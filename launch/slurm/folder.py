@@ -1,4 +1,4 @@
-"""Where things lie in RUN/slurm/, and what is remembered there of a submitted run."""
+"""The files in RUN/slurm/, and the record of a submitted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job asks of the cluster: the options of `submit`, checked and joined with the site's."""
+"""Options of a job: those of `submit`, checked and joined with the site's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to a cluster: a small YAML file, launch/site.example.yaml explains it."""
+"""A cluster's own settings: a small YAML file, launch/site.example.yaml explains it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import replaced_folder
+from cat_lm.io.folders import atomic_folder
 from cat_lm.io.own_files import read_listing, set_aside, write_listing
 from launch.slurm.folder import RunFolder
 
@@ -44,7 +44,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     _check_size(project, files)
     if folder.code.exists() and not read_listing(folder.code):
         set_aside(folder.code)  # of a version that made no list of what is in it
-    with replaced_folder(folder.code, read_listing) as copy:
+    with atomic_folder(folder.code, read_listing) as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)
@@ -132,7 +132,7 @@ def _git_files(project: Path) -> tuple[str, list[str]] | None:
 
 
 def _is_code(name: str) -> bool:
-    """Whether an untracked file belongs to a run: in one of the project's parts, and not hidden."""
+    """Tell whether an untracked file belongs to a run: it is in a part of ours, and not hidden."""
     return name.split("/")[0] in PARTS and not any(p.startswith(".") for p in name.split("/"))
 
 

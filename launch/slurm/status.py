@@ -100,7 +100,7 @@ def _job(folder: RunFolder, job_ids: list[str]) -> cluster.JobState | None:
 
 
 class _Step(Record):
-    """What `status` reads of a training step's record; those of a validation have no loss."""
+    """The keys that `status` reads of a step's record; validations have no loss."""
 
     step: int
     loss: FiniteFloat | None

@@ -1,9 +1,15 @@
-"""What every rank imports, imported once by the process that `run_on_ranks` forks ranks from."""
+"""What every rank and most commands import, imported once by the process that they are forked from.
+
+`tests/unit/test_preloaded.py` looks whether a training run still imports something heavy itself.
+"""
 
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (torch's compiler, which it imports)
+
+from cat_lm import architectures, export  # noqa: F401
 from cat_lm.training import (
     checkpoint,  # noqa: F401
     distributed,
@@ -12,3 +18,5 @@ from cat_lm.training import (
 )
 
 distributed.import_deepspeed()
+for name in architectures.names():
+    architectures.get(name).classes()

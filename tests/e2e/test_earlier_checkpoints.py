@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -13,9 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.checkpoints import seal_as_before
+from tests.commands import python
 from tests.runs import losses, run_values, write_config
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def as_version_01_wrote_it(file: Path) -> None:
@@ -35,8 +32,7 @@ def as_version_01_wrote_it(file: Path) -> None:
 def train(data: Path, folder: Path, **train: object) -> Path:
     folder.mkdir(exist_ok=True)
     values = run_values(data, folder / "run", zero_stage=1, resume="auto", **train)
-    command = [sys.executable, "train.py", str(write_config(folder, values))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python("train.py", write_config(folder, values))
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +12,14 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.export_record import PROGRAM, describe_files
+from tests.commands import python
 from tests.runs import records, run_values, write_config
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def run(*command: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = python(*command)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

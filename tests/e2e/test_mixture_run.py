@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_train_command import finish, start
+from tests.commands import python
 from tests.prepared_data import EOD, random_documents, write_prepared
 from tests.runs import losses, run_values, write_config
 from tests.web_server import served
@@ -38,9 +37,12 @@ def test_a_run_resumes_exactly_in_the_middle_of_a_mixture_epoch(tmp_path, folder
         values["optimizer"]["schedule"] = "constant"  # or it would end sooner in shorter runs
         return values
 
-    output = finish(
-        start(sys.executable, "train.py", write_config(tmp_path, values("straight", folders)))
-    )
+    def train(values: dict) -> str:
+        done = python("train.py", write_config(tmp_path, values))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    output = train(values("straight", folders))
     for i, share in enumerate(("60.00%", "30.00%", "10.00%")):
         assert re.search(rf"c{i}: {share} of the windows, \d+ in the run", output), output
     with served(tmp_path) as (_, url):
@@ -51,7 +53,7 @@ def test_a_run_resumes_exactly_in_the_middle_of_a_mixture_epoch(tmp_path, folder
             run = values("resumed", data, max_steps=max_steps, resume="auto")
             run["data"]["cache_dir"] = str(tmp_path / "cache")
             run["checkpoint"] = {"every_steps": 100}
-            output = finish(start(sys.executable, "train.py", write_config(tmp_path, run)))
+            output = train(run)
     straight, resumed = (
         [record for record in losses(tmp_path / name) if len(record) == 3]  # without validations
         for name in ("straight", "resumed")

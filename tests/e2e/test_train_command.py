@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from tests.commands import python
 from tests.runs import losses, records, run_values, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +162,9 @@ def test_starts_without_a_compiler(tiny_corpus, tmp_path):
 )
 def test_wrong_input_is_one_line_and_exit_code_2(tiny_corpus, tmp_path, overrides, part):
     config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run"))
-    output = finish(start(sys.executable, "train.py", config, *overrides), code=2)
+    done = python("train.py", config, *overrides)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2
     assert output.startswith("error: ") and part in output, output
     assert len(output.splitlines()) == 1, output
 

@@ -1,4 +1,4 @@
-"""The README's section on a cluster, word by word, on the cluster of two nodes."""
+"""The section on a cluster of launch/README.md, word by word, on the cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cat_lm.training.checkpoint import complete_checkpoints
+from tests.conftest import REPOSITORY
 from tests.readme import blocks, user_checkout
 from tests.runs import records
 from tests.slurm.cluster import Cluster
@@ -39,7 +40,9 @@ def test_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
         return done.stdout
 
     user(next(line for line in blocks("bash")[1].splitlines() if "data_prep.prepare" in line))
-    submit, status, cancel, resume = "".join(blocks("bash-slurm")).splitlines()
+    submit, status, cancel, resume = "".join(
+        blocks("bash-slurm", REPOSITORY / "launch/README.md")
+    ).splitlines()
     assert "submitted job" in user(submit)
     first = job.id
     assert first in user(status)

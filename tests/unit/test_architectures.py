@@ -22,10 +22,11 @@ from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
 from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.unit.tiny_models import cat_model, each_model, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
+BUILT_IN = architectures._BUILT_IN
 ROPE_NEVER = {"position_embedding": "none"}
 
 
@@ -41,12 +42,14 @@ def error_of(*overrides) -> str:
 
 # Nobody else knows a family by name
 
-FAMILY = re.compile(r"gpt_?neox|cat_?neox|pythia_?config|Cat(Config|ForCausalLM|Model)\b", re.I)
+FAMILY = re.compile(
+    r"gpt_?neox|cat_?neox|cat_?llama|Llama(Config|ForC|Model)|^llama$|Cat(Config|ForC|Model)", re.I
+)
 # Of a projection or an embedding of one family.
 FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")
 ELSEWHERE = {
     "cat_lm/__init__.py": "the names that people import",
-    "eval/speed/qkv.py": "transformers' own rotation, to compare with",
+    "eval/speed/conv/qkv.py": "transformers' own rotation, to compare with",
 }
 
 
@@ -150,10 +153,10 @@ def test_a_section_goes_through_the_models_configuration_and_back(shape):
     assert [say(back) for say in described] == [say(expected) for say in described]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_model()
 @pytest.mark.parametrize("length", [1, 7])
-def test_decoding_state_takes_the_bytes_that_are_said(shape, length):
-    model = cat_model(**shape)
+def test_decoding_state_takes_the_bytes_that_are_said(variant, length):
+    model = cat_model(conv_window=5, **variant)
     architecture = architectures.of_config(model.config)
     # A first pass keeps what it was given; the state is whole after as many tokens as a window has.
     total = model.config.conv_window + length
@@ -161,8 +164,8 @@ def test_decoding_state_takes_the_bytes_that_are_said(shape, length):
         cache = model(random_ids(1, total), use_cache=True).past_key_values
     held = 0
     for layer in cache.layers:
-        inputs = getattr(layer, "conv_inputs", None)
-        held += sum(t.numel() * 4 for t in (layer.keys, layer.values, inputs) if t is not None)
+        inputs = getattr(layer, "inputs", {}).values()
+        held += sum(tensor.numel() * 4 for tensor in (layer.keys, layer.values, *inputs))
     assert architecture.state_bytes(architecture.section(model.config), total, 4) == held
 
 
@@ -278,14 +281,17 @@ def test_the_section_is_the_architectures(toy, run, tmp_path):
 
 def test_keys_of_another_architecture_are_unknown(toy, run):
     with pytest.raises(UserError) as raised:
-        load_config(run, ["model.conv_type=head"])
-    assert "model.conv_type: unknown key (it is one of model.architecture=gpt_neox)" in str(
+        load_config(run, ["model.rotary_pct=1"])
+    assert "model.rotary_pct: unknown key (it is one of model.architecture=gpt_neox)" in str(
         raised.value
     )
     assert "the nearest known one is model." in str(raised.value)
     message = error_of("model.toys=3")
     assert "model.toys: unknown key (it is one of model.architecture=toy); the nearest" in message
-    # The architecture counts wherever it stands among the overrides.
+    # The architecture counts wherever it stands among the overrides, also for what is text.
+    run.write_text(run.read_text().replace("architecture: toy", "architecture: gpt_neox"))
+    config = load_config(run, ["model.toy_box=a #1: b", "model.architecture=toy"])
+    assert config.model.toy_box == "a #1: b"
     message = error_of("model.toys=3", "model.architecture=toy")
     assert "model.toys: " not in message and "model.conv_type: unknown key" in message
 
@@ -302,7 +308,7 @@ def test_what_cannot_be_registered(toy):
         architectures.register(kind(library_type="gpt_neox"))
     with pytest.raises(ValueError, match=r"'other': its Section's key architecture has .*'toy'"):
         architectures.register(kind())
-    assert architectures.names() == ("gpt_neox", "toy")
+    assert architectures.names() == (*BUILT_IN, "toy")
 
 
 def test_a_subclass_with_another_name_is_whole(monkeypatch):
@@ -405,7 +411,7 @@ import sys
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.ops.convolution import kinds
-assert architectures.names() == ("gpt_neox", "toy_neox"), architectures.names()
+assert architectures.names() == {(*BUILT_IN, "toy_neox")!r}, architectures.names()
 assert "toy_shared" in kinds.names() and "torch" not in sys.modules
 given = ["model.conv_type=toy_shared", "model.architecture=toy_neox"]
 config = load_config({str(QUICKSTART)!r}, given)
@@ -470,4 +476,4 @@ def test_a_broken_plugin_stays_broken(monkeypatch):
             ask()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [a.name for a in architectures.built_in()] == ["gpt_neox"]
+        assert [a.name for a in architectures.built_in()] == list(BUILT_IN)

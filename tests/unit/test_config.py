@@ -221,7 +221,7 @@ def test_changed_values():
 
 
 def test_paper_rows_follow_the_recipe():
-    assert len(ROWS) == 5
+    assert len(ROWS) == 7
     for row in ROWS:
         config = load_config(row)
         assert config.tokens_per_step == 524_288
@@ -231,15 +231,16 @@ def test_paper_rows_follow_the_recipe():
         assert config.optimizer.weight_decay == 0.01 and config.optimizer.grad_clip == 1.0
         assert config.model.vocab_size == 32_000 and config.data.context_length == 2048
         assert row.stem in config.train.output_dir
-    kinds = {
-        (load_config(r).model.conv_type, load_config(r).model.position_embedding) for r in ROWS
-    }
+    models = [load_config(row).model for row in ROWS]
+    kinds = {(model.architecture, model.conv_type, model.position_embedding) for model in models}
     assert kinds == {
-        ("none", "rope"),
-        ("head", "rope"),
-        ("head", "none"),
-        ("multihead", "rope"),
-        ("multihead", "none"),
+        ("gpt_neox", "none", "rope"),
+        ("gpt_neox", "head", "rope"),
+        ("gpt_neox", "head", "none"),
+        ("gpt_neox", "multihead", "rope"),
+        ("gpt_neox", "multihead", "none"),
+        ("llama", "none", "rope"),
+        ("llama", "head", "rope"),
     }
 
 

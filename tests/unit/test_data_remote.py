@@ -52,7 +52,7 @@ def waited_for(condition, seconds=300):
 
 
 def all_here(corpus):
-    return waited_for(lambda: all(shard.is_here() for shard in corpus.shards))
+    return waited_for(lambda: all(shard.is_cached() for shard in corpus.shards))
 
 
 def batches(corpus, steps=6, **more):
@@ -68,10 +68,10 @@ def test_what_is_an_address():
 def test_the_same_batches_while_copying_and_after(local, memory, tmp_path, monkeypatch):
     expected = batches(open_corpus(local, "train"))
     with monkeypatch.context() as patch:  # nothing is copied: all by range
-        patch.setattr(remote_module.Copying, "_run", lambda self: None)
+        patch.setattr(remote_module.ShardDownloader, "_run", lambda self: None)
         corpus = open_corpus(memory, "train", tmp_path / "cache")
         assert (batches(corpus) == expected).all()
-        assert not any(shard.is_here() for shard in corpus.shards)
+        assert not any(shard.is_cached() for shard in corpus.shards)
         assert f"0 of {len(corpus.shards)} shards are in" in corpus.describe()[-1]
     corpus = open_corpus(memory, "train", tmp_path / "cache")
     assert (batches(corpus) == expected).all()
@@ -144,7 +144,7 @@ def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
     message = rf"memory://data/train-00002\{suffix}: its SHA-256 is not the manifest's"
     with pytest.raises(UserError, match=message):
         loader.batch(0)  # begins to copy; whether it sees the error already depends on who is first
-        assert waited_for(lambda: corpus._copying._error is not None)
+        assert waited_for(lambda: corpus._downloader._error is not None)
         loader.batch(1)
     assert not (corpus.folder / f"train-00002{suffix}").exists()
     with pytest.raises(UserError, match=message):
@@ -160,7 +160,7 @@ def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
     for bad in (good[:-2], good[:-2] + b"\1\1", b""):
         path.write_bytes(bad)
         again = open_corpus(memory, "train", tmp_path)
-        assert not again.shards[1].is_here() and again.shards[0].is_here()
+        assert not again.shards[1].is_cached() and again.shards[0].is_cached()
         assert (batches(again) == expected).all()
         assert all_here(again) and path.read_bytes() == good
 
@@ -169,7 +169,7 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
     corpus = open_corpus(memory, "train", tmp_path)
     (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
-    assert not corpus.shards[0].is_here() and not corpus.shards[1].is_here()
+    assert not corpus.shards[0].is_cached() and not corpus.shards[1].is_cached()
     batches(corpus)
     assert all_here(corpus)
     assert not list(corpus.folder.glob(".*.tmp"))
@@ -179,7 +179,7 @@ def test_processes_share_the_copies(local, tmp_path):
     code = "import sys, time; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train', sys.argv[2])\n"
     code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
-    code += "while not all(s.is_here() for s in c.shards): time.sleep(0.01)"
+    code += "while not all(s.is_cached() for s in c.shards): time.sleep(0.01)"
     with served(local) as (server, url):
         command = [sys.executable, "-c", code, url, str(tmp_path / "cache")]
         started = [
@@ -303,7 +303,9 @@ def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path, monkeypat
     manifest = json.loads((local / "manifest.json").read_text())
     manifest["tokenizer"]["vocab_size"] = 300
     fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
-    monkeypatch.setattr(remote_module.Copying, "_run", lambda self: None)  # who copies is decided
+    monkeypatch.setattr(
+        remote_module.ShardDownloader, "_run", lambda self: None
+    )  # who copies is decided
     corpus = open_corpus(memory, "train", tmp_path)
     if here:
         for shard in corpus.shards:

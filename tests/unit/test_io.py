@@ -15,7 +15,7 @@ from cat_lm import cli
 from cat_lm.errors import UserError
 from cat_lm.io import own_files, readers
 from cat_lm.io.checksums import checksums
-from cat_lm.io.folders import check_output, replaced_folder
+from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.limits import Range
 
 
@@ -257,7 +257,7 @@ def listing(folder):
 
 
 def write(out, **files):
-    with replaced_folder(out, listing) as folder:
+    with atomic_folder(out, listing) as folder:
         for name, text in files.items():
             (folder / name).write_text(text)
         (folder / "record").write_text(" ".join(files))

@@ -137,7 +137,7 @@ def test_flash_attention_that_is_not_installed_is_an_error():
 def test_flash_attention_cannot_mix_maps():
     model = cat_model(**VARIANTS["maps"])
     model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(ValueError, match="cannot mix attention maps"):
+    with pytest.raises(ValueError, match="flash_attention_2: cannot compute mixed attention maps"):
         model(random_ids(1, 5))
 
 

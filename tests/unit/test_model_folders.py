@@ -454,10 +454,7 @@ class TestSettings:
             ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
             ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
             ({"conv_type": "none"}, r"missing keys .*query_key_value\.bias"),
-            (
-                {"num_hidden_layers": 1000},
-                "missing keys gpt_neox.layers.999.attention",
-            ),
+            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.attention"),
             ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
         ],
     )

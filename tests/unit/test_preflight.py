@@ -140,30 +140,10 @@ def test_ranks_of_a_host_share_its_memory():
 
 def test_every_rank_builds_the_model_on_its_host():
     """Also where a GPU or ZeRO-3 holds only a part of it."""
-    need = 4 * config().model.num_parameters(257)
+    need = 4 * config().num_parameters(257)
     assert problems(sound(4, 4, host_memory=4 * need), zero_stage=3) == []
     (line,) = problems(sound(4, 4, host_memory=4 * need - 1), zero_stage=3)
     assert line.startswith("all ranks: the model of ") and "are free there for each" in line
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        {"conv_type": "none"},
-        {"conv_type": "none", "tie_word_embeddings": True, "position_embedding": "none"},
-        {"conv_type": "head", "conv_streams": "v", "intermediate_size": 48},
-        {"conv_type": "multihead", "conv_streams": "qk", "num_attention_heads": 4},
-        {"conv_type": "multihead", "conv_mixing": "maps", "num_attention_heads": 4},
-        {"conv_type": "depthwise", "conv_activation": "silu"},
-        {"vocab_size": 300, "use_parallel_residual": False},
-    ],
-)
-def test_parameters_are_counted_without_the_model(model):
-    values = run_values("data", "run")
-    values["model"] |= model
-    asked = RunConfig.model_validate(values)
-    assert asked.model.num_parameters(257) == count_parameters(meta_model(asked, 257))
 
 
 def test_what_only_slows_is_a_warning():

@@ -11,15 +11,15 @@ import pytest
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
-from eval.recall.__main__ import FIGURES as NAMES
 from eval.recall.grids import figure as grid
-from eval.recall.grids.plan import FIGURES, NEGATIVE, SCALES, plan
+from eval.recall.grids.catalog import FIGURES
+from eval.recall.grids.plan import GRIDS, NEGATIVE, SCALES, plan
 from eval.recall.train import cells
 from eval.recall.train.execution import Execution
 
 
-def test_the_command_offers_the_figures_that_there_are():
-    assert tuple(NAMES) == tuple(FIGURES)
+def test_every_figure_has_a_grid_and_every_grid_a_figure():
+    assert {figure.grid for figure in FIGURES.values()} == set(GRIDS)
 
 
 @pytest.mark.parametrize("scale", SCALES)

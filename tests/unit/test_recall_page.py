@@ -8,7 +8,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eval.recall.grids import figure as grid
-from eval.recall.grids.plan import FIGURES, NEGATIVE, Run
+from eval.recall.grids.catalog import FIGURES
+from eval.recall.grids.plan import NEGATIVE, Run
 from eval.recall.show import page, pictures
 from eval.recall.train.trial import Cell
 

@@ -10,14 +10,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.model.long_context import effective_scaling, scaled_config
+from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.rope import CatRotaryEmbedding
-from cat_lm.model.rope_scaling import (
-    methods_for,
-    scaled_fields,
-    yarn_magnitude,
-    yarn_temperature,
-)
+from cat_lm.model.rope_scaling import yarn_magnitude, yarn_temperature
+from cat_lm.scaled_models import methods_for, scaled_config, scaled_fields
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
 
 TRAINED = 32
@@ -239,13 +235,14 @@ class TestFolders:
 
 class TestWhatExists:
     def test_methods_are_decided_by_the_configuration(self):
-        from transformers import LlamaConfig
+        from transformers import LlamaConfig, MambaConfig
 
         rope, nope = pythia_config(), pythia_config(position_embedding="none")
         assert methods_for(rope) == ("none", "pi", "pi+temperature", "yarn")
         assert methods_for(GPTNeoXConfig()) == methods_for(rope)
         assert methods_for(nope) == ("none", "temperature")
-        assert methods_for(LlamaConfig()) == ("none",)
+        assert methods_for(LlamaConfig()) == methods_for(rope)
+        assert methods_for(MambaConfig()) == ("none",)
         assert methods_for(pythia_config(attention_temperature=0.9)) == ("none",)
         linear = {"rope_type": "linear", "factor": 2.0}
         assert methods_for(pythia_config(rope_parameters=linear)) == ("none",)

@@ -215,9 +215,9 @@ def test_refusals(pythia, tmp_path):
     with pytest.raises(UserError, match="conv_mixing=maps: needs"):
         upcycle(pythia, tmp_path / "out", Convolution(mixing="maps"))
     other = Path(shutil.copytree(pythia, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"model_type": "llama"}
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "mamba"}
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="model_type is 'llama'"):
+    with pytest.raises(UserError, match="model_type is 'mamba'"):
         upcycle(other, tmp_path / "out", Convolution())
     assert not (tmp_path / "out").exists()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.base import Setting
-from cat_lm.mixers.modules.context import without_padding
+from cat_lm.mixers.modules.context import at_least_fp32, without_padding
 from cat_lm.mixers.modules.long_convolution import long_convolution
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class ShiftModel(nn.Module):
 
     def filters(self, time: int) -> Tensor:
         state = self.b.shape[1]
-        spectra = torch.fft.rfft(self.b, n=2 * state).conj() * torch.fft.rfft(self.c, n=2 * state)
+        b, c = (torch.fft.rfft(at_least_fp32(s), n=2 * state) for s in (self.b, self.c))
+        spectra = b.conj() * c
         taps = torch.fft.irfft(spectra, n=2 * state)[:, : min(state, time)]
         return F.pad(taps, (0, time - taps.shape[1])).T
 
@@ -56,10 +57,11 @@ class DiagonalModel(nn.Module):
 
     def discrete(self) -> tuple[Tensor, Tensor, Tensor]:
         """Ā, B̄ and C, complex [H, N/2]."""
-        dt = self.log_dt.exp()[:, None]
-        half_step = torch.complex(-self.log_decay.exp(), self.frequency) * dt / 2
+        dt = at_least_fp32(self.log_dt).exp()[:, None]
+        decay, frequency = at_least_fp32(self.log_decay).exp(), at_least_fp32(self.frequency)
+        half_step = torch.complex(-decay, frequency) * dt / 2
         below = 1 - half_step
-        b, c = (torch.complex(*s.unbind(dim=-1)) for s in (self.B, self.C))
+        b, c = (torch.complex(*at_least_fp32(s).unbind(dim=-1)) for s in (self.B, self.C))
         return (1 + half_step) / below, b * dt / below, c
 
     def filters(self, time: int) -> Tensor:

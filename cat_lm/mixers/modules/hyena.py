@@ -31,6 +31,20 @@ class Sine(nn.Module):
         return (self.frequency * x).sin()
 
 
+class FilterNetwork(nn.Module):
+    """Four linear layers with sines between them, whose frequencies the layers share."""
+
+    def __init__(self, features: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, hidden) for n in (features, hidden, hidden))
+        self.last, self.sine = nn.Linear(hidden, width, bias=False), Sine(hidden)
+
+    def forward(self, z: Tensor) -> Tensor:
+        for layer in self.layers:
+            z = self.sine(layer(z))
+        return self.last(z)
+
+
 class Hyena(nn.Module):
     """One Hyena layer."""
 
@@ -38,18 +52,12 @@ class Hyena(nn.Module):
 
     def __init__(self, options: hyena.Options, setting: Setting) -> None:
         super().__init__()
-        width, hidden, sine = setting.d_model, options.hidden, Sine(options.hidden)
+        width, hidden = setting.d_model, options.hidden
         self.options, bound = options, 1 / math.sqrt(options.window)
         self.in_proj = nn.Linear(width, 3 * width)
         self.short = nn.Parameter(torch.empty(1, 3 * width, options.window).uniform_(-bound, bound))
         self.short_bias = nn.Parameter(torch.empty(1, 3 * width).uniform_(-bound, bound))
-        self.network = nn.Sequential(
-            *(nn.Linear(options.features, hidden), sine),
-            *(nn.Linear(hidden, hidden), sine, nn.Linear(hidden, hidden), sine),
-            nn.Linear(hidden, width, bias=False),
-        )
-        rates = torch.linspace(-math.log(FLOOR) / SLOW, -math.log(FLOOR) / FAST, width)
-        self.register_buffer("rates", rates, persistent=False)
+        self.network = FilterNetwork(options.features, hidden, width)
         self.D = nn.Parameter(torch.randn(width))
         self.out_proj = nn.Linear(width, width)
 
@@ -64,10 +72,13 @@ class Hyena(nn.Module):
         return self.out_proj(after * (long_convolution(v, self.filters(x.shape[1])) + self.D * v))
 
     def filters(self, time: int) -> Tensor:
-        """h [T, C], lag 0 first."""
+        """Make h [T, C], lag 0 first, in fp32 at least."""
         length, bands = self.options.length, (self.options.features - 1) // 2
-        steps = torch.arange(time, device=self.rates.device)[:, None].to(self.rates.dtype)
-        frequencies = torch.linspace(1e-4, bands - 1, bands, device=steps.device, dtype=steps.dtype)
+        like = {"device": self.D.device, "dtype": torch.promote_types(self.D.dtype, torch.float32)}
+        steps = torch.arange(time, device=self.D.device)[:, None].to(like["dtype"])
+        frequencies = torch.linspace(1e-4, bands - 1, bands, **like)
         phases, fraction = 2 * math.pi / length * steps * frequencies, steps / (length - 1)
         features = torch.cat([fraction, phases.cos(), -phases.sin()], dim=-1)
-        return self.network(features) * (-fraction * self.rates).exp()
+        slow, fast = -math.log(FLOOR) / SLOW, -math.log(FLOOR) / FAST
+        rates = torch.linspace(slow, fast, len(self.D), **like)
+        return self.network(features.to(self.D.dtype)) * (-fraction * rates).exp()

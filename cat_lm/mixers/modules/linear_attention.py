@@ -12,6 +12,7 @@ from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State, without_padding
 from cat_lm.mixers.modules.projections import ConvolvedProjections
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.runtime.precision import without_autocast
 
 if TYPE_CHECKING:
     from cat_lm.mixers import lincat
@@ -36,10 +37,11 @@ def linear_attention(
     widest = torch.promote_types(q.dtype, torch.float32)
     if state is not None:
         return _from_state(q.to(widest), k.to(widest), v, eps, document_ids, state)
-    scores = torch.einsum("bthf,bshf->bhts", q.to(widest), k.to(widest)).tril()
-    if document_ids is not None:
-        scores = scores * (document_ids[:, :, None] == document_ids[:, None])[:, None]
-    y = torch.einsum("bhts,bshd->bthd", scores, v.to(widest))
+    with without_autocast(q):
+        scores = torch.einsum("bthf,bshf->bhts", q.to(widest), k.to(widest)).tril()
+        if document_ids is not None:
+            scores = scores * (document_ids[:, :, None] == document_ids[:, None])[:, None]
+        y = torch.einsum("bhts,bshd->bthd", scores, v.to(widest))
     return (y / (scores.sum(dim=-1).transpose(1, 2)[..., None] + eps)).to(v.dtype)
 
 

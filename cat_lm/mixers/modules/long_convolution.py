@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cat_lm.mixers.modules.context import at_least_fp32
+
 
 def long_convolution(x: Tensor, filters: Tensor) -> Tensor:
-    """y_t = Σ_{s≤t} f_{t−s} x_s along dimension 1.
+    """Compute y_t = Σ_{s≤t} f_{t−s} x_s along dimension 1, in fp32 at least.
 
     Args:
         x: [B, T, …].
@@ -15,5 +17,6 @@ def long_convolution(x: Tensor, filters: Tensor) -> Tensor:
     """
     time = x.shape[1]
     size = 2 * time  # no lag wraps around
-    product = torch.fft.rfft(x, n=size, dim=1) * torch.fft.rfft(filters, n=size, dim=0)
-    return torch.fft.irfft(product, n=size, dim=1)[:, :time]
+    spectrum = torch.fft.rfft(at_least_fp32(filters), n=size, dim=0)
+    product = torch.fft.rfft(at_least_fp32(x), n=size, dim=1) * spectrum
+    return torch.fft.irfft(product, n=size, dim=1)[:, :time].to(x.dtype)

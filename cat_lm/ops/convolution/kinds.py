@@ -118,12 +118,12 @@ def register(kind: Kind) -> None:
 
 def takes_activation(name: str) -> bool:
     """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
-    return name in names() and _KINDS[name].takes_activation
+    return _is_known(name) and _KINDS[name].takes_activation
 
 
 def mixes_heads(name: str) -> bool:
     """Tell whether convolutions of a kind, or of "none", mix heads."""
-    return name in names() and _KINDS[name].mixes_heads
+    return _is_known(name) and _KINDS[name].mixes_heads
 
 
 def names() -> tuple[str, ...]:
@@ -132,12 +132,17 @@ def names() -> tuple[str, ...]:
     return tuple(_KINDS)
 
 
+def _is_known(name: str) -> bool:
+    # Plugins are asked last: a model looks its kind up in its forward, which may be compiled.
+    return name in _KINDS or name in names()
+
+
 def get(name: str) -> Kind:
     """Look a kind up.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in names():
+    if not _is_known(name):
         raise ValueError(f"conv_type={name!r}: choose one of {', '.join(_KINDS)}")
     return _KINDS[name]

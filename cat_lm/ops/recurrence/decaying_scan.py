@@ -24,6 +24,7 @@ from torch import Tensor
 from cat_lm.ops.documents import check_document_ids, document_starts
 from cat_lm.ops.recurrence import decaying_scan_torch
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
+from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
 if INSTALLED:
@@ -124,7 +125,8 @@ def _forward(
     if not q.numel() or not v.numel():
         out, _, kept = _room(*inputs)
         return out.zero_(), initial.clone(), kept.zero_()
-    return _kernels(*inputs).forward(EVERY, *inputs)
+    with without_autocast(q):
+        return _kernels(*inputs).forward(EVERY, *inputs)
 
 
 @_forward.register_fake
@@ -151,7 +153,8 @@ def _backward(
     inputs = (q, k, v, rate, a)
     if not q.numel() or not v.numel():
         return *(s.new_zeros(s.shape) for s in inputs), grad_last.clone()
-    return _kernels(*inputs, grad, grad_last).backward(EVERY, kept, grad, grad_last, *inputs)
+    with without_autocast(q):
+        return _kernels(*inputs, grad, grad_last).backward(EVERY, kept, grad, grad_last, *inputs)
 
 
 @_backward.register_fake

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.documents import check_document_ids, document_runs
+from cat_lm.ops.runtime.precision import without_autocast
 
 CHUNK = 64
 
@@ -70,7 +71,8 @@ def delta_rule(
         check_document_ids(document_ids, *given[0].shape[:2])
     within, before = _decays(q, log_decay, document_ids if time else None)
     starts_empty = initial_state is None and q.shape[2] == 1  # no state is ever read
-    y, state = _solved(q, k, v, beta, within, before, state, starts_empty)
+    with without_autocast(q):
+        y, state = _solved(q, k, v, beta, within, before, state, starts_empty)
     y = y.flatten(2, 3)[:, :, :time].transpose(1, 2).to(given[2].dtype)
     return (y, state) if return_state else y
 

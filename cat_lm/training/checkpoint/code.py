@@ -1,4 +1,4 @@
-"""Which code wrote a checkpoint."""
+"""The version of the code that wrote a checkpoint."""
 
 from __future__ import annotations
 

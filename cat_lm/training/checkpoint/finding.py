@@ -1,4 +1,4 @@
-"""Which checkpoint to take: the newest one whose files are all as they were written."""
+"""The search for the newest checkpoint whose files are all as they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a run's checkpoints folder: our own leftovers go, everything else is set aside."""
+"""The care of a run's checkpoints folder: our own leftovers go, everything else is set aside."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def refuse_unreadable(path: Path, error: OSError) -> None:
 
 
 class StoredFile(Record):
-    """What the marker says of one file."""
+    """The marker's entry of one file."""
 
     bytes: Size
     checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, of the marker's algorithm
@@ -72,7 +72,7 @@ class EarlierMarker(Record):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a marker lists, of whatever version: the sizes in bytes, and the checksums or none.
+    """The list of a marker of any version: sizes in bytes, and the checksums or none.
 
     Attributes:
         finite: whether weights and moments were found finite before they were hashed.
@@ -122,14 +122,14 @@ def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
 
 
 class DataState(Record):
-    """What a run was trained on."""
+    """The data that a run was trained on."""
 
     fingerprint: str
     path: str | None = None  # none of a mixture
 
 
 class CodeVersion(Record):
-    """What wrote a checkpoint: cat_lm's version, and its git commit (`+`: with changes)."""
+    """The writer of a checkpoint: cat_lm's version, and its git commit (`+`: with changes)."""
 
     cat_lm: str | None = None
     commit: str | None = None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, found out by all ranks together while the model is being built."""
+"""Verification of a checkpoint by all ranks together while the model is being built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank looks at before step 0, so that all that is wrong is known at once, per host.
+"""Checks of every rank before step 0, so that all that is wrong is known at once, per host.
 
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
 the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:

@@ -1,4 +1,4 @@
-"""How fast the ranks' collectives are."""
+"""The speed of the ranks' collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank sees of its host. No collectives, and nothing raises: a failure is a fact too."""
+"""The facts of one rank's host. No collectives, and nothing raises: a failure is a fact too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank sees.
+    """The facts that a rank gathers.
 
     Attributes:
         config: the run's configuration as this rank has it.

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What a node sees of `train.output_dir`.
+    """The facts of `train.output_dir` on a node.
 
     Attributes:
         problem: why it cannot be used from there, or None.
@@ -54,7 +54,7 @@ class Probe:
             self.file.unlink(missing_ok=True)
 
     def look(self, is_first: bool) -> FolderFacts:
-        """What this node sees; `is_first` on the node that wrote the file."""
+        """Look at the folder from this node; `is_first` on the node that wrote the file."""
         from cat_lm.training.checkpoint import complete_checkpoints
 
         problem = self._writing_problem()

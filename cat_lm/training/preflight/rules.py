@@ -1,4 +1,4 @@
-"""What is wrong with the facts of all ranks. A function of them alone, so that all ranks agree."""
+"""The judgement of the facts of all ranks. A function of them alone, so that all ranks agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PreflightReport:
         return f"preflight:{text}"
 
     def lines(self) -> list[str]:
-        """What the log should say."""
+        """Give the lines for the log."""
         warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
         return [f"preflight: {line}" for line in (*self.notes, *warnings)]
 
@@ -166,7 +166,7 @@ def _batch(verdict: PreflightReport, config: RunConfig) -> None:
 
 
 def batch_advice(config: RunConfig, world_size: int) -> str:
-    """What would divide: the largest micro-batch for these ranks, the nearest numbers of ranks."""
+    """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     ways = []
     if batch % world_size == 0:
@@ -280,7 +280,7 @@ def _building(verdict: PreflightReport, parameters: int) -> None:
 
 
 def _devices(verdict: PreflightReport, config: RunConfig) -> None:
-    """What runs, but only as fast as its slowest rank."""
+    """Note what runs, but only as fast as its slowest rank."""
     facts = verdict.facts
     kinds = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")

@@ -1,4 +1,4 @@
-"""Whether the shards are what their manifest says: each copy of them is read once, by all ranks."""
+"""Verification of the shards: each copy of them is read once, by all ranks together."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from cat_lm.labels import IGNORE_INDEX
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
-from eval.recall.grids.plan import FIGURES, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.catalog import FIGURES
+from eval.recall.grids.plan import NEGATIVE, SCALES, Run, plan
 from eval.recall.show import filter_plots, page, pictures
 from eval.recall.tasks import generate
 from eval.recall.train import cells
@@ -44,8 +45,8 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
     rows = [(run, cells.finished(out, run.cell)) for run in runs]
     record = {
         "figure": name,
-        "shows": FIGURES[name][0],
-        "number in the paper (AAAI / workshop / arXiv)": FIGURES[name][1],
+        "shows": FIGURES[name].shows,
+        "number in the paper (AAAI / workshop / arXiv)": FIGURES[name].number,
         "scale": scale_name,
         "positive_control": rows[-1][1]["best_accuracy"],
         "controls": controls(rows),
@@ -102,7 +103,7 @@ def fixed_points(run: Run, record: dict[str, Any]) -> dict[int, float]:
 
 
 def controls(rows: Rows) -> dict[str, Any]:
-    """Whether attention learned four keys, and models without mixing stayed at chance.
+    """Check that attention learned four keys, and models without mixing stayed at chance.
 
     At chance: at most five standard deviations of a guesser's accuracy above it.
     """

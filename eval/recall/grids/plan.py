@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
+from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
 # The paper's models, attention with RoPE beside its learned positions, and the negative control.
@@ -17,20 +18,10 @@ NEGATIVE = "none"
 # positions one layer cannot know the order of tokens that noise separates.
 COPYING = "cat:window={copies},position=learned"
 
-# name -> what it shows and its number in the three versions of the paper (000 AAAI, 001 workshop,
-# 003 arXiv), in that order.
-FIGURES = {
-    "accuracy": ("accuracy by length, baselines with two layers", "5 / 3 / 5"),
-    "length": ("accuracy at other lengths than the trained one", "6 / 4 / 6"),
-    "one-layer": ("accuracy by length, all with one layer", "– / 7, 8 / 8, 9"),
-    "one-layer-length": ("other lengths, all with one layer", "– / 9, 10 / 10, 11"),
-    "selective-copy": ("selective copying by length, one and two layers", "– / 11 / 7"),
-}
-
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the grids are.
+    """Fix how large the grids are.
 
     Attributes:
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
@@ -154,14 +145,8 @@ def plan(figure: str, scale: Scale) -> list[Run]:
     """
     if figure not in FIGURES:
         raise UserError(f"figure {figure!r}: choose one of {', '.join(FIGURES)}")
-    one_layer = figure.startswith("one-layer")
-    if figure == "selective-copy":
-        runs = list(_copying(scale))
-    elif figure.endswith("length"):
-        runs = list(_generalization(scale, one_layer))
-    else:
-        runs = list(_accuracy(scale, one_layer))
-    return [*runs, positive_control(scale)]
+    _, _, grid, one_layer, _ = FIGURES[figure]
+    return [*GRIDS[grid](scale, one_layer), positive_control(scale)]
 
 
 def positive_control(scale: Scale) -> Run:
@@ -211,16 +196,20 @@ def _generalization(scale: Scale, one_layer: bool) -> Iterator[Run]:
                     yield Run(row, f"d = {width}", mixer, cell, across_tests=True)
 
 
-def _copying(scale: Scale) -> Iterator[Run]:
+def _copying(scale: Scale, one_layer: bool) -> Iterator[Run]:
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
     models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
-    for layers in (1, 2):
+    for layers in (1,) if one_layer else (1, 2):
         for width in scale.widths:
             for mixer in models:
                 for length in scale.copy_lengths:
                     base = _base(scale, task, mixer, width, length, scale.examples, False)
                     for cell in _sweep(replace(base, layers=layers), scale.rates, scale.seeds):
                         yield Run(f"{layers} layer{'s'[: layers - 1]}", f"d = {width}", mixer, cell)
+
+
+# What a figure of the catalog may be made of.
+GRIDS = {"accuracy": _accuracy, "length": _generalization, "copying": _copying}
 
 
 def _tested(cell: Cell, scale: Scale) -> Cell:

@@ -1,4 +1,4 @@
-"""Which stream needs the convolution? Every subset of q, k and v, on recall and on text.
+"""Ablate the convolved streams: every subset of q, k and v, on recall and on text.
 
 Two claims stand against each other. Su's post "Why do linear attention models add short conv?" says
 that in linear attention the keys' convolution matters most, because it makes the pairs that a layer
@@ -50,7 +50,7 @@ RECALL, LANGUAGE = "MQAR", "text"
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the ablation is: recall with one layer, then text with `layers`."""
+    """Fix how large the ablation is: recall with one layer, then text with `layers`."""
 
     d_model: int
     vocab_size: int

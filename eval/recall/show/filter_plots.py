@@ -117,7 +117,7 @@ def heads(
 
 
 def verdict(head: dict[str, Any]) -> str:
-    """Whether the rule holds for a head of a task of recall; nothing for others."""
+    """Tell whether the rule holds for a head of a task of recall; nothing for others."""
     if "key_is_one_more" not in head:
         return ""
     return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]

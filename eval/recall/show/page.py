@@ -6,26 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eval.common.text_table import markdown_table
+from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import NEGATIVE
 from eval.recall.show.filter_plots import verdict
 
 SOLVED = 0.99  # from which a model counts as having solved a task; Zoology's runs stop there
 
-# What the paper says that each figure shows.
-CLAIMS = {
-    "accuracy": "One CAT layer solves multi-query recall of single keys (MQAR) and of bigrams "
-    "(MQNAR) at every length and width, where baselines with two layers do not.",
-    "length": "A CAT layer trained at one length keeps its accuracy at others, where the "
-    "baselines' falls.",
-    "one-layer": "With one layer each, the baselines recall far less than with two.",
-    "one-layer-length": "With one layer each, CAT alone keeps its accuracy at other lengths.",
-    "selective-copy": "With one layer, CAT and Mamba copy nearly all tokens in order; with two, "
-    "all models but LinCAT do.",
-}
-
 
 def warnings(record: dict[str, Any]) -> list[str]:
-    """What must be known before the numbers are compared: a sentence for each failed control."""
+    """Warn, before the numbers are compared, of each failed control in a sentence."""
     found, positive = [], record["controls"]["positive"]
     if not positive["passed"]:
         found.append(
@@ -58,7 +47,7 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         "## What this shows",
         "",
-        f"The paper: {CLAIMS[name]}",
+        f"The paper: {FIGURES[name].claim}",
         "",
         "Here, by the best of all runs, as the paper reports it:",
         "",

@@ -52,7 +52,7 @@ def draw(rows: Rows, points: Points, title: str) -> Figure:
 
 
 def _style(index: int, line: str) -> dict[str, Any]:
-    """How a line looks: by colour and marker, from the ninth on dashed and hollow too."""
+    """Style a line: by colour and marker, from the ninth on dashed and hollow too."""
     if line == NEGATIVE:
         return {"color": MUTED, "linestyle": ":", "marker": "x", "linewidth": 1.0}
     again = index >= len(COLOURS)

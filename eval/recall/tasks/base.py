@@ -1,4 +1,4 @@
-"""What every task shares: splits that cannot overlap, and draws without replacement for many rows.
+"""Share what tasks need: splits that cannot overlap, draws without replacement for many rows.
 
 Rows are pure functions of (task, seed, split). A row belongs to the split that one bit of a hash of
 its inputs names, and a row of the other split is drawn again: train and test rows are disjoint
@@ -42,7 +42,6 @@ class Task:
     """
 
     seq_len: int
-    free_running: ClassVar[bool] = False  # whether the labels are fed back when a model runs alone
     recalls: ClassVar[bool] = True  # whether an answer is the token after an earlier key
 
     @property
@@ -58,6 +57,15 @@ class Task:
     def at_length(self, seq_len: int) -> Task:
         """The same task at another length, its number of items scaled as the paper scales it."""
         raise NotImplementedError
+
+    def with_as_many_keys(self, seq_len: int) -> Task | None:
+        """The same task at another length with its number of keys; None for tasks without one."""
+        return None
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether a model is also tested with its own answers fed back in place of the labels."""
+        return False
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Draws inputs and labels [count, T]."""

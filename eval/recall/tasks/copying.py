@@ -44,7 +44,6 @@ class SelectiveCopying(Task):
     noises: int = 1
     unique: bool = True
     mode: str = "autoregressive"
-    free_running: ClassVar[bool] = True
     recalls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -80,6 +79,10 @@ class SelectiveCopying(Task):
             later = (self.copies - 1) / (self.signals - 1)
             return (1 / self.signals + later) / self.copies
         return 1 / self.signals
+
+    @property
+    def runs_free(self) -> bool:
+        return self.mode == "autoregressive"
 
     def at_length(self, seq_len: int) -> SelectiveCopying:
         """More noise, as many tokens to copy."""

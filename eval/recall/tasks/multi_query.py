@@ -115,6 +115,9 @@ class MultiQueryRecall(Task):
     def chance(self) -> float:
         return 1 / (self.vocab_size - self.vocab_size // 2)
 
+    def with_as_many_keys(self, seq_len: int) -> MultiQueryRecall:
+        return dataclasses.replace(self, seq_len=seq_len, keys=self.num_keys)
+
     def at_length(self, seq_len: int) -> MultiQueryRecall:
         """k in proportion: as many as fit, or the same share of that."""
         if self.keys is None:

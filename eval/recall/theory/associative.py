@@ -148,7 +148,7 @@ def theorem_1(rows: int, seeds: int = 3, lengths: tuple[int, ...] = (16, 64, 256
 
 
 def value_delay_is_not_causal(rows: int) -> Claim:
-    """How the output at a query that is not the last token depends on the token after it."""
+    """Show that the output at a query before the last token depends on the token after it."""
     construction = Construction.draw(1, 0)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (rows, 32), generator=generator)

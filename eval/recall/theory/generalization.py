@@ -65,7 +65,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training left, and how it fares at other lengths.
+    """Hold what training left, and how it fares at other lengths.
 
     Attributes:
         delta: Δ = √(1 − max cosine²) of the embeddings.

@@ -55,7 +55,7 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
 
 
 class _Cell(Record):
-    """What every cell's record has."""
+    """Hold what every cell's record has."""
 
     cell: dict[str, Any]
     filters: list[dict[str, Any]]
@@ -84,7 +84,7 @@ class StaleCell(UserError):
 
 
 def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
-    """What differs from today's meaning, as `the mixer's window was 7, is 3`."""
+    """Name what differs from today's meaning, as `the mixer's window was 7, is 3`."""
     now, then = (
         {
             "task": values.get("task", {}),

@@ -1,4 +1,4 @@
-"""How long cells take, before they run: their steps are timed, and multiplied.
+"""Estimate how long cells take before they run: their steps are timed, and multiplied.
 
 On a GPU whole steps are timed, after others that warm it up. On a CPU, where a step of hundreds of
 rows would take long to time, steps of few rows are, and what all rows cost follows: a step costs a
@@ -109,7 +109,7 @@ def _line(seconds: dict[int, float], few: int, many: int, rows: int) -> tuple[fl
 
 
 def _steps(cell: Cell, size: int, device: str) -> Callable[[int], object]:
-    """What makes a step of so many rows."""
+    """Build the call that makes a step of so many rows."""
     if size == 1:
         alone = Trial(cell, device)
         return lambda rows: trial.train_step(alone, slice(0, rows))

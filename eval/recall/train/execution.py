@@ -35,7 +35,7 @@ _SHARE = 0.8  # of a GPU's free memory that stacks may take
 
 @dataclass(frozen=True)
 class Execution:
-    """How cells are run.
+    """Fix how cells are run.
 
     Attributes:
         device: of torch.
@@ -119,8 +119,11 @@ def _fitting(cell: Cell, execution: Execution) -> int:
 
 
 def bytes_of(cell: Cell) -> int:
-    """What training a model takes at most, roughly: logits three times, 100 numbers a channel and
-    8 a pair of positions for each layer, parameters with their gradients and moments, the rows."""
+    """Estimate the bytes that training a model takes at most.
+
+    Logits three times, 100 numbers a channel and 8 a pair of positions for each layer, parameters
+    with their gradients and moments, the rows.
+    """
     task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
     scored = int((generate(task, 1, seed=0, split="train").labels != IGNORE_INDEX).sum())
     width, length = cell.d_model, cell.seq_len

@@ -1,4 +1,4 @@
-"""How right a model's answers are: one model's, or those of a stack of models at once.
+"""Measure how right answers are: one model's, or those of a stack of models at once.
 
 Accuracy is the mean over rows of the mean over a row's scored positions. What answers is called
 with tokens […, B, T] and positions […, B, n], and gives logits […, B·n, vocabulary]; the dimensions

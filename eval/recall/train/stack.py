@@ -45,7 +45,7 @@ class Stack:
         first = self.models[0]
 
         def one(parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-            # Layers may share a module (Hyena's sines), which is then found under two names. It is
+            # Layers may share a module, which is then found under two names. It is
             # to be exchanged once: after a second time torch leaves it without its parameters.
             return functional_call(
                 first, (parameters, buffers), (tokens, positions), tie_weights=False
@@ -147,7 +147,7 @@ def _finish(
     """Tests trained models together; the record of each."""
     started, stack = time.monotonic(), Stack([trial.model for trial in trials])
     found = {test: _measured(stack, trials, test) for test in trials[0].examples}
-    if trials[0].runs_free:
+    if trials[0].task.runs_free:
         examples = [trial.examples["trained length"] for trial in trials]
         alone = free_running_stack(stack, examples, device)
         found["trained length"] = [

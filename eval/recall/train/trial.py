@@ -26,7 +26,6 @@ from cat_lm.options import parse_specification
 from eval.recall.model import RecallModel, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
-from eval.recall.tasks.multi_query import MultiQueryRecall
 from eval.recall.train.measuring import free_running, measure, scored_positions
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
@@ -183,15 +182,10 @@ class Trial:
         above = self.cell.stop_above
         return above is not None and found["accuracy"] > above
 
-    @property
-    def runs_free(self) -> bool:
-        """Whether the trained length is also tested with the model's own answers fed back."""
-        return self.task.free_running and getattr(self.task, "mode", "") == "autoregressive"
-
     def record(
         self, accuracies: dict[str, dict[str, float]], training: float, testing: float
     ) -> dict[str, Any]:
-        """What a cell's file gets, as plain values.
+        """Gather what a cell's file gets, as plain values.
 
         Args:
             accuracies: test -> what it found.
@@ -237,7 +231,7 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     _train(trial, quiet)
     trained = time.monotonic()
     accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
-    if trial.runs_free:
+    if trial.task.runs_free:
         accuracies["trained length"] |= free_running(trial.model, trial.examples["trained length"])
     return trial.record(accuracies, trained - prepared, time.monotonic() - trained)
 
@@ -245,14 +239,14 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
 def _tests(cell: Cell, task: Task) -> dict[str, Task]:
     """Test name -> task."""
     tests = {"trained length": task}
-    if cell.fixed_items and not isinstance(task, MultiQueryRecall):
+    if cell.fixed_items and task.with_as_many_keys(task.seq_len) is None:
         raise UserError(f"--fixed-items: {cell.task} has no number of keys to keep")
     for length in cell.test_lengths:
         try:
             tests[f"length {length}"] = task.at_length(length)
             if cell.fixed_items and length > task.seq_len:
-                fixed = dataclasses.replace(task, seq_len=length, keys=task.num_keys)
-                tests[f"length {length}, {task.num_keys} keys"] = fixed
+                fixed = task.with_as_many_keys(length)
+                tests[f"length {length}, {fixed.keys} keys"] = fixed
         except ValueError as error:
             raise UserError(f"--test-lengths {length}: {error}") from None
     return tests

@@ -1,4 +1,4 @@
-"""Whether a kernel computes the convolution: output and gradients on the tensors to be timed.
+"""Check that a kernel computes the convolution, on the very tensors to be timed.
 
 The expectation is the definition, lag by lag in float64, a sequence at a time; it shares no code
 with any kernel. Two distances must be within the tolerance: ‖y − ŷ‖ / ‖ŷ‖, which a small error

@@ -39,7 +39,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Rules:
-    """How contenders are measured."""
+    """Fix how contenders are measured."""
 
     device: torch.device
     repeats: int

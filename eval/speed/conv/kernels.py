@@ -31,7 +31,7 @@ CONVOLUTIONS = {
 
 @dataclass(frozen=True)
 class ConvCase:
-    """What is convolved: x [B, T, H, D] by filters of W taps.
+    """Fix what is convolved: x [B, T, H, D] by filters of W taps.
 
     `conv_type` is head, depthwise, multihead, or qkv for the whole step of `eval.speed.conv.qkv`.
     """
@@ -64,7 +64,7 @@ class ConvCase:
 
     @property
     def backend_arguments(self) -> dict[str, Any]:
-        """How `cat_lm.ops.choose_backend` is asked; the step `qkv` convolves by heads."""
+        """Name the kind for `cat_lm.ops.choose_backend`; the step `qkv` convolves by heads."""
         return {
             "conv_type": "head" if self.conv_type == "qkv" else self.conv_type,
             "device": self.device,

@@ -26,7 +26,7 @@ from eval.speed.progress import say
 
 @dataclass(frozen=True)
 class ConvOptions:
-    """What to time; every combination of shapes, dtypes, conv_types and windows is one case."""
+    """Choose what to time: all combinations of shapes, dtypes, conv_types and windows."""
 
     shapes: Sequence[tuple[int, int, int, int]]  # B, T, H, D
     dtypes: Sequence[str]
@@ -130,7 +130,7 @@ def _qkv_step(case: ConvCase, options: ConvOptions) -> Work:
 
 
 def _backend_of(case: ConvCase) -> dict[str, str]:
-    """What this project itself would use, and why."""
+    """Name the backend that this project itself would use, and why."""
     choice = ops.choose_backend(**case.backend_arguments)
     convolves = "head" if case.conv_type == "qkv" else case.conv_type
     runs = ops.BACKENDS[choice.name].describe(convolves, case.torch_dtype, case.window)

@@ -1,4 +1,4 @@
-"""How fast the loader makes batches, and how long a consumer of 1M tokens a second waits for them.
+"""Time the loader's batches, and how long a consumer of 1M tokens a second waits for them.
 
 The corpora are random ids in documents of random lengths, about a thousand tokens each, in files
 that lie in the page cache: what is measured is the loader, not the disk.

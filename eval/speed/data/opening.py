@@ -1,4 +1,4 @@
-"""How long it takes, and how much memory, to open a large corpus and to resume at its middle.
+"""Time the opening of a large corpus and resuming at its middle, and the memory it takes.
 
 The corpus is simulated: a manifest as large as the real one, and for every shard an index and a
 data file of the right size that are sparse, so that 600 billion tokens take a few megabytes of
@@ -86,7 +86,7 @@ def _write_sparse(folder: Path, tokens: int) -> int:
 
 
 def _open(folder: str, global_batch_size: int, context_length: int) -> dict[str, Any]:
-    """What the fresh process does."""
+    """Open and resume in the fresh process."""
     import time
 
     from cat_lm.data import TrainLoader

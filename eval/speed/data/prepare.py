@@ -1,4 +1,4 @@
-"""How fast `data_prep.prepare` is as a whole, and how its speed grows with workers.
+"""Time `data_prep.prepare` as a whole, and how its speed grows with workers.
 
 Each run is the command in a process of its own, as users run it: reading, encoding, writing,
 checksums. A second, tiny run shows what starting costs whatever the text; the speed is that of the

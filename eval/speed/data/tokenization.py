@@ -1,4 +1,4 @@
-"""How fast documents become ids on one core, beside the raw libraries on the same text.
+"""Time documents becoming ids on one core, beside the raw libraries on the same text.
 
 Contenders take turns in one process with one thread: what a worker of the preparation does
 (`DocumentEncoder.encode_documents`: ids of a chunk of documents with their EODs in one array), the

@@ -130,7 +130,7 @@ def random_ids(size: ModelSize, batch: int, time: int) -> torch.Tensor:
 
 
 def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
-    """What computes a model's convolutions and why; None for transformers' own."""
+    """Name what computes a model's convolutions and why; None for transformers' own."""
     architecture = architectures.of_config(model.config)
     if model.config.model_type != architecture.model_type:
         return None

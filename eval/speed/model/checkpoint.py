@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to be saved, and a run to go on from it.
+"""Time the saving of a checkpoint, and how long a run takes to go on from it.
 
     save     flushed, hashed and compared with memory
     load     verified and read into an engine that is there already
@@ -75,7 +75,7 @@ def _values(size: ModelSize, zero_stage: int, run: Path) -> dict[str, Any]:
 
 
 class Calls:
-    """What is timed; each is a run's own code."""
+    """Hold the calls that are timed; each is a run's own code."""
 
     def __init__(self, config: RunConfig, ranks: Any, scratch: Path) -> None:
         from cat_lm.training.checkpoint import Checkpoints

@@ -132,7 +132,7 @@ def decode_uncached(model: nn.Module, prompt: Tensor, count: int) -> float:
 
 
 def check(model: nn.Module, prompt: Tensor, case: DecodeCase, name: str) -> int:
-    """Whether tokens decoded with the cache are those without it; the number of near ties.
+    """Check that tokens decoded with the cache are those without it; count the near ties.
 
     Raises:
         UserError: a token differs whose logit is not within rounding of the other's.

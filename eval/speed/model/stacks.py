@@ -24,7 +24,7 @@ from eval.speed.timing import Timing, summary, time_in_turn
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What to time: every mixer with every number of models, on rows of one task."""
+    """Choose what to time: every mixer with every number of models, on rows of one task."""
 
     task: str
     mixers: Sequence[str]

@@ -36,7 +36,7 @@ from eval.speed.timing import summary, time_in_turn, times_as_fast
 
 @dataclass(frozen=True)
 class TrainCase:
-    """What is timed: models of one size on batches of `batch_size` x `context_length` tokens."""
+    """Fix what is timed: models of one size on `batch_size` x `context_length` tokens."""
 
     size: ModelSize
     batch_size: int
@@ -52,7 +52,7 @@ class TrainCase:
 def train_speed(
     case: TrainCase, names: Sequence[str], repeats: int, peak_tflops: float | None = None
 ) -> dict[str, Any]:
-    """Measures the models of a case.
+    """Measure the models of a case.
 
     Args:
         names: of `MODELS`; "pythia" is what the others' speeds are relative to.
@@ -79,12 +79,7 @@ def train_speed(
         steps, device, repeats, min_seconds=0, cuda_graphs=False, flush_cache=False, title="steps"
     )
     del models, steps
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    say("peak memory of each model, in processes of their own")
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        memory = {name: pool.apply(peak_memory, (case, name)) for name in names}
+    memory = _peak_memories(case, names)
     peak = peak_tflops * 1e12 if peak_tflops else None
     if peak is None and case.size.dtype == "bfloat16":
         peak = device_peak_flops(device)
@@ -112,6 +107,16 @@ def train_speed(
         "largest_relative_logit_difference": differences,
         "results": rows,
     }
+
+
+def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
+    """Measure each model in a process of its own, after this one has let its memory go."""
+    gc.collect()
+    if case.size.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    say("peak memory of each model, in processes of their own")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return {name: pool.apply(peak_memory, (case, name)) for name in names}
 
 
 def training_step(case: TrainCase, model: nn.Module) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.files import replacing, write_json
+from cat_lm.io.files import atomic_write, write_json
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest
 
@@ -59,7 +59,7 @@ def _fetch(
     for split in splits:
         path = folder / file_name(name, split, splits[0])
         try:
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 for row in task.dataset[split]:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except TypeError as error:  # pictures, dates

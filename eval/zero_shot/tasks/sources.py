@@ -1,4 +1,4 @@
-"""Where the rows of a task come from: local jsonl files, or the Hub at a fixed commit.
+"""Read the rows of tasks: from local jsonl files, or from the Hub at a fixed commit.
 
 Either way the harness's own definition makes the prompts and the metrics of them; `sourced_task`
 replaces one method of the harness's task class, the one that gets the rows.
@@ -213,7 +213,7 @@ class _Manifest(Record):
 
 
 class _PrefetchedFile(Record):
-    """What is needed of a prefetched file; where it came from stands beside it."""
+    """Hold what is needed of a prefetched file; where it came from stands beside it."""
 
     task: str
     sha256: str
@@ -221,7 +221,7 @@ class _PrefetchedFile(Record):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What --prefetch has written about its files; empty tables where there is no manifest."""
+    """Read what --prefetch wrote about its files; empty tables where there is no manifest."""
     path = folder / MANIFEST
     if not path.is_file():
         return {"revisions": {}, "files": {}}

@@ -1,0 +1,229 @@
+"""Language models around any mixer of `cat_lm.mixers`: RMS norms and a gated MLP beside it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from cat_lm import limits, mixers
+from cat_lm.architectures.base import Architecture, Classes, ModelSection
+from cat_lm.config_sections import number, whole
+from cat_lm.mixers import Mixer, Setting
+from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+_MULTIPLE = 256  # of which the MLP's width is by default
+# Widths of a narrowed model, the narrowest first that the mixer's options fit.
+_NARROW = (32, 64, 128, 256, 512, 1024)
+# Options that change no weight's meaning, or only what it starts from.
+_FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
+
+
+def _known_mixer(name: str) -> str:
+    if name not in mixers.names():
+        raise ValueError(f"must be one of {', '.join(mixers.names())}")
+    return name
+
+
+class MixerSection(ModelSection):
+    """Shape of the model and its mixer, in the names of CatMixerConfig."""
+
+    architecture: Literal["mixer"] = "mixer"
+    mixer: Annotated[str, AfterValidator(_known_mixer)]
+    mixer_options: dict[str, Any] = Field(
+        default_factory=dict, description="as {heads: 4, window: 3}; see cat_lm/mixers"
+    )
+    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
+    )
+    learned_positions: Annotated[int, whole(limits.CONTEXT)] | None = Field(
+        None, description="rows of the table of positions, of a mixer that has one"
+    )
+    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-6
+    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = 0.02
+
+    @property
+    def inner_size(self) -> int:
+        """The width of the MLP."""
+        width = -(-8 * self.hidden_size // 3)
+        return self.intermediate_size or -(-width // _MULTIPLE) * _MULTIPLE
+
+
+class MixerArchitecture(Architecture):
+    """RMSNorm, a mixer, RMSNorm, SwiGLU in every layer."""
+
+    name = "mixer"
+    title = "Mixer"
+    model_type = "cat_mixer"
+    Section = MixerSection
+    embedding = "model.embed_tokens.weight"
+    layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
+
+    def config_class(self) -> type[PreTrainedConfig]:
+        """Import `CatMixerConfig`."""
+        from cat_lm.model.configuration_mixer import CatMixerConfig
+
+        return CatMixerConfig
+
+    def classes(self) -> Classes:
+        """Import `CatMixerConfig`, `CatMixerForCausalLM` and `CatMixerModel`."""
+        from cat_lm.model.modeling_mixer import CatMixerForCausalLM, CatMixerModel
+
+        return Classes(self.config_class(), CatMixerForCausalLM, CatMixerModel)
+
+    # Sections and configurations
+
+    def fields(self, section: MixerSection, vocab_size: int, context_length: int) -> dict[str, Any]:
+        """Give the arguments of `CatMixerConfig`; all options, so that no default can change."""
+        return super().fields(section, vocab_size, context_length) | {
+            "mixer_options": asdict(mixer_of(section).options),
+            "intermediate_size": section.inner_size,
+        }
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Check a config.json. Raises ValueError."""
+        from cat_lm.model.configuration_mixer import check_settings
+
+        check_settings(settings)
+
+    def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+        """Compare as the base; of the mixer's options those that give the weights their meaning."""
+        kept = [
+            values | {"mixer_options": {k: v for k, v in options.items() if k not in _FREE_OPTIONS}}
+            for values in (theirs, ours)
+            for options in [values["mixer_options"]]
+        ]
+        return super().differences(*kept)
+
+    def problems(self, section: MixerSection, context_length: int) -> list[str]:
+        """Say what of mixer and sizes does not go together."""
+        found = mixer_problems(section)
+        rows = section.learned_positions
+        if not found and rows is not None and rows < context_length:
+            found = [
+                f"learned_positions={rows}: must be at least data.context_length={context_length}"
+            ]
+        return found
+
+    def isolates_documents(self, section: MixerSection) -> bool:
+        """Tell whether the mixer keeps documents apart."""
+        return "documents" in mixer_of(section).kind.supports
+
+    def portable(self, section: MixerSection) -> MixerSection:
+        """Give the same model with this project's own operators."""
+        if "operator" not in section.mixer_options:
+            return section
+        options = section.mixer_options | {"operator": "torch"}
+        return section.model_copy(update={"mixer_options": options})
+
+    def narrowed(self, section: MixerSection) -> MixerSection:
+        """Give at most two layers of the narrowest width that suits the mixer's options."""
+        small = self.portable(section)
+        small = small.model_copy(
+            update={
+                "num_hidden_layers": min(2, section.num_hidden_layers),
+                "intermediate_size": None,
+                "vocab_size": 512,
+            }
+        )
+        for width in _NARROW:
+            narrow = small.model_copy(update={"hidden_size": width})
+            if width < section.hidden_size and not mixer_problems(narrow):
+                return narrow
+        return small
+
+    # Counts
+
+    def num_parameters(self, section: MixerSection, vocab_size: int) -> int:
+        """Count the parameters."""
+        width = section.hidden_size
+        tables = 1 if section.tie_word_embeddings else 2
+        vocabulary = tables * (section.vocab_size or vocab_size) * width
+        layer = 2 * width + 3 * width * section.inner_size
+        mixed = sum(every for every, _ in self._mixer_parameters(section))
+        positions = (section.learned_positions or 0) * width
+        return section.num_hidden_layers * layer + mixed + width + vocabulary + positions
+
+    def elementwise_parameters(self, section: MixerSection) -> int:
+        """Count what in the mixers is no linear layer's weight, and the table of positions."""
+        mixed = sum(every - matrices for every, matrices in self._mixer_parameters(section))
+        return mixed + (section.learned_positions or 0) * section.hidden_size
+
+    def _mixer_parameters(self, section: MixerSection) -> list[tuple[int, int]]:
+        """Count all parameters of each layer's mixer, and those of its matrices."""
+        mixer = mixer_of(section)
+        return [_count(mixer, setting) for setting in settings_of(section)]
+
+    def mixing_flops(self, section: MixerSection, context_length: int) -> float:
+        """Count a token's FLOPs of the mixers beside their matrices, forward and backward."""
+        mixer = mixer_of(section)
+        return sum(
+            mixer.kind.mixing_flops(mixer.options, setting, context_length)
+            for setting in settings_of(section)
+        )
+
+    def saved_tensors(self, section: MixerSection) -> float:
+        """Count what autograd keeps of a layer, in tensors of [B, T, C]; the layers' mean.
+
+        The mixer's, the two inputs of norms and what the second makes, and the MLP's four of width
+        I: the gate before and after its activation, what it multiplies, and the product.
+        """
+        mixer, layers = mixer_of(section), settings_of(section)
+        mixed = sum(mixer.kind.saved_tensors(mixer.options, setting) for setting in layers)
+        return mixed / len(layers) + 3 + 4 * section.inner_size / section.hidden_size
+
+    def saved_maps(self, section: MixerSection) -> float:
+        """Count the mixers' maps; the layers' mean."""
+        mixer, layers = mixer_of(section), settings_of(section)
+        return sum(mixer.kind.saved_maps(mixer.options, s) for s in layers) / len(layers)
+
+    def state_bytes(self, section: MixerSection, length: int, itemsize: int) -> int:
+        """Count the mixers' states."""
+        mixer = mixer_of(section)
+        return itemsize * sum(
+            mixer.kind.state_numbers(mixer.options, setting, length)
+            for setting in settings_of(section)
+        )
+
+    # Words
+
+    def words(self, section: MixerSection) -> str:
+        """Name the mixer and what of its options is not the default."""
+        return mixer_of(section).label
+
+    def facts(self, section: MixerSection) -> dict[str, Any]:
+        """Give the mixer."""
+        return {"mixer": mixer_of(section).label}
+
+    def variant(self, section: MixerSection) -> str:
+        """Name the mixer."""
+        return section.mixer
+
+    def describe_backend(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Name the mixer, which chooses its operators by itself."""
+        if backend != "auto":
+            raise ValueError("a mixer chooses what computes it by itself; use auto")
+        return f"mixer {self.words(self.section(config))}, by what suits the device"
+
+
+@functools.cache
+def _count(mixer: Mixer, setting: Setting) -> tuple[int, int]:
+    """Count the parameters of a layer's mixer, and of its linear layers' weights."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        module = mixer.build(setting)
+    matrices = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+    return sum(p.numel() for p in module.parameters()), matrices
+
+
+ARCHITECTURE = MixerArchitecture()

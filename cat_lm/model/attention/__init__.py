@@ -1,0 +1,156 @@
+"""How attention attends: the one registry of patterns, and of transforms of scores and values.
+
+A *pattern* is how queries meet keys (`model.attention`). A *score transform* changes the logits
+before the softmax (`model.score_transform`), a *value transform* the values before they are cached
+and attended to (`model.value_transform`); each takes options as a mapping. An entry is a subclass
+of those in `cat_lm.model.attention.base`, in one file, given to `register`; built-in ones stand in
+`_BUILT_IN`, others come from plugins (`cat_lm.plugins`) or scripts. Imports no torch: entries
+import it when they build their modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from cat_lm import plugins
+from cat_lm.io.readers import short
+from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
+from cat_lm.model.rules import mixes_maps
+
+__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
+__all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
+__all__ += ["score_transform", "value_transform"]
+
+# The key that chooses an entry, and the one that holds its options, by the entries' class.
+_KEYS = {
+    Pattern: ("attention", "attention_options"),
+    ScoreTransform: ("score_transform", "score_options"),
+    ValueTransform: ("value_transform", "value_options"),
+}
+_BUILT_IN = ("softmax", "map_mixing")  # modules here with an ENTRY
+
+_ENTRIES: dict[type[Entry], dict[str, Entry]] = {kind: {} for kind in _KEYS}
+
+
+def register(entry: Entry) -> None:
+    """Add a pattern, or a transform of scores or values.
+
+    Raises:
+        ValueError: there is one of its class and name already, or a score transform's form is none.
+    """
+    kind = next(kind for kind in _KEYS if isinstance(entry, kind))
+    key = _KEYS[kind][0]
+    if entry.name in _ENTRIES[kind] or entry.name == "none":
+        raise ValueError(f"{key}={entry.name!r}: there is one of this name already")
+    if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:
+        raise ValueError(
+            f"{key}={entry.name!r}: form={entry.form!r} must be one of {', '.join(entry.FORMS)}"
+        )
+    _ENTRIES[kind][entry.name] = entry
+
+
+def names(kind: type[Entry]) -> tuple[str, ...]:
+    """List what a key may say; transforms have `none` first."""
+    plugins.load()
+    return (*(() if kind is Pattern else ("none",)), *_ENTRIES[kind])
+
+
+def pattern(model: Any) -> Pattern:
+    """Give the pattern of a model, by its section or configuration."""
+    if mixes_maps(model):
+        return _ENTRIES[Pattern]["map_mixing"]
+    return _chosen(Pattern, model)
+
+
+def score_transform(model: Any) -> ScoreTransform | None:
+    """Give what a model does to its logits; None for nothing."""
+    return None if model.score_transform == "none" else _chosen(ScoreTransform, model)
+
+
+def value_transform(model: Any) -> ValueTransform | None:
+    """Give what a model does to its values; None for nothing."""
+    return None if model.value_transform == "none" else _chosen(ValueTransform, model)
+
+
+def _chosen(kind: type[Entry], model: Any) -> Any:
+    name = getattr(model, _KEYS[kind][0])
+    if name not in _ENTRIES[kind] and name not in names(kind):
+        raise ValueError(_unknown(kind, name))
+    return _ENTRIES[kind][name]
+
+
+def _unknown(kind: type[Entry], name: Any) -> str:
+    known = ", ".join(names(kind))
+    return f"{_KEYS[kind][0]}={short(name)}: must be one of {known}"
+
+
+def check_names(model: Any) -> None:
+    """Check that a section or configuration names entries that there are. Raises ValueError."""
+    for kind, (key, _) in _KEYS.items():
+        if getattr(model, key) not in names(kind):
+            raise ValueError(_unknown(kind, getattr(model, key)))
+
+
+def problems(model: Any, implementation: str | None = None) -> list[str]:
+    """Say what does not go together in a model's attention, in lines that begin with the key.
+
+    Args:
+        model: a section or configuration whose names are known.
+        implementation: `attn_implementation`; None where it is not decided.
+    """
+    found = _option_problems(model)
+    if found:
+        return found
+    chosen, score, value = pattern(model), score_transform(model), value_transform(model)
+    if chosen.name == "map_mixing" and not mixes_maps(model):
+        found.append("attention=map_mixing: is chosen by conv_type=multihead and conv_mixing=maps")
+    if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
+        found.append(f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax")
+    for key, entry in (("score_transform", score), ("value_transform", value)):
+        if entry is not None and not chosen.takes_transforms:
+            found.append(f"{key}={entry.name}: cannot be combined with {chosen.title}")
+    return [*found, *implementation_problems(model, implementation)]
+
+
+def implementation_problems(model: Any, implementation: str | None) -> list[str]:
+    """Say which parts of a model's attention `attn_implementation` cannot compute."""
+    found = []
+    for key, entry in (("attention", pattern(model)), ("score_transform", score_transform(model))):
+        if entry is not None and not entry.serves(implementation):
+            found.append(
+                f"attn_implementation={implementation}: cannot compute {entry.title} "
+                f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
+            )
+    return found
+
+
+def _option_problems(model: Any) -> list[str]:
+    """Say which options are wrong or say nothing."""
+    found = []
+    entries = {
+        Pattern: pattern(model),
+        ScoreTransform: score_transform(model),
+        ValueTransform: value_transform(model),
+    }
+    for kind, entry in entries.items():
+        key, options_key = _KEYS[kind]
+        options = getattr(model, options_key)
+        if options is not None and not isinstance(options, dict):
+            found.append(f"{options_key}={short(options)}: must be a mapping of options")
+        elif entry is None and options:
+            found.append(f"{options_key}={short(options)}: says nothing with {key}=none")
+        elif entry is not None:
+            unknown = sorted(set(options or {}) - set(entry.options))
+            if unknown:
+                known = ", ".join(entry.options) or "none"
+                found.append(
+                    f"{options_key}.{unknown[0]}: unknown with {key}={entry.name}; known: {known}"
+                )
+            else:
+                found += entry.problems(model, entry.resolved(options))
+    return found
+
+
+for _name in _BUILT_IN:
+    register(importlib.import_module(f"{__name__}.{_name}").ENTRY)

@@ -1,0 +1,142 @@
+"""What a pattern of attention, and a transform of scores or values, says of itself.
+
+Facts about an entry take a `model`: a section of the YAML or a configuration, whose keys are the
+same. None of them imports torch; `build` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Entry:
+    """An entry of the registry.
+
+    A module that `build` gives, if it has parameters, names those that take no weight decay in its
+    class's `no_decay`, and gives all of them by name in `initial_values()`: that is how they start.
+
+    Attributes:
+        name: what the key says.
+        title: in a sentence, as in "cannot compute mixed attention maps".
+        words: for descriptions of a model; "" where there is nothing to say.
+        implementations: the values of `attn_implementation` that can compute it; None for all.
+        options: the options' names with their defaults.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    words: ClassVar[str] = ""
+    implementations: tuple[str, ...] | None = None
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Give all options: those given, and the others' defaults."""
+        return dict(self.options) | dict(given or {})
+
+    def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
+        """Say what is wrong with the options or with the model, in lines that begin with a key."""
+        return []
+
+    def serves(self, implementation: str | None) -> bool:
+        """Tell whether `attn_implementation` can compute it; None is not decided yet."""
+        return self.implementations is None or implementation in (None, *self.implementations)
+
+    def parameters(self, model: Any) -> int:
+        """Count the parameters that a layer gets, none of which is in a matrix product."""
+        return 0
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count a token's FLOPs in a layer, forward and backward."""
+        return 0.0
+
+    def saved_tensors(self, model: Any) -> float:
+        """Count tensors of [B, T, C] that autograd keeps of a layer beside plain attention's."""
+        return 0.0
+
+    def saved_maps(self, model: Any) -> int:
+        """Count the maps of [B, T, T] that autograd keeps of a layer, whatever computes it."""
+        return 0
+
+    def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
+        """Count the bytes of a layer's decoding state beside keys and values."""
+        return 0
+
+    def holds_state(self, model: Any) -> bool:
+        """Tell whether decoding needs more than keys and values."""
+        return False
+
+
+class Pattern(Entry):
+    """How queries meet keys. `build` gives a module, see `SoftmaxCore` in
+    `cat_lm.model.attention.call`.
+
+    Attributes:
+        takes_transforms: whether scores and values may be transformed.
+        reads_positions: whether its module asks for the positions of keys.
+    """
+
+    takes_transforms: ClassVar[bool] = True
+    reads_positions: ClassVar[bool] = False
+
+    def build(self, config: Any) -> nn.Module:
+        """Make a layer's module."""
+        raise NotImplementedError
+
+    def mask(self, config: Any, **inputs: Any) -> Any:
+        """Make what the module takes as `call.mask`; transformers' causal mask by default.
+
+        Args:
+            inputs: of `transformers.masking_utils.create_causal_mask`.
+        """
+        from transformers.masking_utils import create_causal_mask
+
+        return create_causal_mask(config=config, **inputs)
+
+
+class ScoreTransform(Entry):
+    """What is done to the logits q·k / sqrt(D) of query i, key j and head h before the softmax.
+
+    `build` gives a `cat_lm.model.attention.scores.ScoreModule`. Its form decides what computes it:
+
+    additive: l + b_h(i, j), where b does not depend on l: eager, sdpa, flex_attention.
+    elementwise: f_h(l, i, j): eager, flex_attention.
+    separable: l · f_h(i) · g_h(j), by which queries and keys are scaled: every implementation.
+    """
+
+    FORMS: ClassVar[dict[str, tuple[str, ...] | None]] = {
+        "additive": ("eager", "sdpa", "flex_attention"),
+        "elementwise": ("eager", "flex_attention"),
+        "separable": None,
+    }
+    form: ClassVar[str]
+
+    @property
+    def implementations(self) -> tuple[str, ...] | None:
+        """What can compute a transform of this form."""
+        return self.FORMS[self.form]
+
+    def saved_maps(self, model: Any) -> int:
+        """Count the bias that is handed to sdpa, a map for each head."""
+        is_mask = self.form == "additive" and model.attn_implementation == "sdpa"
+        return model.num_attention_heads if is_mask else 0
+
+    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
+        """Make a layer's module."""
+        raise NotImplementedError
+
+
+class ValueTransform(Entry):
+    """What is done to the values, biases included, before they are cached and attended to.
+
+    `build` gives a module whose forward takes values [B, T, H, D] of the heads of values,
+    `padding_mask`, `document_ids` and `state` as `cat_lm.model.convolution` does, and returns
+    values. What it reads of earlier tokens it keeps in the state under "value".
+    """
+
+    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
+        """Make a layer's module."""
+        raise NotImplementedError

@@ -1,0 +1,169 @@
+"""What attention of every family does between its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from cat_lm.model import attention
+from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
+from cat_lm.model.cache import follows_cache, state_of
+from cat_lm.model.names import current_name
+from cat_lm.model.rope_scaling import logit_temperature
+from cat_lm.model.settings import AttentionSettings
+
+
+@dataclass
+class SequenceContext:
+    """What the layers' arguments say of the sequence.
+
+    padding_mask: [B, T] bool, False at padding. document_ids: [B, T]. mask: as `AttentionCall` has
+    it. cache: whole. key_positions: [B, S]; None where every slot counts. arguments: for the
+    attention function.
+    """
+
+    mask: Any
+    cache: Cache | None
+    padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    key_positions: Tensor | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class _Ungrouped:
+    """An attention module whose keys and values have been repeated for every head of queries."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class AttentionMixin:
+    """Attends as the configuration says; before a family's attention of transformers."""
+
+    eager_attention: Callable  # the family's own, of transformers
+
+    def _add_parts(self, config: AttentionSettings) -> None:
+        """Give the module what lies between its projections, and the temperature."""
+        self.scaling /= logit_temperature(config)
+        pattern = attention.pattern(config)
+        score, value = attention.score_transform(config), attention.value_transform(config)
+        self.core = pattern.build(config)
+        self.score_form = score.form if score else None
+        self.score_transform = (
+            score.build(config, score.resolved(config.score_options)) if score else None
+        )
+        self.value_transform = (
+            value.build(config, value.resolved(config.value_options)) if value else None
+        )
+
+    def _take_earlier_names(self) -> None:
+        """Read the library's and earlier versions' names of what the convolution holds now."""
+        self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+
+    def _continues(self, cache: Cache | None) -> bool:
+        return follows_cache(cache, self.layer_idx)
+
+    def _meet(
+        self, streams: tuple[Tensor, ...], context: SequenceContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with queries, keys and values [B, T, heads, D], and what a convolution added.
+
+        Returns:
+            [B, T, H, D], and the attention maps if the attention function gives them.
+        """
+        query, key, value, *extra = streams
+        cache, continues = context.cache, self._continues(context.cache)
+        state = state_of(cache, self.layer_idx)
+        if self.value_transform is not None:
+            value = self.value_transform(value, context.padding_mask, context.document_ids, state)
+        # [B, T, H, D] to [B, H, T, D]
+        query, key, value = (stream.transpose(1, 2) for stream in (query, key, value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        positions = None, None
+        if self.config.reads_positions:
+            positions = self._positions(query, key, context)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self._attend(query, key, value, *positions, context)
+
+        call = AttentionCall(
+            attend,
+            context.mask,
+            self.scaling,
+            self._dropout,
+            continues,
+            state,
+            context.document_ids,
+            *positions,
+        )
+        return self.core(query, key, value, extra[0] if extra else None, call)
+
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
+    def _positions(
+        self, query: Tensor, key: Tensor, context: SequenceContext
+    ) -> tuple[Tensor, Tensor]:
+        """Positions of queries [B or 1, T] and of all keys [B or 1, S]."""
+        keys, known = key.shape[2], context.key_positions
+        if known is None:
+            known = torch.arange(keys, device=key.device)[None]
+        # A static cache has room for keys that are still to come.
+        return context.arguments["position_ids"], F.pad(known, (0, keys - known.shape[1]))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_positions: Tensor | None,
+        key_positions: Tensor | None,
+        context: SequenceContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
+        implementation = self.config._attn_implementation
+        if self.score_form == "separable":
+            query, key = scale_queries_and_keys(
+                self.score_transform, query, key, query_positions, key_positions
+            )
+            value = repeat_kv(value, key.shape[1] // value.shape[1])
+        elif self.score_form is not None:
+            return attend_with_scores(
+                implementation, self.score_transform, query, key, value, context.mask,
+                query_positions, key_positions, self.scaling, self._dropout, self.training,
+            )  # fmt: skip
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
+        return function(
+            self if self.score_form is None else _Ungrouped(self),
+            query,
+            key,
+            value,
+            context.mask,
+            scaling=self.scaling,
+            dropout=self._dropout,
+            **context.arguments,
+        )
+
+
+def _rename_earlier_parameters(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
+) -> None:
+    """Take the library's and earlier versions' names for what the convolution holds now."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[current_name(name, has_convolution=True)] = state_dict.pop(name)

@@ -1,0 +1,40 @@
+"""Attention whose maps the values' filters mix over heads and keys (`conv_mixing: maps`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.model.attention.base import Pattern
+from cat_lm.model.rules import attention_channels
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class MapMixing(Pattern):
+    """sum_h sum_j F[j,i,h] A_h[t,m+j] in place of A_i[t,m], see `cat_lm.model.map_mixing`."""
+
+    name = "map_mixing"
+    title = "mixed attention maps"
+    words = "mixing attention maps"
+    # Of flash attention, values must be as wide as keys.
+    implementations = ("eager", "sdpa", "flex_attention")
+    takes_transforms = False
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count as softmax; the half that belongs to the values counts once for each head."""
+        heads = model.num_attention_heads
+        return 6 * context_length * attention_channels(model) * (1 + heads)
+
+    def saved_tensors(self, model: Any) -> float:
+        """Count the values mixed for every head, and what they give."""
+        return 2.0 * model.num_attention_heads
+
+    def build(self, config: Any) -> nn.Module:
+        """Make the module, which has no parameters: the filters are the convolution's."""
+        from cat_lm.model.map_mixing import MapMixingCore
+
+        return MapMixingCore()
+
+
+ENTRY = MapMixing()

@@ -1,0 +1,161 @@
+"""Attention with transformed scores, for each implementation that can compute the form."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from cat_lm.model.attention.call import visible_keys
+
+
+class ScoreModule(nn.Module):
+    """A layer's transform of scores: its parameters, and a function of them.
+
+    A subclass defines `tensors` and either `score` or, if its form is separable, `factors`. Both
+    are static: `flex_attention` calls them inside its kernel. With parameters it also has what
+    `cat_lm.model.attention.base.Entry` asks of modules.
+    """
+
+    no_decay: ClassVar[tuple[str, ...]] = ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Give what the function reads, such as a number for each head [H]."""
+        return ()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Give `tensors`, none of which is a parameter itself.
+
+        An engine may take parameters away after this forward.
+        """
+        return tuple(
+            tensor.clone() if isinstance(tensor, nn.Parameter) else tensor
+            for tensor in self.tensors()
+        )
+
+    @staticmethod
+    def score(
+        logits: Tensor, query_position: Tensor, key_position: Tensor, head: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        """Transform logits.
+
+        Args:
+            logits: q·k / (t sqrt(D)); all arguments broadcast against each other, and are single
+                numbers inside flex attention.
+            query_position, key_position: integers, counted from 0 in every document and without
+                padding.
+            head: the number of the query's head, integers, for `tensors[0][head]`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def factors(position: Tensor, head: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the factors of a query and of a key at a position, broadcast as in `score`."""
+        raise NotImplementedError
+
+
+def scale_queries_and_keys(
+    module: ScoreModule, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scale query [B, H, T, D] and key [B, H or fewer, S, D], which gets as many heads."""
+    head = torch.arange(query.shape[1], device=query.device)[:, None]
+    tensors = module()
+    of_query, _ = module.factors(query_positions[:, None], head, *tensors)
+    _, of_key = module.factors(key_positions[:, None], head, *tensors)
+    key = repeat_kv(key, query.shape[1] // key.shape[1])
+    return query * of_query[..., None].to(query.dtype), key * of_key[..., None].to(key.dtype)
+
+
+def attend_with_scores(
+    implementation: str,
+    module: ScoreModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    dropout: float,
+    training: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with additive or elementwise scores.
+
+    Args:
+        implementation: eager, sdpa or flex_attention; the last for additive scores alone.
+        query: [B, H, T, D].
+        key, value: [B, H or fewer, S, D].
+        mask: as transformers makes it for the implementation.
+        query_positions: [B or 1, T].
+        key_positions: [B or 1, S].
+
+    Returns:
+        [B, T, H, D], and from eager the maps [B, H, T, S].
+    """
+    tensors = module()
+    if implementation == "flex_attention":
+        output = _flex(
+            module, tensors, query, key, value, mask, query_positions, key_positions, scaling,
+            dropout, training,
+        )  # fmt: skip
+        return output.transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    visible = visible_keys(mask, query, key)
+    head = torch.arange(query.shape[1], device=query.device)[:, None, None]
+    where = query_positions[:, None, :, None], key_positions[:, None, None, :], head
+    is_sdpa = implementation == "sdpa"
+    logits = query.new_zeros(()) if is_sdpa else query @ key.mT * scaling
+    scores = module.score(logits, *where, *tensors).to(query.dtype)
+    if visible is not None:
+        # Not -inf: a query of a padding token may see nothing, and must not become NaN.
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if is_sdpa:
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=scores, dropout_p=dropout, scale=scaling
+        )
+        return output.transpose(1, 2).contiguous(), None
+    maps = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    maps = F.dropout(maps, dropout, training=dropout > 0)
+    return (maps @ value).transpose(1, 2).contiguous(), maps
+
+
+def _flex(
+    module: ScoreModule,
+    tensors: tuple[Tensor, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    dropout: float,
+    training: bool,
+) -> Tensor:
+    from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+    if dropout > 0:
+        raise ValueError("attn_implementation='flex_attention' has no dropout; use 'sdpa'")
+    rows = query.shape[0]
+    query_positions, key_positions = (
+        positions.expand(rows, -1) for positions in (query_positions, key_positions)
+    )
+
+    def score_mod(score, batch, head, row, column):
+        where = query_positions[batch, row], key_positions[batch, column], head
+        return module.score(score, *where, *tensors)
+
+    return compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        training=training,
+        score_mod=score_mod,
+        block_mask=mask,
+        enable_gqa=key.shape[1] != query.shape[1],
+        scale=scaling,
+    )

@@ -1,0 +1,31 @@
+"""Softmax attention over all earlier keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.model.attention.base import Pattern
+from cat_lm.model.rules import attention_channels
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Softmax(Pattern):
+    """softmax(Q Kᵀ / (t sqrt(D))) V."""
+
+    name = "softmax"
+    title = "softmax attention"
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count 12·T·C over the full square (Chowdhery et al., 2022, appendix B)."""
+        return 12 * context_length * attention_channels(model)
+
+    def build(self, config: Any) -> nn.Module:
+        """Make the module, which has no parameters."""
+        from cat_lm.model.attention.call import SoftmaxCore
+
+        return SoftmaxCore()
+
+
+ENTRY = Softmax()

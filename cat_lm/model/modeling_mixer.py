@@ -1,0 +1,220 @@
+"""`CatMixerForCausalLM`: a language model around any mixer of `cat_lm.mixers`.
+
+    h ← h + mixer(RMSNorm(h)),   h ← h + W_down (SiLU(W_gate n) ⊙ W_up n),  n = RMSNorm(h)
+
+in every layer, a last RMSNorm, and the head. A mixer that keeps documents apart, minds padding and
+has a decoding state says so (`MixerKind.supports`); what it cannot do is refused. Without a state
+generation computes the whole text anew for every token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from cat_lm.errors import UserError
+from cat_lm.mixers import Setting
+from cat_lm.model.causal_lm import CausalLanguageModel
+from cat_lm.model.configuration_mixer import CatMixerConfig
+from cat_lm.model.loss import LanguageModelHead
+from cat_lm.model.masks import documents_of, padding_of, positions_of
+from cat_lm.model.mixer_cache import MixerCache, cache_for
+from cat_lm.model.mixer_rules import mixer_of
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: W_down (SiLU(W_gate x) ⊙ W_up x), without biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixerLayer(GradientCheckpointingLayer):
+    """RMSNorm and the mixer, RMSNorm and the MLP, on the residual stream."""
+
+    def __init__(self, config: CatMixerConfig, index: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        setting = Setting(width, index, config.num_hidden_layers)
+        self.mixer_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.mixer = mixer_of(config).build(setting)
+        self.mlp = GatedMLP(width, config.intermediate_size)
+        keeps, lacks = _keeps(self.mixer), any(p.is_meta for p in self.mixer.parameters())
+        for name, module in self.mixer.named_modules():
+            module.keeps_initialisation = keeps
+            if lacks:  # the constructors ran for names and shapes alone
+                module.undrawn = (setting, name)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        past_key_values: MixerCache | None = None,
+    ) -> Tensor:
+        """Compute [B, T, C]; arguments that say nothing do not reach the mixer."""
+        how: dict[str, Any] = {"document_ids": document_ids, "padding_mask": padding_mask}
+        if past_key_values is not None:
+            layer = past_key_values.layers[self.index]
+            how["state"] = layer.state
+            layer.length += hidden_states.shape[1]
+        how = {name: value for name, value in how.items() if value is not None}
+        hidden_states = hidden_states + self.mixer(self.mixer_norm(hidden_states), **how)
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Tell whether a module stays as its constructor drew it."""
+    return getattr(module, "keeps_initialisation", False)
+
+
+class MixerPreTrainedModel(PreTrainedModel):
+    """What the classes below share: configuration, initialisation, what transformers may do."""
+
+    config_class = CatMixerConfig
+    config: CatMixerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("MixerLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _is_stateful = True  # no drafted token can be taken back
+    _can_record_outputs = {"hidden_states": MixerLayer}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module's own parameters; those that were loaded are left alone."""
+        is_matrix = isinstance(module, nn.Linear | nn.Embedding)
+        if hasattr(module, "undrawn") and (_keeps(module) or not is_matrix):
+            self._draw(module, *module.undrawn)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif is_matrix and not _keeps(module):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+
+    def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
+        """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""
+        fresh = mixer_of(self.config).build(setting).get_submodule(name)
+        for key, value in fresh.named_parameters(recurse=False):
+            init.copy_(module.get_parameter(key), value)
+
+
+class CatMixerModel(MixerPreTrainedModel):
+    """The model without its head."""
+
+    def __init__(self, config: CatMixerConfig) -> None:
+        super().__init__(config)
+        self.supports = mixer_of(config).kind.supports
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = config.learned_positions
+        self.embed_positions = None if rows is None else nn.Embedding(rows, config.hidden_size)
+        self.layers = nn.ModuleList(
+            MixerLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute hidden states [B, T, C] after the last norm; see `CausalLanguageModel`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = cache_for(self.config, past_key_values, use_cache)
+        documents = documents_of(document_ids, position_ids, attention_mask, cache)
+        padding = padding_of(self.config, attention_mask, padding_mask, hidden_states.shape[1])
+        padding = self._readable(documents, padding)
+        if self.embed_positions is not None:
+            if position_ids is None:
+                position_ids = positions_of(hidden_states, attention_mask, documents, cache)
+            hidden_states = hidden_states + self._positions(position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                document_ids=documents,
+                padding_mask=padding,
+                past_key_values=cache,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=cache
+        )
+
+    def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Give the padding that the mixer minds. Raises ValueError where it cannot do its part."""
+        name = self.config.mixer
+        if documents is not None and "documents" not in self.supports:
+            raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")
+        if padding is None or "padding" in self.supports:
+            return padding
+        if (padding[:, 1:] & ~padding[:, :-1]).any():
+            raise ValueError(
+                f"attention_mask: the mixer {name} knows no padding; pad on the right, where no "
+                "token reads it, or give rows of one length"
+            )
+        return None
+
+    def _positions(self, position_ids: Tensor) -> Tensor:
+        rows = self.config.learned_positions
+        if not torch.compiler.is_compiling() and int(position_ids.max()) >= rows:
+            raise UserError(
+                f"a sequence of {int(position_ids.max()) + 1} tokens: the model's table of "
+                f"positions has learned_positions={rows} rows; give fewer tokens"
+            )
+        return self.embed_positions(position_ids)
+
+
+class CatMixerForCausalLM(CausalLanguageModel, MixerPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CatMixerConfig) -> None:
+        super().__init__(config)
+        self.model = CatMixerModel(config)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give generation the cache of mixers; none to a mixer that has no state."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r}: the states of mixers have none")
+        asked = generation_config.use_cache is not False
+        cache = cache_for(self.config, model_kwargs.get("past_key_values"), asked)
+        if cache is None:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        else:
+            model_kwargs["past_key_values"] = cache

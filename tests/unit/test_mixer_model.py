@@ -1,0 +1,388 @@
+"""Language models around a mixer: training, documents, padding, decoding, folders, counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from cat_lm import architectures, mixers
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
+from cat_lm.model.mixer_cache import MixerCache
+from cat_lm.model.weight_decay import parameters_by_decay
+from tests.unit.test_mixers import outside  # noqa: F401
+
+VOCABULARY, WIDTH = 50, 16
+ARCHITECTURE = architectures.get("mixer")
+# One of every mixer; of attention, whose own positions end somewhere, the other kind too.
+MODELS = {
+    **{name: {} for name in mixers.names()},
+    "attention": {"dropout": 0.0},
+    "cat": {"dropout": 0.0},
+    "attention with rope": {"dropout": 0.0, "position": "rope", "heads": 2},
+    "cat with rope": {"dropout": 0.0, "position": "rope"},
+}
+STATELESS = {"h3", "hyena"}
+
+
+def config_of(name: str, **changes) -> CatMixerConfig:
+    mixer = name.split()[0]
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "intermediate_size": 24,
+        "mixer": mixer,
+        "mixer_options": MODELS.get(name, {}),
+        "learned_positions": 64 if name == "attention" else None,
+        "initializer_range": 0.2,  # so that what a layer does is seen in the logits
+        "pad_token_id": 0,
+    }
+    return CatMixerConfig(**fields | changes)
+
+
+def model_of(name: str, **changes) -> CatMixerForCausalLM:
+    torch.manual_seed(0)
+    return CatMixerForCausalLM(config_of(name, **changes)).eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    torch.manual_seed(sum(shape))
+    return torch.randint(1, VOCABULARY, shape)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_learns_and_starts_from_even_odds(name):
+    model = model_of(name, initializer_range=0.02).train()
+    rows = tokens(4, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        outputs = model(rows, labels=rows)
+        assert outputs.logits is None and outputs.past_key_values is None
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(float(outputs.loss.detach()))
+    assert abs(losses[0] - torch.tensor(float(VOCABULARY)).log()) < 0.1
+    assert losses[-1] < losses[0] - 0.7
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - STATELESS))
+@torch.no_grad()
+def test_packed_documents_are_documents_alone(name):
+    model, row = model_of(name), tokens(1, 30)
+    borders = [7, 1, 22]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(borders))[None]
+    alone = torch.cat([model(part).logits for part in row.split(borders, dim=1)], dim=1)
+    same(model(row, document_ids=ids).logits, alone)
+    positions = torch.cat([torch.arange(n) for n in borders])[None]
+    same(model(row, position_ids=positions, use_cache=False).logits, alone)
+    if name != "none":
+        assert not torch.allclose(model(row).logits, alone, atol=1e-2)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_padding_is_as_if_it_were_not_there(name, side):
+    model, row = model_of(name), tokens(1, 12)
+    padded = torch.zeros(2, 12, dtype=torch.long)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    real = slice(5, 12) if side == "left" else slice(0, 7)
+    padded[0], padded[1, real] = row, row[0, :7]
+    mask[1] = 0
+    mask[1, real] = 1
+    found = model(padded, attention_mask=mask).logits
+    same(found[:1], model(row).logits)
+    same(found[1:, real], model(row[:, :7]).logits)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_cached_generation_is_the_uncached(name, beams):
+    """Of a batch of prompts padded on the left; mixers without state have no cache to use."""
+    model, rows = model_of(name), tokens(2, 9)
+    mask = torch.ones_like(rows)
+    mask[1, :4] = rows[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    lengths = []
+    model.model.register_forward_pre_hook(
+        lambda module, given, named: lengths.append(named.get("input_ids", *given[:1]).shape[1]),
+        with_kwargs=True,
+    )
+    cached = model.generate(rows, **how)
+    assert lengths == ([9, *range(10, 17)] if name in STATELESS else [9, *[1] * 7])
+    assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
+    alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
+    assert torch.equal(cached[1, 4:], alone[0])
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - STATELESS))
+@torch.no_grad()
+def test_a_prompt_padded_on_the_right_goes_on_as_without(name):
+    model, rows = model_of(name), tokens(2, 12)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    cache = MixerCache(model.config)
+    model(rows[:, :8], attention_mask=mask, past_key_values=cache)
+    whole = torch.cat([mask, mask.new_ones(2, 4)], dim=1)
+    found = model(rows[:, 8:], attention_mask=whole, past_key_values=cache).logits
+    assert cache.get_seq_length() == 12
+    same(found[:1], model(rows[:1]).logits[:, 8:])
+    alone = torch.cat([rows[1:, :5], rows[1:, 8:]], dim=1)
+    same(found[1:], model(alone).logits[:, 5:])
+
+
+def test_rows_of_a_cache_are_chosen_copied_and_cleared():
+    model, rows = model_of("deltanet"), tokens(2, 6)
+    cache = MixerCache(model.config)
+    with torch.no_grad():
+        model(rows, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 0]))
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    more = tokens(2, 3)
+    with torch.no_grad():
+        found = model(more, past_key_values=cache).logits
+        wanted = model(torch.cat([rows[[1, 0]], more], dim=1)).logits[:, 6:]
+    same(found, wanted)
+    with pytest.raises(RuntimeError, match="cannot remove 2 tokens"):
+        cache.crop(-2)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.layers[0].state
+
+
+@pytest.mark.parametrize("name", ["gla", "cat", "based", "hyena"])
+def test_checkpointed_layers_give_the_same_gradients(name):
+    model, rows = model_of(name).train(), tokens(2, 20)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(rows, labels=rows).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folders_hold_the_model(name, tmp_path):
+    model, rows = model_of(name, tie_word_embeddings=name == "gla"), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is CatMixerForCausalLM and again.config.mixer == name.split()[0]
+    with torch.no_grad():
+        assert torch.equal(again(rows).logits, model(rows).logits)
+    # All options are stored: a later version's defaults are not this model's.
+    stored = json.loads((tmp_path / "config.json").read_text())["mixer_options"]
+    assert stored == model.config.mixer_options
+    assert len(stored) == len(vars(mixers.get(name.split()[0]).Options()))
+
+
+@pytest.mark.parametrize("name", ["mamba", "gated-deltanet", "cat"])
+def test_weights_that_a_folder_lacks_start_as_new_ones(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lacking = {n for n in weights if n.startswith("model.layers.1.mixer")}
+    kept = {n: w for n, w in weights.items() if n not in lacking}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.manual_seed(1)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for key, value in again.state_dict().items():
+        if key not in lacking:
+            assert torch.equal(value, weights[key])
+    if name == "mamba":
+        steps = torch.nn.functional.softplus(again.model.layers[1].mixer.dt_proj.bias)
+        assert steps.min() > 0.0009 and steps.max() < 0.11
+        rates = again.model.layers[1].mixer.A_log.exp()
+        torch.testing.assert_close(rates[0], torch.arange(1.0, 17.0))
+    with torch.no_grad():
+        assert again(tokens(1, 9)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_are_those_of_the_model(name):
+    model = model_of(name)
+    section = ARCHITECTURE.section(model.config)
+    every = sum(p.numel() for p in model.parameters())
+    assert ARCHITECTURE.num_parameters(section, VOCABULARY) == every
+    decayed, exempt = parameters_by_decay(model)
+    assert len(decayed) + len(exempt) == len(list(model.parameters()))
+    cache = MixerCache(model.config)
+    if name not in STATELESS:
+        with torch.no_grad():
+            model(tokens(1, 40), past_key_values=cache)
+        held = [x for layer in cache.layers for n, x in layer.state.items() if n != "seen"]
+        assert ARCHITECTURE.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
+    assert ARCHITECTURE.flops_per_token(section, every, 64) > 0
+    assert model.config.mixer in ARCHITECTURE.describe(section)
+    assert ARCHITECTURE.problems(section, 64) == []
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "parameters"),
+    [("gla", {}, 374_475_776), ("deltanet", {"heads": 8}, 374_362_112)],
+)
+def test_published_shapes_have_the_published_parameters(mixer, options, parameters):
+    """flash-linear-attention's GLA and DeltaNet of 24 x 1,024 with 32,000 entries."""
+    given = {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32000}
+    section = ARCHITECTURE.Section(mixer=mixer, mixer_options=options, **given)
+    assert ARCHITECTURE.num_parameters(section, 1) == parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_training_keeps_is_estimated(name):
+    rows = 256 if name == "attention" else None
+    config = config_of(name, hidden_size=64, intermediate_size=160, learned_positions=rows)
+    model, kept = CatMixerForCausalLM(config).model.train(), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens(2, 256))
+    size = sum(s.nbytes() for at, s in kept.items() if at not in own) / (4 * 2 * 256 * 64)
+    section = ARCHITECTURE.section(config)
+    counted = 2 * ARCHITECTURE.saved_tensors(section) + 4 * 4 * ARCHITECTURE.saved_maps(section)
+    assert 0.8 < counted / size < 1.25
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_narrowed_model_is_one(name):
+    options = MODELS[name] | ({"heads": 6} if "rope" in name else {})
+    config = config_of(name, hidden_size=384, num_hidden_layers=3, mixer_options=options)
+    small = ARCHITECTURE.narrowed(ARCHITECTURE.section(config))
+    assert (small.num_hidden_layers == 2 and small.hidden_size < 384) or "rope" in name
+    fields = ARCHITECTURE.fields(small, 512, 32)
+    model = CatMixerForCausalLM(CatMixerConfig(**fields))
+    assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
+
+
+def test_a_mixer_from_outside_is_a_language_model(outside):  # noqa: F811
+    """It knows neither documents nor padding nor a state: what needs them is refused."""
+    model, rows = model_of("running-mean", mixer_options={"gain": 0.5}), tokens(2, 9)
+    assert model.generate(rows, max_new_tokens=3, do_sample=False).shape == (2, 12)
+    right = (torch.arange(9) < torch.tensor([[9], [5]])).long()
+    same(model(rows, attention_mask=right).logits[1:, :5], model(rows[1:, :5]).logits)
+    with pytest.raises(ValueError, match="the mixer running-mean knows no padding"):
+        model(rows, attention_mask=right.flip(1))
+    with pytest.raises(ValueError, match="running-mean cannot keep documents apart"):
+        model(rows, document_ids=torch.zeros_like(rows))
+    with pytest.raises(ValueError, match="running-mean keeps no state"):
+        model(rows, past_key_values=MixerCache(model.config))
+
+
+def test_what_a_call_cannot_have():
+    model, rows = model_of("gla"), tokens(1, 9)
+    with pytest.raises(ValueError, match="a DynamicCache cannot hold the states of mixers"):
+        model(rows, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="document_ids cannot be used with a cache"):
+        model(rows, document_ids=rows, past_key_values=MixerCache(model.config))
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        model.generate(rows, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="the mixer hyena cannot keep documents apart"):
+        model_of("hyena")(rows, document_ids=rows)
+    with pytest.raises(UserError, match=r"a sequence of 65 tokens: .* learned_positions=64 rows"):
+        model_of("attention")(tokens(1, 65))
+
+
+CONFIG = """
+model: {architecture: mixer, mixer: gla, hidden_size: 32, num_hidden_layers: 2}
+data: {path: data, context_length: 64}
+optimizer: {lr: 0.001}
+train: {max_steps: 4, global_batch_size: 4, micro_batch_size: 4, output_dir: out}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.mixer=dog", "model.mixer='dog': must be one of attention, based"),
+        ("model.mixer_options={head: 2}", "unknown option 'head'; did you mean heads?"),
+        ("model.mixer_options={heads: 3}", "model.hidden_size=32: mixer gla:heads=3: heads=3 do"),
+        ("model.mixer=attention", "model.learned_positions: mixer attention needs a table"),
+        ("model.learned_positions=64", "learned_positions=64: has no effect with mixer gla"),
+        ("model.num_attention_heads=4", "num_attention_heads"),
+        ("data.mask_documents=true model.mixer=hyena", "cannot keep documents apart (hyena)"),
+    ],
+)
+def test_wrong_keys_are_one_clear_line(override, said, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    with pytest.raises(UserError) as error:
+        load_config(path, override.split(" ") if "{" not in override else [override])
+    assert said in str(error.value)
+
+
+def test_a_table_of_positions_covers_a_training_sequence(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    given = ["model.mixer=attention", "model.learned_positions=32"]
+    with pytest.raises(UserError, match=r"learned_positions=32: must be at least data\.context"):
+        load_config(path, given)
+    config = load_config(path, [given[0], "model.learned_positions=64"])
+    assert config.num_parameters(50) == sum(
+        p.numel()
+        for p in CatMixerForCausalLM(
+            CatMixerConfig(**ARCHITECTURE.fields(config.model, 50, 64))
+        ).parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mixer": "dog"}, "mixer 'dog': choose one of"),
+        ({"mixer_options": {"heads": 5}}, "hidden_size=16: mixer gla:heads=5"),
+        ({"mixer_options": {"window": 5}}, "unknown option 'window'"),
+        ({"hidden_size": 0}, "hidden_size=0: must be from 1"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"pad_token_id": 99}, "pad_token_id=99: must be below vocab_size=50"),
+    ],
+)
+def test_wrong_configurations_are_refused(changes, said, tmp_path):
+    with pytest.raises(Exception, match=r"(?s).") as error:
+        config_of("gla", **changes)
+    assert said in str(error.value)
+    settings = config_of("gla").to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(Exception, match=r"(?s).") as error:
+        AutoConfig.from_pretrained(tmp_path)
+    assert said in str(error.value)
+    with pytest.raises(ValueError) as error:
+        ARCHITECTURE.check_settings(settings)
+    assert said in str(error.value)
+
+
+def test_only_the_meaning_of_weights_counts_as_a_difference():
+    ours = ARCHITECTURE.section_values(config_of("cat"))
+    for options, same_weights in (({"dropout": 0.3}, True), ({"window": 5}, False)):
+        theirs = ARCHITECTURE.section_values(config_of("cat", mixer_options=options))
+        assert (ARCHITECTURE.differences(theirs, ours) == []) is same_weights
+
+
+def test_a_mixer_chooses_its_operators_by_itself():
+    config = config_of("gla")
+    how = (torch.device("cpu"), torch.float32)
+    assert "mixer gla" in ARCHITECTURE.describe_backend(config, *how, "auto")
+    with pytest.raises(ValueError, match="use auto"):
+        ARCHITECTURE.describe_backend(config, *how, "triton")

@@ -1,0 +1,376 @@
+"""The registry of mixers, and what every mixer does with documents, padding and decoding state."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cat_lm import mixers
+from cat_lm.errors import UserError
+from cat_lm.mixers import CAPABILITIES, Mixer, MixerKind, Setting, make, make_mixer
+from cat_lm.mixers.shared import CHUNK
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.recurrence import delta_rule
+from cat_lm.ops.recurrence.decaying_scan import EVERY
+from tests.conftest import REPOSITORY
+
+WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
+SPECIFICATIONS = [
+    *mixers.names(),
+    "attention:position=rope,heads=2",
+    "cat:heads=4,window=5",
+    "cat:place=before,window=2",
+    "cat:streams=k,position=rope",
+    "cat:window=1",
+    "cat:shared_kv=true,init=identity",
+    "lincat:heads=2,window=4",
+    "deltanet:streams=none",
+    "deltanet:window=1,shared_kv=true",
+    "gated-deltanet:streams=kv,expand_v=1.0",
+    "gla:heads=2,expand_k=1.0",
+    "mamba:window=1,state=3",
+]
+
+
+def that(capability: str) -> list[tuple[str, int]]:
+    """Specifications of mixers that can do this, and the layer: Based's differ."""
+    found = []
+    for specification in SPECIFICATIONS:
+        if capability in make_mixer(specification).kind.supports:
+            layers = (0, 1) if specification == "based" else (0,)
+            found += [(specification, layer) for layer in layers]
+    return found
+
+
+def built(specification: str, layer: int = 0) -> nn.Module:
+    torch.manual_seed(0)
+    module = make_mixer(specification).build(Setting(WIDTH, layer, 2)).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter))  # so that padding must be put to zero
+    return module
+
+
+def rows(count: int = 2, time: int = TIME) -> Tensor:
+    torch.manual_seed(time)
+    return torch.randn(count, time, WIDTH)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_all_but_long_convolutions_can_do_all():
+    lacking = {n: set(CAPABILITIES) - mixers.get(n).supports for n in mixers.names()}
+    assert {n for n, missing in lacking.items() if missing} == {"h3", "hyena"}
+    assert lacking["h3"] == lacking["hyena"] == {"documents", "state"}
+
+
+BORDERS = [[TIME], [1, TIME - 1], [3, 1, 1, 30, 35], [40, 30]]
+
+
+@pytest.mark.parametrize("borders", BORDERS, ids=str)
+@pytest.mark.parametrize(("specification", "layer"), that("documents"))
+def test_packed_documents_are_documents_alone(specification, layer, borders):
+    mixer, x = built(specification, layer), rows().requires_grad_()
+    ids = torch.repeat_interleave(torch.arange(len(borders)), torch.tensor(borders))
+    packed = mixer(x, document_ids=ids.expand(2, -1))
+    alone = torch.cat([mixer(part) for part in x.split(borders, dim=1)], dim=1)
+    same(packed, alone)
+    weights = torch.linspace(-1, 2, packed.numel()).view_as(packed)
+    leaves = [x, *mixer.parameters()]
+    found, wanted = (torch.autograd.grad((y * weights).sum(), leaves) for y in (packed, alone))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    if len(borders) == 4 and (specification, layer) != ("none", 0):
+        assert not torch.allclose(mixer(x), packed, atol=1e-3)  # the ids do something
+
+
+# Where a row has padding: the real tokens of two rows.
+PADDINGS = {
+    "left": [slice(0, TIME), slice(9, TIME)],
+    "right": [slice(0, TIME - 6), slice(0, TIME)],
+    "both": [slice(2, TIME - 3), slice(66, TIME)],
+    "all but one": [slice(5, 6), slice(0, TIME)],
+}
+
+
+@pytest.mark.parametrize("where", PADDINGS)
+@pytest.mark.parametrize(("specification", "layer"), that("padding"))
+def test_padding_is_as_if_it_were_not_there(specification, layer, where):
+    mixer, x = built(specification, layer), rows()
+    mask = torch.zeros(2, TIME, dtype=torch.bool)
+    for row, real in enumerate(PADDINGS[where]):
+        mask[row, real] = True
+    y = mixer(x, padding_mask=mask)
+    assert y.isfinite().all()
+    for row, real in enumerate(PADDINGS[where]):
+        same(y[row, real], mixer(x[row : row + 1, real])[0])
+    other = torch.where(mask[..., None], x, 1e3 * torch.randn_like(x))
+    same(mixer(other, padding_mask=mask)[mask], y[mask])
+
+
+PARTS = [[1] * TIME, [TIME - 1, 1], [3, 1, 2, TIME - 6], [1, TIME - 1]]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=["token by token", "then one", "several", "then many"])
+@pytest.mark.parametrize(("specification", "layer"), that("state"))
+@torch.no_grad()
+def test_parts_with_a_state_are_the_whole(specification, layer, parts):
+    mixer, x, state = built(specification, layer), rows(), {}
+    found = torch.cat([mixer(part, state=state) for part in x.split(parts, dim=1)], dim=1)
+    same(found, mixer(x))
+    assert all(len(value) == 2 for value in state.values())
+    mixed = make_mixer(specification)
+    numbers = sum(value[0].numel() for name, value in state.items() if name != "seen")
+    assert numbers == mixed.kind.state_numbers(mixed.options, Setting(WIDTH, layer, 2), TIME)
+
+
+@pytest.mark.parametrize("where", PADDINGS)
+@pytest.mark.parametrize(("specification", "layer"), that("state"))
+@torch.no_grad()
+def test_a_padded_prompt_goes_on_as_without_padding(specification, layer, where):
+    """In parts, the first of which may end in padding, and then token by token."""
+    mixer, x, state = built(specification, layer), rows(2, TIME + 5), {}
+    mask = torch.zeros(2, TIME, dtype=torch.bool)
+    for row, real in enumerate(PADDINGS[where]):
+        mask[row, real] = True
+    cut = 66
+    mixer(x[:, :cut], padding_mask=mask[:, :cut], state=state)
+    mixer(x[:, cut:TIME], padding_mask=mask[:, cut:], state=state)
+    found = [mixer(x[:, t : t + 1], state=state) for t in range(TIME, TIME + 5)]
+    for row, real in enumerate(PADDINGS[where]):
+        alone = torch.cat([x[row, real], x[row, TIME:]])[None]
+        same(torch.cat(found, dim=1)[row], mixer(alone)[0, -5:])
+
+
+@pytest.mark.parametrize(("specification", "layer"), that("state"))
+@torch.no_grad()
+def test_padding_on_the_right_leaves_the_state_exactly(specification, layer):
+    """But for keys and values, which remember that it was padding."""
+    mixer, x, states = built(specification, layer), rows(), [{}, {}]
+    mask = torch.arange(TIME)[None] < torch.tensor([[40], [40]])
+    mixer(x, padding_mask=mask, state=states[0])
+    mixer(x[:, :40], padding_mask=mask[:, :40], state=states[1])
+    for name in states[0].keys() - {"k", "v", "real"}:
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("specification", "layer"), that("state"))
+@torch.no_grad()
+def test_rows_of_a_state_can_be_chosen(specification, layer):
+    """As beam search does."""
+    mixer, x, state = built(specification, layer), rows(3), {}
+    mixer(x[:, :20], state=state)
+    chosen = torch.tensor([2, 0, 2])
+    state = {name: value[chosen] for name, value in state.items()}
+    y = mixer(x[:, 20:], state=state)
+    whole = torch.cat([x[chosen, :20], x[:, 20:]], dim=1)
+    same(y, mixer(whole)[:, 20:])
+
+
+@pytest.mark.parametrize("specification", SPECIFICATIONS)
+def test_half_precision_is_finite_and_near(specification):
+    mixer, x = built(specification), rows()
+    wanted = mixer(x)
+    half = mixer.bfloat16()
+    y = half(x.bfloat16().requires_grad_())
+    assert y.dtype == torch.bfloat16 and (y.float() - wanted).norm() < 0.05 * wanted.norm()
+    y.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in half.parameters())
+
+
+@pytest.mark.parametrize("specification", SPECIFICATIONS)
+def test_every_parameter_says_whether_it_decays(specification):
+    """Matrices do, and nothing else."""
+    mixer = built(specification)
+    decayed, exempt = parameters_by_decay(mixer)
+    matrices = [m.weight for m in mixer.modules() if isinstance(m, nn.Linear)]
+    assert {id(p) for p in decayed} == {id(p) for p in matrices}
+    assert len(decayed) + len(exempt) == len(list(mixer.parameters()))
+
+
+def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int) -> float:
+    """What autograd keeps beside the parameters, in tensors of [B, T, C]."""
+    module = mixer.build(setting).train()
+    own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(torch.randn(count, time, setting.d_model, requires_grad=True))
+    size = sum(s.nbytes() for at, s in kept.items() if at not in own)
+    return size / (4 * count * time * setting.d_model)
+
+
+@pytest.mark.parametrize("specification", [*SPECIFICATIONS, "attention:dropout=0", "h3:state=16"])
+def test_what_training_keeps_is_estimated(specification):
+    mixer, time = make_mixer(specification), 256
+    for layer in (0, 1) if specification == "based" else (0,):
+        setting = Setting(64, layer, 2)
+        counted = mixer.kind.saved_tensors(mixer.options, setting)
+        # A map stands for itself in fp32 and for itself again, rounded: here in fp32 too.
+        counted += 2 * mixer.kind.saved_maps(mixer.options, setting) * time / 64
+        assert 0.8 < counted / kept_numbers(mixer, setting, 2, time) < 1.25
+
+
+def test_counts_speak_of_the_same_steps_as_the_operators():
+    from cat_lm.mixers import gla, mamba
+
+    assert delta_rule.CHUNK == CHUNK and gla.EVERY == mamba.EVERY == EVERY
+
+
+def test_flops_grow_with_what_is_mixed():
+    setting = Setting(WIDTH)
+
+    def flops(specification: str, length: int = 64) -> float:
+        mixer = make_mixer(specification)
+        return mixer.kind.mixing_flops(mixer.options, setting, length)
+
+    assert flops("attention") == 12 * 64 * WIDTH and flops("none") == 0
+    assert flops("cat:window=5") - flops("cat:streams=none") == 6 * 5 * 3 * WIDTH
+    assert flops("gla") == flops("gla", 128) == 15 * 8 * WIDTH / 4
+    assert flops("deltanet:streams=none") == 18 * WIDTH * WIDTH / 2
+    assert flops("gated-deltanet:streams=none") == 21 * WIDTH * 2 * WIDTH / 2
+    assert flops("mamba") == 27 * 2 * WIDTH * 16 + 6 * 4 * 2 * WIDTH
+    assert flops("hyena", 128) > flops("hyena", 64) > flops("hyena:window=1", 64)
+
+
+@dataclass(frozen=True)
+class RunningMeanOptions:
+    """Options of the mixer below."""
+
+    gain: float = 1.0
+    note: str | None = None
+
+
+class RunningMeanModule(nn.Module):
+    """The mean of all tokens so far."""
+
+    def __init__(self, options, setting):
+        super().__init__()
+        self.gain, self.linear = options.gain, nn.Linear(setting.d_model, setting.d_model)
+
+    def forward(self, x):
+        count = torch.arange(1, x.shape[1] + 1)[:, None]
+        return self.linear(self.gain * x.cumsum(dim=1) / count)
+
+
+class RunningMean(MixerKind):
+    """A mixer from outside, which can do nothing but mix."""
+
+    name = "running-mean"
+    Options = RunningMeanOptions
+
+    def build(self, options, setting):
+        if setting.d_model % 2:
+            raise ValueError(f"d_model={setting.d_model}: must be even")
+        return RunningMeanModule(options, setting)
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    mixers.register(RunningMean())
+
+
+def test_a_mixer_from_outside(outside):
+    assert "running-mean" in mixers.names()
+    mixer = make_mixer("running-mean:gain=2")
+    assert mixer.label == "running-mean:gain=2.0" and mixer.layers == 2
+    assert not mixer.kind.supports and not mixer.learned_positions
+    x = rows()
+    module = mixer.build(Setting(WIDTH))
+    same(module(x), module.linear(2 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    with pytest.raises(UserError, match=r"^mixer running-mean: d_model=3: must be even$"):
+        make_mixer("running-mean").build(Setting(3))
+
+
+def test_the_readmes_mixer_is_whole(monkeypatch):
+    """It trains, in recall and as a language model's."""
+    text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
+    mixer, x = make_mixer("running-mean:gain=3"), rows()
+    module = mixer.build(Setting(WIDTH))
+    same(module(x), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    assert mixer.kind.saved_tensors(mixer.options, Setting(WIDTH)) == 1
+    shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
+    assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
+
+
+def test_what_cannot_be_registered(outside):
+    def registered(**changes):
+        mixers.register(type("Changed", (RunningMean,), changes)())
+
+    with pytest.raises(ValueError, match=r"'running-mean': there is one of this name already"):
+        registered()
+    with pytest.raises(ValueError, match=r"'a:b': a name has no spaces"):
+        registered(name="a:b")
+    with pytest.raises(ValueError, match=r"'other': supports wings; known: documents, padding"):
+        registered(name="other", supports=frozenset({"wings", "state"}))
+    assert "other" not in mixers.names()
+
+
+def test_recall_trains_a_mixer_from_outside(outside):
+    from eval.recall.train.trial import Cell, run_cell
+
+    cell = Cell("mqar:vocab_size=32", "running-mean", 16, 16, epochs=1, train_examples=32)
+    record = run_cell(cell, quiet=True)
+    assert record["mixer"]["label"] == "running-mean" and record["steps"] == 1
+
+
+def test_values_and_text_are_the_same_options():
+    text = make_mixer("cat:streams=k,window=5,bias=false,dropout=0")
+    values = make("cat", {"streams": "k", "window": 5, "bias": False, "dropout": 0})
+    assert text.options == values.options
+    assert make("cat", {"streams": None}).options == make_mixer("cat:streams=none").options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("dog", {}, "mixer 'dog': choose one of attention, based"),
+        ("cat", {"stream": "k"}, "mixer cat: unknown option 'stream'; did you mean streams?"),
+        ("cat", {"window": 2.5}, "mixer cat: window='2.5': must be a whole number"),
+        ("cat", {"window": True}, "mixer cat: window='true': must be a whole number"),
+        ("cat", {"window": None}, "mixer cat: window='none': must be a whole number"),
+        ("cat", {"window": [3]}, "mixer cat: window=[3]: must be one value, not a list"),
+        ("cat", {"bias": 1}, "mixer cat: bias='1': must be true or false"),
+        ("cat", {"window": 0}, "mixer cat: window and heads must be at least 1"),
+        ("linear-attention", {"heads": 0}, "heads=0: must be at least 1"),
+        ("gla", {"expand_k": float("inf")}, "expand_k=inf: must be a number above 0"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(name, options, said):
+    with pytest.raises(UserError) as error:
+        make(name, options)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_asking_for_mixers_imports_no_torch():
+    code = """
+import sys
+from cat_lm import mixers
+from cat_lm.mixers import Setting
+for name in mixers.names():
+    mixer = mixers.make_mixer(name)
+    mixer.check(Setting(16)), mixer.label, mixer.describe(), mixer.learned_positions
+    for count in ("saved_tensors", "saved_maps"):
+        getattr(mixer.kind, count)(mixer.options, Setting(16))
+    mixer.kind.mixing_flops(mixer.options, Setting(16), 64)
+    mixer.kind.state_numbers(mixer.options, Setting(16), 64)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
