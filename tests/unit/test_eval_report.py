@@ -248,7 +248,6 @@ class TestLengths:
             page,
         )
 
-
     def test_a_table_of_somebody_else_s_is_not_replaced(self, run, tmp_path, monkeypatch, capsys):
         out = tmp_path / "out"
         out.mkdir()
