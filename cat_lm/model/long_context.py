@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.rope_scaling import logit_temperature
+from cat_lm.model.settings import AttentionSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
         found["rope_factor"] = rope.get("factor", 1.0)
         found["original_length"] = rope.get("original_max_position_embeddings")
         found["attention_factor"] = rotary.attention_scaling
-    if isinstance(model, CausalLanguageModel):
+    if isinstance(model, CausalLanguageModel) and isinstance(model.config, AttentionSettings):
         found["attention_temperature"] = _logit_temperature(model)
     return found
 

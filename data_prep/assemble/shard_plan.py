@@ -22,6 +22,7 @@ from data_prep.encode.parts import (
     read_record,
     write_record,
 )
+from data_prep.unfinished import MAKING
 
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.
@@ -167,7 +168,9 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     counts = np.zeros(task.vocab_size, dtype=np.int64)
     with (
         disk_errors(task.folder),
-        ShardWriter(task.folder, shard.split, dtype, shard.tokens, first=shard.number) as writer,
+        ShardWriter(
+            task.folder, shard.split, dtype, shard.tokens, task.folder / MAKING, shard.number
+        ) as writer,
     ):
         for tokens, documents in _blocks(task, dtype):
             writer.write(tokens, documents["length"], documents["bytes"])
@@ -177,7 +180,7 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
-    note_shards(task.folder, [info.to_json()])  # it was read back before it got its name
+    note_shards(task.folder, [info.to_json()])  # it was read again before it got its name
     with disk_errors(work):
         with atomic_write(token_counts_path(work, shard.name), "wb") as stream:
             np.save(stream, counts)

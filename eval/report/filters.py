@@ -62,7 +62,7 @@ def views(filters: Filters) -> list[View]:
     if filters.kind.mixes_heads:
         norms = head_norms(filters)
         # A head's own input has a norm near 1 for the same reason as lag 0.
-        others = [v[:, ~np.eye(v.shape[1], dtype=bool)] for v in norms.values()]
+        others = [values[:, ~np.eye(values.shape[1], dtype=bool)] for values in norms.values()]
         shown.append(_view("norm over all lags, for each head read from", norms, HEADS, others))
     return shown
 
@@ -90,7 +90,7 @@ def filters_figure(filters: Filters, size: tuple[float, float] = WIDE) -> Figure
     shown = views(filters)
     across = size[0] > 5
     streams = list(filters.streams)
-    layers, heads = next(iter(shown[0].values.values())).shape[:2]  # the most are the queries'
+    layers, heads = next(iter(shown[0].values.values())).shape[:2]
     panel = min(max(1.5, layers * heads * 0.055), 7.0)
     rows = len(shown) if across else len(shown) * len(streams)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
@@ -118,11 +118,11 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
         vmax=view.limit,
         aspect="auto",
         interpolation="none",
-        # A layer is one high: streams may have different numbers of heads.
-        extent=(-0.5, columns - 0.5, layers, 0),
+        # A layer is 1 high in every panel: keys and values may have fewer heads than queries.
+        extent=(-0.5, columns - 0.5, layers - 0.5, -0.5),
     )
     for layer in range(1, layers):
-        axes.axhline(layer, color=MUTED, lw=0.5)
+        axes.axhline(layer - 0.5, color=MUTED, lw=0.5)
     axes.set_title(stream, fontsize=9, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.spines[:].set_visible(True)
@@ -135,8 +135,7 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
 
 
 def _layer_ticks(axes: Axes, layers: int) -> None:
-    shown = range(0, layers, max(1, layers // 12))
-    axes.set_yticks([layer + 0.5 for layer in shown], [str(x) for x in shown])
+    axes.set_yticks(range(0, layers, max(1, layers // 12)))
 
 
 def _colour_key(
