@@ -115,7 +115,7 @@ def model_config(path: Path | str) -> PreTrainedConfig:
         if architecture is not None:
             architecture.check_settings(settings)
         config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
-        if architecture is not None:
+        if architecture is not None and hasattr(config, "hidden_act"):
             _check_activation(config.hidden_act)
     except Exception as error:
         said = asks_for_code(settings) or reason(error)

@@ -67,7 +67,9 @@ def _run(command: list[str], cwd: str, variables: dict[str, str], *files: str) -
     os.environ.clear()  # a forked process has the environment that the first of them was given
     os.environ.update(variables)
     torch.set_num_threads(1)
-    sys.path.insert(0, cwd)
+    # As a new interpreter would find modules and installed packages.
+    paths = variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [cwd, *(path for path in paths if path and path not in sys.path)]
     code: object = 1
     try:
         _execute(command)

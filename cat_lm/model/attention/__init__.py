@@ -17,6 +17,7 @@ from cat_lm import plugins
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
+from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
 __all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
@@ -37,10 +38,14 @@ def register(entry: Entry) -> None:
     """Add a pattern, or a transform of scores or values.
 
     Raises:
-        ValueError: there is one of its class and name already, or a score transform's form is none.
+        ValueError: there is one of its class and name already, something is missing, or a score
+            transform's form is none.
     """
-    kind = next(kind for kind in _KEYS if isinstance(entry, kind))
-    key = _KEYS[kind][0]
+    kind = next((kind for kind in _KEYS if isinstance(entry, kind)), Entry)
+    key = _KEYS[kind][0] if kind in _KEYS else "attention"
+    methods = ("build", "flops") if kind is Pattern else ("build",)
+    words = ("name", "title", "form") if kind is ScoreTransform else ("name", "title")
+    check_entry(key, entry, kind if kind in _KEYS else Pattern, words, methods)
     if entry.name in _ENTRIES[kind] or entry.name == "none":
         raise ValueError(f"{key}={entry.name!r}: there is one of this name already")
     if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:

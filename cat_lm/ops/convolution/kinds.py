@@ -7,12 +7,14 @@ faster backend the reference computes it, and the log says so. This module does 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm import plugins
+from cat_lm.registering import check_entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +66,15 @@ class Kind:
         return filters.shape[self.window_axis]
 
     def identity(self, heads: int, head_dim: int, window: int) -> Tensor:
-        """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere."""
+        """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere.
+
+        Raises:
+            ValueError: they change something, or the kind is none for another reason.
+        """
+        _check_computes(self)
+        return self._identity(heads, head_dim, window)
+
+    def _identity(self, heads: int, head_dim: int, window: int) -> Tensor:
         import torch
 
         filters = torch.zeros(self.filter_shape(heads, head_dim, window))
@@ -103,17 +113,61 @@ def register(kind: Kind) -> None:
     """Add a kind of one's own.
 
     Raises:
-        ValueError: the name is taken, or the filters have no axis W.
+        ValueError: the name is taken, something is missing, or the filters' axes are none.
     """
+    check_entry("conv_type", kind, Kind, ("name", "meaning"))
     if kind.name in _KINDS or kind.name == "none":
-        raise ValueError(f"conv_type={kind.name!r}: there is such a kind already")
-    unknown = set(kind.filter_axes) - set("WHID")
-    if unknown or kind.filter_axes.count("W") != 1:
+        raise ValueError(f"conv_type {kind.name!r}: there is such a kind already")
+    axes = kind.filter_axes
+    if set(axes) - set("WHID") or len(set(axes)) < len(axes) or "W" not in axes:
         raise ValueError(
-            f"conv_type={kind.name!r}: filter_axes={kind.filter_axes} must be of W, H, I and D, "
-            "with W once"
+            f"conv_type {kind.name!r}: filter_axes={axes} must be of W, H, I and D, each at most "
+            "once, and W among them"
         )
+    if "I" in axes and "H" not in axes:
+        raise ValueError(
+            f"conv_type {kind.name!r}: filter_axes={axes} have the heads read from, I, without "
+            "those written to, H"
+        )
+    if not callable(kind.add_lag):
+        raise ValueError(f"conv_type {kind.name!r}: add_lag={kind.add_lag!r} must be a function")
     _KINDS[kind.name] = kind
+
+
+@functools.cache
+def _check_computes(kind: Kind) -> None:
+    """Check what `register`, which imports no torch, cannot: axes and `add_lag` fit each other.
+
+    Raises:
+        ValueError: `add_lag` gives no [B, T, H, D], reads what comes later, or filters that are the
+            identity change something.
+    """
+    import torch
+
+    from cat_lm.ops.convolution import reference
+
+    heads, width, window = 3, 5, 2
+    with torch.device("cpu"), torch.no_grad():
+        x = torch.arange(60.0).view(1, 4, heads, width).cos()
+        later = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
+        size = kind.filter_parameters(heads, width, window)
+        taps = torch.arange(float(size)).sin().view(kind.filter_shape(heads, width, window))
+        try:
+            y, other = (reference.sum_of_lags(kind, each, taps) for each in (x, later))
+            same = reference.sum_of_lags(kind, x, kind._identity(heads, width, window))
+        except (RuntimeError, IndexError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"conv_type {kind.name!r}: add_lag cannot compute with filters of "
+                f"{list(taps.shape)} (filter_axes={kind.filter_axes}): {said}"
+            ) from error
+    found = f"conv_type {kind.name!r}: add_lag, with filter_axes={kind.filter_axes},"
+    if y.shape != x.shape:
+        raise ValueError(f"{found} makes {list(y.shape)} of inputs of {list(x.shape)}")
+    if not torch.equal(y[:, :-1], other[:, :-1]):
+        raise ValueError(f"{found} reads tokens that come later")
+    if not torch.equal(same, x):
+        raise ValueError(f"{found} changes its input with 1 at lag 0 and 0 elsewhere")
 
 
 def takes_activation(name: str) -> bool:

@@ -37,7 +37,17 @@ def convolve(
     Returns:
         y [B, T, H, D] in the dtype of x.
     """
-    kind = kinds.get(conv_type)
+    return sum_of_lags(kinds.get(conv_type), x, filters, bias, positions)
+
+
+def sum_of_lags(
+    kind: kinds.Kind,
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Compute `convolve` for a kind, which need not be registered."""
     window = kind.window_of(filters)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
