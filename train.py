@@ -37,8 +37,8 @@ def main() -> None:
         description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
         "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
-        "death of its launcher, after a checkpoint (go on with train.resume=auto), 130 the same "
-        "after Ctrl-C, 76 hung (train.hang_minutes).",
+        "death of its launcher, after a checkpoint (go on with train.resume=auto), or ended as "
+        "not all ranks met at the start, 130 stopped after Ctrl-C, 76 hung (train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+# sysexits' EX_TEMPFAIL: nothing is wrong with the input, it can go on; launchers requeue on it.
+REQUEUE_EXIT_CODE = 75
 # Without a file's name these still speak of files; other errors may be of sockets or processes.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 _DISK_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -32,6 +34,10 @@ class UserError(Exception):
     """Bad input: the message names the key or file, the value, and what would be right."""
 
 
+class TemporaryError(UserError):
+    """Raised for what may be gone at the next start: the same command then goes on."""
+
+
 class SharedError(UserError):
     """Raised on every rank alike; the first one speaks for all."""
 
@@ -44,8 +50,9 @@ def describe_os_error(error: OSError) -> str:
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    So does a file or a disk that cannot be read or written. What all ranks share, the first one
-    prints. Ends quietly with code 130 on Ctrl-C, and when the reader of a pipe has gone.
+    (A `TemporaryError` has `REQUEUE_EXIT_CODE`.) So does a file or a disk that cannot be read or
+    written. What all ranks share, the first one prints. Ends quietly with code 130 on Ctrl-C, and
+    when the reader of a pipe has gone.
     """
 
     @functools.wraps(main)
@@ -59,7 +66,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 # Launchers end all ranks with the first that leaves, even in mid-word.
                 time.sleep(2)
                 raise SystemExit(2) from None
-            _end(f"error: {error}", 2)
+            _end(f"error: {error}", REQUEUE_EXIT_CODE if isinstance(error, TemporaryError) else 2)
         except KeyboardInterrupt:
             _end("interrupted", 130)
         except BrokenPipeError:

@@ -37,6 +37,7 @@ from cat_lm.io.readers import (
     resolve,
     short,
 )
+from cat_lm.library_model import library_model
 from cat_lm.limits import SCALING_FACTOR
 from cat_lm.model_card import model_card
 from cat_lm.model_files import refuse_non_finite
@@ -71,15 +72,17 @@ def export_checkpoint(
     method: str = "none",
     factor: float = 1.0,
     temperature_scope: str = "logits",
+    library: bool = False,
 ) -> Path:
     """Writes the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
-    With a `method` of `cat_lm.model.rope_scaling`, the exported model reads contexts of `factor`
-    times its training length, which then is its `max_position_embeddings`.
+    With a `method` of `cat_lm.scaled_models`, the exported model reads contexts of `factor`
+    times its training length, which then is its `max_position_embeddings`. With `library` it is
+    transformers' own class, if that computes the same.
 
     Returns the path of `out`. Raises UserError where there is no complete checkpoint, where it
     lacks its tokenizer, where `out` holds something else, where the export read back differs, or
-    where the method does not exist for the model.
+    where the method does not exist for the model; or the library has no class of it.
     """
 
     out = _checked_place(out)
@@ -94,6 +97,8 @@ def export_checkpoint(
         config = _scaled_config(config, method, factor, trained, temperature_scope)
         facts |= {"context_method": method, "context_factor": factor}
     model = load_model(step_folder / "model", device="cpu", config=config)
+    if library:
+        model = library_model(model)
     tokenizer = load_tokenizer(step_folder / "tokenizer")
     return export_model(model, tokenizer, out, dtype=dtype, facts=facts)
 
@@ -101,8 +106,7 @@ def export_checkpoint(
 def _scaled_config(
     config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
 ) -> PreTrainedConfig:
-    from cat_lm.model.long_context import scaled_config
-    from cat_lm.model.rope_scaling import scaled_fields
+    from cat_lm.scaled_models import scaled_config, scaled_fields
 
     try:
         fields = scaled_fields(config, method, factor, training_length, scope)
@@ -153,6 +157,7 @@ def export_model(
         record = facts | {
             "program": PROGRAM,
             "dtype": dtype,
+            "finite": True,  # refused above, and `_verify` found the same bits in the files
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
@@ -345,6 +350,12 @@ def main() -> None:
         help="of the method, such as 4",
     )
     parser.add_argument("--temperature-scope", choices=("logits", "rotary"), default="logits")
+    parser.add_argument(
+        "--library",
+        action="store_true",
+        help="as transformers' own class (GPTNeoXForCausalLM, LlamaForCausalLM), which needs no "
+        "cat_lm; for models without convolutions",
+    )
     arguments = parser.parse_args()
     if (arguments.method == "none") != (arguments.factor == 1):
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
@@ -361,6 +372,7 @@ def main() -> None:
         method=arguments.method,
         factor=arguments.factor,
         temperature_scope=arguments.temperature_scope,
+        library=arguments.library,
     )
     record = read_record(out)
     print(f"{out}: {record.parameters:,} parameters in {record.dtype}, read back and equal")

@@ -47,6 +47,7 @@ class ExportRecord(Record):
     program: Literal["cat_lm.export"]
     files: dict[InsideName, ListedFile]
     dtype: str
+    finite: bool = False  # whether all weights were looked at; not in earlier versions' records
     parameters: int = Field(ge=0)
     sha256: _Sha256
     step: int | None = None
@@ -187,6 +188,24 @@ def _verify_unlisted(folder: Path, wanted: Callable[[str], bool]) -> None:
     if expected is not None and wanted(WEIGHTS):
         _size(path)
         _compare(path, "SHA-256", digests([path], "sha256")[path], expected)
+
+
+def finite_as_listed(folder: Path, files: Iterable[Path]) -> str | None:
+    """Say in which dtype an export's weights were found finite before they were hashed.
+
+    `verify` compares these hashes: while it does, or has, the numbers are those that were found so.
+
+    Args:
+        files: of the weights that are read.
+
+    Returns:
+        The dtype's name; None where nobody looked, or where `verify` compares nothing.
+    """
+    record = None if _skipped.get() else read_record(folder)
+    if record is None or not record.finite:
+        return None
+    listed = all(str(file.relative_to(folder)) in record.files for file in files)
+    return record.dtype if listed else None
 
 
 @contextmanager

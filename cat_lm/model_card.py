@@ -30,10 +30,13 @@ def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -
             value = record[key]
             rows[label] = _shown(value)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    is_own = config.model_type == architecture.model_type
+    tags = [*(["cat"] if is_own else []), architecture.name]
+    registration = "import cat_lm  # registers the architecture with transformers\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [cat, {architecture.name}]
+tags: [{", ".join(tags)}]
 ---
 
 # {name}
@@ -49,8 +52,7 @@ Held-out values are those of the last validation before the export (loss in nats
 ## Use
 
 ```python
-import cat_lm  # registers the architecture with transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{registration if is_own else ""}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.errors import UserError
-from cat_lm.export_record import CARD, verify, verifying
+from cat_lm.export_record import CARD, finite_as_listed, verify, verifying
 from cat_lm.io.readers import read_object
 from cat_lm.model_files import (
     WEIGHTS,
@@ -149,12 +149,23 @@ def load_model(
     """
     folder = model_folder(path)
     target = choose_device(device)
-    own = model_config(folder)
-    with verifying(folder, _are_read(weight_files(folder))):
+    own, files = model_config(folder), weight_files(folder)
+    with verifying(folder, _are_read(files)):
         _check_headers(folder, config or own)
         model = _load(folder, config or own, dtype).to(target).eval()
-        refuse_non_finite(f"model {folder}", dict(model.state_dict()))
+        if not _stays_finite(finite_as_listed(folder, files), dtype):
+            refuse_non_finite(f"model {folder}", dict(model.state_dict()))
     return model
+
+
+def _stays_finite(stored: str | None, dtype: str) -> bool:
+    """Tell whether weights that are finite in the dtype `stored` are so in `dtype`."""
+    import torch
+
+    if stored not in DTYPES:
+        return False
+    largest, needed = (torch.finfo(getattr(torch, name)).max for name in (dtype, stored))
+    return largest >= needed
 
 
 def _are_read(files: Iterable[Path]) -> Callable[[str], bool]:
@@ -203,7 +214,8 @@ def load_weights(
     with verifying(folder, _are_read(files)):
         _check_headers(folder, config)
         tensors = read_tensors(files, names, _has_convolution(config))
-        refuse_non_finite(f"model {folder}", tensors)
+        if finite_as_listed(folder, files) is None:
+            refuse_non_finite(f"model {folder}", tensors)
     return tensors
 
 

@@ -21,6 +21,7 @@ from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files, verify
 from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.io.readers import read_object
+from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
 from cat_lm.limits import WINDOW
 from cat_lm.model_card import describe_model
 from cat_lm.ops.convolution import kinds
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from cat_lm.architectures import Architecture
-
-TOLERANCE = 1e-5  # of the largest logit
-CHECKED_TOKENS = (2, 48)
 
 _BESIDE_THE_MODEL = (
     "tokenizer.json",
@@ -236,8 +234,7 @@ def _difference_of_logits(folder: Path, new: Path, vocab_size: int) -> float:
     """The largest difference of the logits in fp32, in parts of the largest logit."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, CHECKED_TOKENS, generator=generator)
+    ids = checked_ids(vocab_size)
 
     def logits(path: Path) -> Tensor:
         # One model at a time: the weights of both may not fit into memory.
@@ -245,7 +242,7 @@ def _difference_of_logits(folder: Path, new: Path, vocab_size: int) -> float:
             return load_model(path, device="cpu")(ids, use_cache=False).logits
 
     expected = logits(folder)
-    return float((logits(new) - expected).abs().max() / expected.abs().max())
+    return difference_of_logits(logits(new), expected)
 
 
 def model_section(config: PreTrainedConfig) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 It lists every file that the preparation may have put into the output folder, before that file is
 there; only these, and what the manifest of finished data lists, are ever deleted. Paths in it are
-shown to people and used for nothing else.
+shown to people and used for nothing else. Files grow in a marked folder beside it, `.making.tmp`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,15 @@ from cat_lm.data.manifest import listed_shards
 from cat_lm.data.packing import PACKING, plan_files
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
+from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.own_files import (
+    bears_mark,
+    is_marked,
+    is_only_begun,
+    make_marked,
+    remove_marked,
+    set_aside,
+)
 from cat_lm.io.readers import Record, check_shape, read_object
 
 MARKER = "unfinished.json"
@@ -27,6 +36,8 @@ PROGRAM = "cat_lm data_prep.prepare"
 MALFORMED = "malformed.log"
 TOKENIZER = "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "sentencepiece.model")
+MAKING = ".making.tmp"
+_MAKING_PURPOSE = "prepared data on their way"
 TOKENIZER_PURPOSE = "a tokenizer on its way"  # of the folder in which it is made
 _DATA = re.compile(
     rf"[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:bin|idx)|{re.escape(MALFORMED)}|{re.escape(NOTE)}"
@@ -51,7 +62,8 @@ class Unfinished(Record):
 
     def save(self, folder: Path) -> None:
         """Write it into the output folder."""
-        write_json(folder / MARKER, self.model_dump())
+        with put(folder, MARKER) as path:
+            write_json(path, self.model_dump())
 
 
 class Earlier(Record):
@@ -91,6 +103,40 @@ def claim(folder: Path, names: Iterable[str]) -> None:
             )
     if new:
         marker.model_copy(update={"files": [*marker.files, *new]}).save(folder)
+
+
+def make_making(folder: Path) -> Path:
+    """Make the folder in which files grow until they are whole; it is marked as ours."""
+    place = folder / MAKING
+    if bears_mark(place, _MAKING_PURPOSE) and not is_marked(place, _MAKING_PURPOSE):
+        # Came along with a copy of the folder above: what is in it is of no use here.
+        print(f"note: {place} is a copy of unfinished files; it is now {set_aside(place).name}")
+    make_marked(place, _MAKING_PURPOSE)
+    return place
+
+
+def is_making(path: Path) -> bool:
+    """Tell whether a path is what `make_making` made or began to make, or a copy of it."""
+    return path.name == MAKING and (bears_mark(path, _MAKING_PURPOSE) or is_only_begun(path))
+
+
+def remove_making(folder: Path) -> None:
+    """Remove what grew and never became whole; what only has such a name stays."""
+    place = folder / MAKING
+    if is_marked(place, _MAKING_PURPOSE) or is_only_begun(place):
+        remove_marked(place, _MAKING_PURPOSE)
+
+
+@contextmanager
+def put(folder: Path, name: str) -> Iterator[Path]:
+    """Yield a place to write a file to, which then gets its name in `folder`."""
+    path = make_making(folder) / name
+    try:
+        yield path
+        os.replace(path, folder / name)
+        sync_directory(folder)
+    finally:
+        remove_making(folder)
 
 
 def shard_names(shards: Iterable[str]) -> list[str]:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.io.files import write_json
 from tests.checkpoints import seal
@@ -17,12 +18,11 @@ from tests.runs import run_values, write_config
 CONTEXT = 32
 
 
-def tiny_model(vocab_size: int, seed: int = 0, **changes: Any):
+def tiny_model(vocab_size: int, seed: int = 0, family: str = "gpt_neox", **changes: Any):
     """A CAT model of two layers, with weights and filters away from their initial values."""
     import torch
 
-    from cat_lm.model import CatConfig, CatForCausalLM
-
+    kinds = architectures.get(family).classes()
     values = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -34,7 +34,7 @@ def tiny_model(vocab_size: int, seed: int = 0, **changes: Any):
         "conv_window": 4,
     }
     torch.manual_seed(seed)
-    model = CatForCausalLM(CatConfig(**values | changes))
+    model = kinds.causal_lm(kinds.config(**values | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -55,7 +55,7 @@ class Architecture:
         Section: the keys of `model:`.
         embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
-        scales_positions: whether longer contexts can be read by `cat_lm.model.rope_scaling`.
+        scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.

@@ -63,7 +63,7 @@ def make_marked(folder: Path, purpose: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if is_marked(folder, purpose):
         return
-    if not _is_only_begun(folder):
+    if not is_only_begun(folder):
         raise _not_ours(folder)
     # Not replaced atomically: there is nothing else in the folder yet.
     (folder / MARK).write_text(_mark(folder, purpose), encoding="utf-8")
@@ -85,7 +85,7 @@ def take_over(folder: Path, purpose: str) -> None:
     write_text(folder / MARK, _mark(folder, purpose))
 
 
-def _is_only_begun(folder: Path) -> bool:
+def is_only_begun(folder: Path) -> bool:
     """Tell whether a kill may have left the folder between its making and its mark."""
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -127,7 +127,7 @@ def remove_marked(folder: Path, purpose: str) -> None:
     """
     if not os.path.lexists(folder):
         return
-    if not is_marked(folder, purpose) and not _is_only_begun(folder):
+    if not is_marked(folder, purpose) and not is_only_begun(folder):
         raise _not_ours(folder)
     try:
         # The mark goes last: a kill in between leaves a folder that is still known as ours.

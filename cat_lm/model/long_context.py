@@ -1,33 +1,15 @@
-"""Models with scaled positions: made from a configuration, and read off a model in memory.
-
-The rules of scaling are `cat_lm.model.rope_scaling`'s.
-"""
+"""What a model in memory does with positions and temperature; the rules are `rope_scaling`'s."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import architectures
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.rope_scaling import logit_temperature
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-
-def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """A copy of `config` with `fields` (of `scaled_fields`); `config` itself where there are none.
-
-    A model of the library becomes one of ours without convolutions, the same model, whose attention
-    has a temperature.
-    """
-    if not fields:
-        return config
-    family = architectures.of_config(config)
-    plain = {} if config.model_type == family.model_type else {"conv_type": "none"}
-    return family.own_config(config, **plain | dict(fields))
+    from transformers import PreTrainedModel
 
 
 def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:

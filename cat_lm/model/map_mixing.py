@@ -26,17 +26,14 @@ This is the reading under which maps of one head are what one head's embeddings 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.model.masks import visible_keys
+from cat_lm.model.attention.call import AttentionCall, visible_keys
 from cat_lm.ops import head_conv
-
-if TYPE_CHECKING:
-    from cat_lm.model.attention.core import AttentionCall
 
 # Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
 QUERY_BLOCK = 128

@@ -95,33 +95,6 @@ def check_attention(config: AttentionSettings) -> None:
     refuse(attention.implementation_problems(config, config._attn_implementation))
 
 
-def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
-    """Tell which keys each query may see, [B, 1, T, S] bool; None if all of them.
-
-    Args:
-        attention_mask: as for transformers' `eager`, `sdpa` or `flex_attention`.
-        query, key: [B, H, T, D] and [B, H, S, D].
-    """
-    batch, _, time, _ = query.shape
-    keys = key.shape[2]
-    if attention_mask is None:
-        # transformers leaves the mask out for one query, and for queries that start with the keys.
-        if time == 1:
-            return None
-        visible = torch.ones(time, keys, dtype=torch.bool, device=query.device).tril()
-    elif not isinstance(attention_mask, Tensor):
-        from torch.nn.attention.flex_attention import create_mask
-
-        visible = create_mask(
-            attention_mask.mask_mod, batch, None, time, keys, device=str(query.device)
-        )
-    elif attention_mask.dtype == torch.bool:
-        visible = attention_mask
-    else:
-        visible = attention_mask >= 0  # `eager` adds it to the scores
-    return visible.expand(batch, 1, time, keys)
-
-
 def documents_of(
     document_ids: Tensor | None,
     position_ids: Tensor | None,

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.errors import UserError
 from cat_lm.mixers import Setting
 from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.configuration_mixer import CatMixerConfig
@@ -186,9 +187,9 @@ class CatMixerModel(MixerPreTrainedModel):
     def _positions(self, position_ids: Tensor) -> Tensor:
         rows = self.config.learned_positions
         if not torch.compiler.is_compiling() and int(position_ids.max()) >= rows:
-            raise ValueError(
-                f"a sequence of {int(position_ids.max()) + 1} tokens: the table of positions has "
-                f"learned_positions={rows} rows"
+            raise UserError(
+                f"a sequence of {int(position_ids.max()) + 1} tokens: the model's table of "
+                f"positions has learned_positions={rows} rows; give fewer tokens"
             )
         return self.embed_positions(position_ids)
 

@@ -66,22 +66,10 @@ _RANGES = {
 }
 
 
-def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The methods that exist for models of this configuration; the first is always `none`.
-
-    Families that scale positions have `ROPE_METHODS`, or `NOPE_METHODS` without positions. Other
-    architectures, and models that are scaled already (another scaling on top
-    would be neither's method), have only `none`: the model as it is.
-    """
-    if not _scales_positions(config) or is_scaled(config):
-        return ("none",)
-    return ROPE_METHODS if _has_rope(config) else NOPE_METHODS
-
-
 def is_scaled(config: PreTrainedConfig) -> bool:
     """Whether positions or attention differ from those of a model without any scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled_rope = rope.get("rope_type", "default") != "default" and _has_rope(config)
+    scaled_rope = rope.get("rope_type", "default") != "default" and has_rope(config)
     return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1
 
 
@@ -93,60 +81,6 @@ def yarn_magnitude(factor: float) -> float:
 def yarn_temperature(factor: float) -> float:
     """t = 1 / m²: attention logits are q·k / (t sqrt(D))."""
     return yarn_magnitude(factor) ** -2
-
-
-def scaled_fields(
-    config: PreTrainedConfig,
-    method: str,
-    factor: float,
-    training_length: int,
-    temperature_scope: str = "logits",
-) -> dict[str, Any]:
-    """The fields of a CAT configuration that make a model of this configuration use `method`.
-
-    Args:
-        config: of a model that is not scaled yet (see `methods_for`).
-        factor: s >= 1, the length to be read over the length trained on. 1 changes nothing.
-        training_length: tokens; YaRN's dividing line between frequencies depends on it.
-        temperature_scope: what the temperature acts on.
-
-    Returns:
-        The fields, among them the new `max_position_embeddings`; empty where the model stays as it
-        is.
-
-    Raises:
-        ValueError: the method or the scope does not exist for this model, or the factor is below 1.
-    """
-    if method not in methods_for(config):
-        known = ", ".join(methods_for(config))
-        raise ValueError(
-            f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
-        )
-    _check_scope(temperature_scope, _has_rope(config))
-    if problem := limits.SCALING_FACTOR.problem(factor):
-        raise ValueError(f"factor {factor}: {problem}")
-    if method == "none" or factor == 1:
-        return {}
-    fields: dict[str, Any] = {"max_position_embeddings": round(factor * training_length)}
-    rope = dict(config.rope_parameters)
-    if method == "yarn":
-        in_rope = temperature_scope == "rotary"
-        # Stored even where it is 1: without it, transformers would apply its own.
-        rope |= {
-            "rope_type": "yarn",
-            "factor": float(factor),
-            "original_max_position_embeddings": training_length,
-            "attention_factor": yarn_magnitude(factor) if in_rope else 1.0,
-        }
-        if in_rope:
-            return fields | {"rope_parameters": rope}
-    elif method.startswith("pi"):
-        rope |= {"rope_type": "linear", "factor": float(factor)}
-    fields["rope_parameters"] = rope
-    if method != "pi":
-        fields["attention_temperature"] = yarn_temperature(factor)
-        fields["temperature_scope"] = temperature_scope
-    return fields
 
 
 def logit_temperature(config: AttentionSettings) -> float:
@@ -222,11 +156,11 @@ def check_rope_number(name: str, value: Any) -> None:
 
 def check_temperature(config: AttentionSettings) -> None:
     """Raises ValueError where temperature, its scope and the positions contradict each other."""
-    temperature, has_rope = config.attention_temperature, _has_rope(config)
-    _check_scope(config.temperature_scope, has_rope)
+    temperature, rotates = config.attention_temperature, has_rope(config)
+    check_scope(config.temperature_scope, rotates)
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
-    if rope_type != "default" and not has_rope:
+    if rope_type != "default" and not rotates:
         raise ValueError(
             f"rope_parameters.rope_type={rope_type!r} with position_embedding='none': there are no "
             "positions to scale; attention_temperature alone exists for such a model"
@@ -241,11 +175,12 @@ def check_temperature(config: AttentionSettings) -> None:
             )
 
 
-def _check_scope(scope: str, has_rope: bool) -> None:
+def check_scope(scope: str, rotates: bool) -> None:
+    """Raise ValueError for a `temperature_scope` that a model with or without positions lacks."""
     if scope not in TEMPERATURE_SCOPES:
         known = ", ".join(TEMPERATURE_SCOPES)
         raise ValueError(f"temperature_scope={scope!r} is not supported; choose one of {known}")
-    if scope == "rotary" and not has_rope:
+    if scope == "rotary" and not rotates:
         raise ValueError(
             "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
             "use 'logits'"
@@ -259,22 +194,6 @@ def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> Non
         raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
 
 
-def _scales_positions(config: PreTrainedConfig) -> bool:
-    # Families' files read this module.
-    from cat_lm import architectures
-
-    family = architectures.find(config)
-    return family is not None and family.scales_positions
-
-
-def _has_rope(config: PreTrainedConfig) -> bool:
+def has_rope(config: PreTrainedConfig) -> bool:
+    """Tell whether a model has rotary positions; the library's families that we read all have."""
     return getattr(config, "position_embedding", "rope") == "rope"
-
-
-def scaling_kind(config: PreTrainedConfig) -> str:
-    """What decides which methods a model has, in words."""
-    if not _scales_positions(config):
-        return f"model type {config.model_type}"
-    if is_scaled(config):
-        return "a model that is scaled already"
-    return "a model with rotary positions" if _has_rope(config) else "a model without positions"

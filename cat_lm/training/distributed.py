@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from cat_lm.errors import SharedError, UserError, describe_os_error
+from cat_lm.errors import SharedError, TemporaryError, UserError, describe_os_error
 from cat_lm.training.launcher import join_launcher
+from cat_lm.training.watchdog import host_name
 
 # Of a collective: long enough for one rank to write a large checkpoint while the others wait.
 TIMEOUT_MINUTES = 30.0
@@ -115,6 +116,7 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
 
     Raises:
         UserError: the launcher's variables are incomplete or contradict the machine.
+        TemporaryError: the ranks did not all meet in time, as where a node is down.
     """
     rank, local_rank, world_size = join_launcher()
     on_gpu = torch.cuda.is_available()
@@ -126,7 +128,15 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    _start_deepspeed(on_gpu, rank, world_size, timeout_minutes)
+    try:
+        _start_deepspeed(on_gpu, rank, world_size, timeout_minutes)
+    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TemporaryError(
+            f"rank {rank} on {host_name()}: {world_size} ranks were started and did not all meet "
+            f"at {place} ({' '.join(str(error).split())}); when all nodes answer, the same command "
+            "starts again"
+        ) from None
     yield Ranks(rank, local_rank, world_size, device)
     # Not after an error: another rank may still wait in a collective, and the launcher ends it.
     torch.distributed.destroy_process_group()

@@ -8,11 +8,11 @@ import signal
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from cat_lm.errors import REQUEUE_EXIT_CODE
+
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
 
-# sysexits' EX_TEMPFAIL: the job was stopped and can go on; launchers requeue on it.
-REQUEUE_EXIT_CODE = 75
 INTERRUPTED_EXIT_CODE = 130
 
 

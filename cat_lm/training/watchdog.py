@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from cat_lm.errors import UserError
+from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.training.ancestors import Launcher
-from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
+from cat_lm.training.stop import StopSignal
 
 # Launchers start the job again on it; 1 would do as well, but says less.
 HUNG_EXIT_CODE = 76

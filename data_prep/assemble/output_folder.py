@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
-from cat_lm.io.files import sync_directory, write_json
+from cat_lm.io.files import write_json
 from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import is_marked, remove_files, remove_marked, set_aside
 from data_prep.encode.parts import read_record
@@ -38,18 +37,16 @@ from data_prep.unfinished import (
     Unfinished,
     claim,
     finished_files,
+    is_making,
+    put,
     read_marker,
+    remove_making,
     shard_names,
     tokenizer_names,
 )
 
 LOCK = ".prepare.lock"
 SETUP_LOCK = ".setup.lock"
-# What a killed process has left of files on their way; a tokenizer's is a folder with a mark.
-_TEMPORARY = re.compile(
-    r"\.(?:(?:train|validation)-\d{5,}\.(?:bin|idx)\.[^/]+"
-    r"|(?:manifest\.json|unfinished\.json|malformed\.log)\.[a-z0-9_]{8})\.tmp"
-)
 _TOKENIZER_TEMPORARY = re.compile(r"\.tokenizer\..+\.tmp")
 # Arguments that choose among the encoded documents: a change leaves the parts useful.
 SELECTING = ("sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens")
@@ -92,8 +89,8 @@ def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
             "choose another folder or give --overwrite"
         )
     # What a kill leaves before there is a marker: a lock, or the marker on its way.
-    ours = (LOCK, SETUP_LOCK, f".{MARKER}.")
-    foreign = [file.name for file in folder.iterdir() if not file.name.startswith(ours)]
+    files = [path for path in folder.iterdir() if not is_making(path)]
+    foreign = [path.name for path in files if not path.name.startswith((LOCK, SETUP_LOCK))]
     if foreign and not (folder / MARKER).is_file():
         raise UserError(
             f"--out {folder}: is not empty ({sorted(foreign)[0]!r} is in it) and was not made by "
@@ -215,7 +212,7 @@ def _continue(
         return
     # What was chosen, and made of it, goes while the old marker stands.
     (work.path / ASSEMBLY).unlink(missing_ok=True)
-    _remove(work.path / "shards")
+    work.remove_shards()
     remove_temporary(folder)
     kept = tokenizer_names()
     remove_files(folder, [name for name in marker.files if name not in kept])
@@ -287,27 +284,19 @@ def _remove_locks(folder: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove(folder: Path) -> None:
-    """Removes a folder; raises `UserError` where it stays, since it must not be taken for new."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        raise UserError(f"{folder}: cannot be removed; remove it and try again")
-    sync_directory(folder.parent)
-
-
 def remove_temporary(folder: Path) -> None:
     """Removes what a killed process has left between its making and its renaming."""
+    remove_making(folder)
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
-            path.unlink(missing_ok=True)
-        elif _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path, TOKENIZER_PURPOSE):
+        if _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path, TOKENIZER_PURPOSE):
             remove_marked(path, TOKENIZER_PURPOSE)
 
 
 def finish(folder: Path, work: WorkFolder, manifest: dict) -> None:
     """Writes the manifest, which makes the folder complete, and tidies up."""
     remove_temporary(folder)
-    write_json(folder / MANIFEST, manifest)
+    with put(folder, MANIFEST) as path:
+        write_json(path, manifest)
     tidy(folder, work)
 
 

@@ -22,6 +22,7 @@ from data_prep.encode.parts import (
     read_record,
     write_record,
 )
+from data_prep.unfinished import MAKING
 
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.
@@ -167,7 +168,9 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     counts = np.zeros(task.vocab_size, dtype=np.int64)
     with (
         disk_errors(task.folder),
-        ShardWriter(task.folder, shard.split, dtype, shard.tokens, first=shard.number) as writer,
+        ShardWriter(
+            task.folder, shard.split, dtype, shard.tokens, task.folder / MAKING, shard.number
+        ) as writer,
     ):
         for tokens, documents in _blocks(task, dtype):
             writer.write(tokens, documents["length"], documents["bytes"])

@@ -36,7 +36,7 @@ from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 from data_prep.progress import TextProgress
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
 from data_prep.sources.units import Unit
-from data_prep.unfinished import MALFORMED, claim, shard_names
+from data_prep.unfinished import MALFORMED, claim, make_making, put, shard_names
 from data_prep.workers import run_tasks
 
 
@@ -47,7 +47,7 @@ class UselessInput(UserError):
 def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Namespace) -> None:
     """Makes what is left of the parts, then the shards, then the manifest; prints the summary."""
     start = time.monotonic()
-    assembly = _load(job) or _decide(job, arguments)
+    assembly = _load(job) or _decide(job, work, arguments)
     key = _key(assembly)
     _write_shards(job, assembly, key)
     shards: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
@@ -78,7 +78,7 @@ def _key(assembly: Assembly) -> str:
     return hashlib.sha256(json.dumps(assembly.to_json(), sort_keys=True).encode()).hexdigest()
 
 
-def _decide(job: Job, arguments: argparse.Namespace) -> Assembly:
+def _decide(job: Job, work: WorkFolder, arguments: argparse.Namespace) -> Assembly:
     """Chooses the documents, encoding more of them where the estimates were too low."""
     while True:
         units = _complete_parts(job)
@@ -98,9 +98,8 @@ def _decide(job: Job, arguments: argparse.Namespace) -> Assembly:
     _check_splits({shard.split for shard in shards}, arguments)
     rounds = len(job.plan.rounds)
     assembly = Assembly(rounds, selection, shards, _plain(counts), _plain(seen), empty, malformed)
-    # The work folder is this preparation's own, and so is all in it.
-    shutil.rmtree(job.work / "shards", ignore_errors=True)
-    (job.work / "shards").mkdir()
+    work.remove_shards()
+    (job.work / "shards").mkdir(exist_ok=True)
     claim(job.out, shard_names(shard.name for shard in shards))
     write_record(job.work / ASSEMBLY, assembly.to_json())
     return assembly
@@ -151,7 +150,7 @@ def _check_input(
     documents = sum(c["documents"] for by_split in seen.values() for c in by_split.values())
     if malformed:
         claim(job.out, [MALFORMED])
-        with atomic_write(job.out / MALFORMED, "wb") as log:
+        with put(job.out, MALFORMED) as path, atomic_write(path, "wb") as log:
             for unit in units:
                 with open(part_path(job.work, unit.number, 0, "malformed"), "rb") as stream:
                     shutil.copyfileobj(stream, log)
@@ -246,6 +245,7 @@ def _write_shards(job: Job, assembly: Assembly, key: str) -> None:
     )
     size = np.dtype(job.plan.dtype).itemsize
     total = sum(shard.tokens for shard in todo.values()) * size
+    make_making(job.out)
     with TextProgress("assembling", total, "of shards") as progress:
         workers = min(job.workers, len(todo))
         for name in run_tasks(write_shard, tasks, workers, progress.update):

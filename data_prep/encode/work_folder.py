@@ -28,6 +28,7 @@ from cat_lm.io.readers import resolve
 
 INSIDE = "parts"
 ASSEMBLY = "assembly.json"  # the plan of the shards
+_SHARDS = "shards/"
 _PART = r"part-\d{5,}\.\d+\.(?:bin|docs|malformed|json)"
 _PLANS = r"(?:plan|assembly)\.json"
 _SHARD = r"shards/(?:train|validation)-\d{5,}\.(?:json|npy)"
@@ -111,10 +112,22 @@ class WorkFolder:
             return
         self.take_up()
         if strangers := self._strangers():
-            print(f"note: {self.path}: {', '.join(strangers[:3])} is not of the preparation: stays")
+            self._tell(strangers)
             remove_files(self.path, sorted({*self._files()} - {*strangers}))
             return
         remove_marked(self.path, self.purpose)
+
+    def remove_shards(self) -> None:
+        """Delete the records of finished shards, for which others are planned."""
+        strangers = self._strangers()
+        if within := [name for name in strangers if name.startswith(_SHARDS)]:
+            self._tell(within)
+        remove_files(
+            self.path, [n for n in self._files() if n.startswith(_SHARDS) and n not in strangers]
+        )
+
+    def _tell(self, strangers: list[str]) -> None:
+        print(f"note: {self.path}: {', '.join(strangers[:3])} is not of the preparation: stays")
 
     def remove_temporary(self) -> None:
         """Remove what killed processes have left between its making and its renaming."""

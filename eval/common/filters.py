@@ -31,11 +31,6 @@ class Filters:
     def kind(self) -> kinds.Kind:
         return kinds.get(self.conv_type)
 
-    @property
-    def heads(self) -> int:
-        """H; 1 where one filter serves all heads."""
-        return next(iter(own_taps(self).values())).shape[1]
-
 
 def read_filters(model: Path) -> Filters | None:
     """The filters in the export at `model`; None without an export or without convolutions.

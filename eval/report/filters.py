@@ -62,7 +62,7 @@ def views(filters: Filters) -> list[View]:
     if filters.kind.mixes_heads:
         norms = head_norms(filters)
         # A head's own input has a norm near 1 for the same reason as lag 0.
-        others = [values[:, ~np.eye(filters.heads, dtype=bool)] for values in norms.values()]
+        others = [values[:, ~np.eye(values.shape[1], dtype=bool)] for values in norms.values()]
         shown.append(_view("norm over all lags, for each head read from", norms, HEADS, others))
     return shown
 
@@ -102,7 +102,7 @@ def filters_figure(filters: Filters, size: tuple[float, float] = WIDE) -> Figure
             panels = list(part.subplots(*grid, sharey=True, squeeze=False).flat)
             for axes, stream in zip(panels, streams, strict=True):
                 image = _heat_map(axes, view, stream)
-            _layer_ticks(panels[0], layers, heads)
+            _layer_ticks(panels[0], layers)
             part.suptitle(view.title, fontsize=9, color=MUTED, x=0.01, ha="left")
             _colour_key(part, panels, image, view, across)
         return figure
@@ -118,10 +118,11 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
         vmax=view.limit,
         aspect="auto",
         interpolation="none",
-        extent=(-0.5, columns - 0.5, layers * heads - 0.5, -0.5),
+        # A layer is 1 high in every panel: keys and values may have fewer heads than queries.
+        extent=(-0.5, columns - 0.5, layers - 0.5, -0.5),
     )
     for layer in range(1, layers):
-        axes.axhline(layer * heads - 0.5, color=MUTED, lw=0.5)
+        axes.axhline(layer - 0.5, color=MUTED, lw=0.5)
     axes.set_title(stream, fontsize=9, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.spines[:].set_visible(True)
@@ -133,9 +134,8 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
     return image
 
 
-def _layer_ticks(axes: Axes, layers: int, heads: int) -> None:
-    shown = range(0, layers, max(1, layers // 12))
-    axes.set_yticks([(layer + 0.5) * heads - 0.5 for layer in shown], [str(x) for x in shown])
+def _layer_ticks(axes: Axes, layers: int) -> None:
+    axes.set_yticks(range(0, layers, max(1, layers // 12)))
 
 
 def _colour_key(

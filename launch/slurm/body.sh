@@ -130,7 +130,7 @@ fi
 
 case $code in
     0) say "finished" && exit 0 ;;
-    75) why="stopped by a signal, with a checkpoint" ;;
+    75) why="stopped by a signal, or before all ranks had met (see above)" ;;
     76) why="hung (exit code 76, see the stacks above)" ;;
     *) why="failed (exit code $code)" ;;
 esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cat_lm.errors import UserError
+from cat_lm.training import optimizer_state
 from cat_lm.training.checkpoint import complete_checkpoints, verifying
 from cat_lm.training.engine import StepResult
 from tests.checkpoints import flip, seal, seal_as_before
@@ -238,7 +240,15 @@ def damaged_by_hand(ranks, data: str, folder: str) -> dict[str, str]:
         step = run / "checkpoints/step-00000002"
         change(step)
         (seal_as_before if change is nan_weights else seal)(step)
+        if change is sealed_nan_weights:  # as versions did that did not say what they had looked at
+            marker = json.loads((step / "complete.json").read_text())
+            del marker["finite"]
+            (step / "complete.json").write_text(json.dumps(marker))
         found[change.__name__] = train(ranks, values_of(data, run, resume="auto"))
+    look = mock.Mock(side_effect=optimizer_state.not_finite)
+    with mock.patch.object(optimizer_state, "not_finite", look):
+        found["first"] = train(ranks, values_of(data, first, max_steps=2, resume="auto"))
+    found["looks"] = str(look.call_count)
     return found
 
 
@@ -254,6 +264,8 @@ def test_content_that_is_none_is_one_line(tiny_corpus, tmp_path):
         "other_step": "state.json: step is 3, which its folder's name is not",
     }.items():
         assert said in found[name] and len(found[name].splitlines()) == 1, found[name]
+    # A marker of ours says that its files were finite: its checksums spare the second look.
+    assert (found["first"], found["looks"]) == ("finished", "0")
 
 
 def slow_save(ranks, data: str, folder: str) -> list[str]:

@@ -13,21 +13,30 @@ from cat_lm.config import RunConfig
 from cat_lm.training.engine import Engine, build_model, parameter_groups
 from cat_lm.training.optimizer_state import full_precision_weights
 from tests.distributed.ranks import run_on_ranks
+from tests.unit.attention_entries import register_entries, registered_entries
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 24, 8, 5
 RATES = (1e-3, 3e-3, 5e-3, 2e-3, 1e-3)
 
 
-def make_config(stage: int, micro_batch_size: int, precision: str = "fp32") -> RunConfig:
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "conv_type": "head",
+    "conv_window": 5,
+}
+# Parameters of attention's own, and biases that the convolution holds.
+LLAMA = MODEL | {"architecture": "llama", "num_key_value_heads": 2, "attention_bias": True}
+LLAMA |= {"score_transform": "decay", "value_transform": "box"}
+
+
+def make_config(
+    stage: int, micro_batch_size: int, precision: str = "fp32", model: dict = MODEL
+) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "model": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "conv_type": "head",
-                "conv_window": 5,
-            },
+            "model": model,
             "data": {"path": "unused", "context_length": LENGTH},
             # The gradient of the keys' bias is zero but for rounding; a common eps would let Adam
             # turn that rounding into steps of full size.
@@ -58,9 +67,9 @@ def rows_of(batch: dict[str, np.ndarray], ranks) -> dict[str, np.ndarray]:
     return {k: v[ranks.rank * share : (ranks.rank + 1) * share] for k, v in batch.items()}
 
 
-def plain_loop() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def plain_loop(model: dict = MODEL) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Mean loss over all scored tokens, clipping, AdamW: nothing of DeepSpeed, no accumulation."""
-    config = make_config(0, ROWS)
+    config = make_config(0, ROWS, model=model)
     model = build_model(config, VOCAB).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(model, 0.1), betas=config.optimizer.betas, eps=config.optimizer.eps
@@ -80,11 +89,11 @@ def plain_loop() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     return history, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def engine_loops(ranks, cases):
+def engine_loops(ranks, cases, model=MODEL):
     """(history, fp32 weights) of the engine for each (stage, micro-batch size)."""
     results = []
     for stage, micro_batch_size in cases:
-        config = make_config(stage, micro_batch_size)
+        config = make_config(stage, micro_batch_size, model=model)
         engine = Engine(build_model(config, VOCAB), config, ranks)
         history = []
         for step, lr in enumerate(RATES):
@@ -105,6 +114,24 @@ def test_engine_equals_plain_pytorch(world_size):
     for case, (history, weights) in zip(cases, results, strict=True):
         np.testing.assert_allclose(history, expected_history, rtol=2e-5, err_msg=str(case))
         assert weights.keys() == expected_weights.keys()
+        for name, weight in weights.items():
+            difference = (weight - expected_weights[name]).abs().max().item()
+            assert difference < 2e-5, (case, name, difference)
+
+
+def llama_loops(ranks, cases):
+    register_entries()  # which a process that has other tests behind it may have
+    return engine_loops(ranks, cases, LLAMA)
+
+
+def test_llama_with_parameters_in_its_attention_equals_plain_pytorch():
+    """Sharded parameters are gathered where attention reads them."""
+    with registered_entries():
+        expected_history, expected_weights = plain_loop(LLAMA)
+    cases = [(stage, 2) for stage in (0, 3)]
+    for case, (history, weights) in zip(cases, run_on_ranks(llama_loops, 2, cases)[0], strict=True):
+        np.testing.assert_allclose(history, expected_history, rtol=2e-5, err_msg=str(case))
+        assert any(name.endswith("slopes") for name in weights)
         for name, weight in weights.items():
             difference = (weight - expected_weights[name]).abs().max().item()
             assert difference < 2e-5, (case, name, difference)

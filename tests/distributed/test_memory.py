@@ -77,6 +77,7 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
         (1, {}, (1024, 1, 8000), {"zero_stage": 1}),
         (1, {"conv_type": "multihead"}, (256, 4, 16_000), {"zero_stage": 0, "precision": "bf16"}),
         (2, {"conv_type": "none"}, (256, 3, 8000), {"zero_stage": 3, "precision": "bf16"}),
+        (1, {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
     ],
 )
 def test_the_estimate_is_what_runs_take(world_size, model, shape, train, monkeypatch):

@@ -18,6 +18,7 @@ import ctypes
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -178,7 +179,7 @@ def _is_json(record: Path) -> bool:
 
 
 def _error(record: Path, log: Path) -> str:
-    """The line that says what was wrong: a test's, a command's `error: `, or the last one."""
+    """The line that says what was wrong: a test's, `error: …`, an exception's, or the last one."""
     if _is_json(record):
         tests = json.loads(record.read_text(encoding="utf-8")).get("tests", [])
         failed = [test for test in tests if test["outcome"] == "failed"]
@@ -186,7 +187,8 @@ def _error(record: Path, log: Path) -> str:
             return f"{len(failed)} failed, first {failed[0]['name']}: {failed[0]['message']}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error: ")]
-    return (told or lines or ["no output"])[-1].strip()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (told or raised or lines or ["no output"])[-1].strip()
 
 
 def about(rehearsal: bool) -> dict[str, Any]:

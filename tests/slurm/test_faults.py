@@ -282,7 +282,7 @@ def test_node_set_down(submit, straight, cluster):
     check_finished(job, straight, restarts=1)
 
 
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("node", [NODES[0], pytest.param(NODES[1], marks=pytest.mark.long)])
 def test_node_daemon_killed(node, submit, straight, cluster):
     """The node is lost; its rank lives on, and is in nobody's way when the node is back.
 

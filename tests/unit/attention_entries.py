@@ -5,6 +5,8 @@ Each is defined in two classes: the facts, and the module. None of them is in th
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -166,7 +168,7 @@ class SigmoidCore(nn.Module):
         return {"offset": torch.full((self.heads,), 0.5)}
 
     def forward(self, query, key, value, extra, call):
-        from cat_lm.model.masks import visible_keys
+        from cat_lm.model.attention.call import visible_keys
 
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -178,13 +180,30 @@ class SigmoidCore(nn.Module):
         return (weights @ value).transpose(1, 2), weights
 
 
+ENTRIES = (LearnedDecay(), SoftCap(), Fading(), Box(), Sigmoid())
+
+
+def register_entries():
+    """Registers those that are not."""
+    for entry in ENTRIES:
+        with contextlib.suppress(ValueError):
+            attention.register(entry)
+
+
+@contextlib.contextmanager
+def registered_entries():
+    """Registers all of them, and takes them away again."""
+    register_entries()
+    try:
+        yield
+    finally:
+        for known in attention._ENTRIES.values():
+            for entry in ENTRIES:
+                known.pop(entry.name, None)
+
+
 @pytest.fixture
 def entries():
     """Registers all of them for a test."""
-    ours = (LearnedDecay(), SoftCap(), Fading(), Box(), Sigmoid())
-    for entry in ours:
-        attention.register(entry)
-    yield
-    for known in attention._ENTRIES.values():
-        for entry in ours:
-            known.pop(entry.name, None)
+    with registered_entries():
+        yield

@@ -288,7 +288,10 @@ def test_keys_of_another_architecture_are_unknown(toy, run):
     assert "the nearest known one is model." in str(raised.value)
     message = error_of("model.toys=3")
     assert "model.toys: unknown key (it is one of model.architecture=toy); the nearest" in message
-    # The architecture counts wherever it stands among the overrides.
+    # The architecture counts wherever it stands among the overrides, also for what is text.
+    run.write_text(run.read_text().replace("architecture: toy", "architecture: gpt_neox"))
+    config = load_config(run, ["model.toy_box=a #1: b", "model.architecture=toy"])
+    assert config.model.toy_box == "a #1: b"
     message = error_of("model.toys=3", "model.architecture=toy")
     assert "model.toys: " not in message and "model.conv_type: unknown key" in message
 

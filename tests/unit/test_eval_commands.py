@@ -246,7 +246,7 @@ class TestReport:
             ("eval.quickstart", ("--out", "x", "--seed", 10**30), "--seed: '1000"),
             ("eval.quickstart", ("--out", "/proc/x"), "--out /proc/x: /proc may not be"),
             ("eval.report", ("--out", "  "), "--out: '  ' is no path"),
-            ("eval.report", (300 * "x", "--out", "x"), "a name is longer than 255 bytes"),
+            ("eval.report", (300 * "x", "--out", "x"), "a name longer than 255 bytes"),
         ],
     )
     def test_odd_arguments_are_one_line(

@@ -172,6 +172,19 @@ class TestFilters:
             for view in views(filters):
                 assert {v.shape[:2] for v in view.values.values()} == {(2, 2)}, "layers, heads"
 
+    @pytest.mark.parametrize("kind", ["head", "multihead"])
+    def test_keys_and_values_may_have_fewer_heads(self, kind):
+        shapes = {"head": lambda h: (3, h, 5), "multihead": lambda h: (3, 5, h, h)}[kind]
+        random = np.random.default_rng(0)
+        streams = {s: random.normal(size=shapes(h)) for s, h in (("q", 4), ("k", 2), ("v", 2))}
+        figure = filters_figure(Filters(kind, streams))
+        panels = [axes for axes in figure.axes if axes.images and axes.get_title() in "qkv"]
+        assert len(panels) == (3 if kind == "head" else 6)
+        for axes in panels:
+            heads = len(axes.images[0].get_array()) / 3
+            assert heads == (4 if axes.get_title() == "q" else 2)
+            assert axes.get_ylim() == (2.5, -0.5) and list(axes.get_yticks()) == [0, 1, 2]
+
     def test_multihead_view_is_of_the_right_pairs(self):
         taps = np.zeros((1, 3, 2, 2), dtype=np.float32)  # layers, W, H_out, H_in
         taps[0, 0] = np.eye(2)

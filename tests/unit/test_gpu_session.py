@@ -47,6 +47,7 @@ def test_steps_run_in_order_and_one_that_fails_does_not_stop_the_rest(tmp_path):
         step("first"),
         step("bad", "print('much'); sys.exit('error: no memory for this')"),
         step("silent", "sys.exit(3)"),
+        step("raising", "print('x', flush=True); 1 / 0"),
         step("slow", "time.sleep(60)", minutes=0.02),
         Step("empty", (sys.executable, "-c", "")),
         step("lacks", needs=("no_such_module_at_all",)),
@@ -57,10 +58,21 @@ def test_steps_run_in_order_and_one_that_fails_does_not_stop_the_rest(tmp_path):
     assert code == 1
     assert list(rows) == [s.name for s in steps]
     assert [row["status"] for row in rows.values()] == [
-        *("passed", "failed", "failed", "timed out", "failed", "lacks", "absent", "passed")
+        *(
+            "passed",
+            "failed",
+            "failed",
+            "failed",
+            "timed out",
+            "failed",
+            "lacks",
+            "absent",
+            "passed",
+        )
     ]
     assert rows["bad"]["error"] == "error: no memory for this" and rows["bad"]["exit_code"] == 1
     assert rows["silent"]["error"] == "no output" and rows["empty"]["error"] == "left no record"
+    assert rows["raising"]["error"] == "ZeroDivisionError: division by zero"
     assert rows["lacks"]["error"] == "no_such_module_at_all is not installed"
     assert "much" in (tmp_path / "bad.log").read_text()
     for name in ("first", "last"):

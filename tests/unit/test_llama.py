@@ -14,7 +14,9 @@ from cat_lm import architectures
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM, CatLlamaModel
 from cat_lm.model.cache import StateDynamicLayer
 from cat_lm.model.configuration_llama import check_settings
+from cat_lm.model.long_context import effective_scaling, scaled_config
 from cat_lm.model.names import current_name
+from cat_lm.model.rope_scaling import scaled_fields, yarn_temperature
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.unit.tiny_models import (
     GROUPED,
@@ -82,6 +84,36 @@ def test_scaled_positions_and_flex_attention_equal_the_library(scaled, kind, pla
     stock = stock_model(**fields | {"rope_parameters": dict(fields["rope_parameters"])})
     model = with_weights_of(stock, conv_type=kind, **fields)
     torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("method", "scope"),
+    [("pi", "logits"), ("yarn", "rotary"), ("yarn", "logits"), ("pi+temperature", "logits")],
+)
+def test_longer_contexts_are_read_as_by_the_library(method, scope):
+    """But for the temperature of all logits, which the library has not."""
+    stock = stock_model(**GROUPED)
+    fields = scaled_fields(stock.config, method, 4, 32, scope)
+    config = scaled_config(stock.config, fields)
+    assert type(config) is CatLlamaConfig and config.conv_type == "none"
+    model = CatLlamaForCausalLM(config).eval()
+    model.load_state_dict(stock.state_dict())
+    found = effective_scaling(model)
+    assert (found["rope_type"], found["rope_factor"]) == (fields["rope_parameters"]["rope_type"], 4)
+    temperature = yarn_temperature(4) if "temperature" in method or method == "yarn" else 1.0
+    temperature = 1.0 if scope == "rotary" else temperature
+    assert found["attention_temperature"] == pytest.approx(temperature)
+    shared = ("rope_parameters", "max_position_embeddings")
+    changes = {key: value for key, value in fields.items() if key in shared}
+    theirs = LlamaForCausalLM(LlamaConfig(**stock.config.to_dict() | changes)).eval()
+    theirs.load_state_dict(stock.state_dict())
+    for layer in theirs.model.layers:
+        layer.self_attn.scaling /= temperature
+    torch.testing.assert_close(model(IDS).logits, theirs(IDS).logits, rtol=1e-5, atol=1e-6)
+    model.model.layers[0].self_attn.scaling = 1.0
+    with pytest.raises(RuntimeError, match="attention scales logits"):
+        effective_scaling(model)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -293,6 +294,20 @@ def test_a_mixer_from_outside(outside):
     same(module(x), module.linear(2 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
     with pytest.raises(UserError, match=r"^mixer running-mean: d_model=3: must be even$"):
         make_mixer("running-mean").build(Setting(3))
+
+
+def test_the_readmes_mixer_is_whole(monkeypatch):
+    """It trains, in recall and as a language model's."""
+    text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
+    mixer, x = make_mixer("running-mean:gain=3"), rows()
+    module = mixer.build(Setting(WIDTH))
+    same(module(x), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    assert mixer.kind.saved_tensors(mixer.options, Setting(WIDTH)) == 1
+    shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
+    assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
 
 
 def test_what_cannot_be_registered(outside):

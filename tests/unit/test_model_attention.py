@@ -15,6 +15,8 @@ from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
+from tests.conftest import REPOSITORY
+from tests.readme import blocks
 from tests.unit.attention_entries import LearnedDecay, SoftCap, entries  # noqa: F401
 from tests.unit.tiny_models import (
     GROUPED,
@@ -53,7 +55,13 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def model_with(case, family, **fields):
-    return cat_model(**MODELS[family] | case | {"conv_window": 4} | fields)
+    """A model whose logits are far from 0, so that what is done to them is seen."""
+    model = cat_model(**MODELS[family] | case | {"conv_window": 4} | fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query_key_value.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(4)
+    return model
 
 
 def naive(module, x, case):
@@ -305,6 +313,18 @@ def test_a_prepared_mask_after_a_cache_needs_all_padding():
     with pytest.raises(ValueError, match=r"padding_mask must be \[B, S\]"):
         model(random_ids(1, 1), padding_mask=padding[:, -1:], **step)
     model(random_ids(1, 1), padding_mask=padding, **step)
+
+
+@torch.no_grad()
+def test_the_example_of_the_readme():
+    (code,) = blocks("python", REPOSITORY / "cat_lm/model/attention/README.md")
+    try:
+        exec(code, {"__name__": "example"})
+        ids = random_ids(1, 12)
+        logits = cat_model(score_transform="learned_decay")(ids).logits
+    finally:
+        attention._ENTRIES[ScoreTransform].pop("learned_decay", None)
+    assert not torch.allclose(logits, cat_model()(ids).logits, atol=1e-3)
 
 
 def test_names_are_taken_once():

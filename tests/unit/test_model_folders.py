@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cat_lm import export_record, generate
+from cat_lm import export_record, generate, pretrained
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.export_record import comparing_files
@@ -203,6 +203,25 @@ class TestFinite:
             with pytest.raises(UserError, match=rf"1 of 34 tensors is not finite \({FILTER}\)"):
                 load()
 
+    def test_a_record_that_says_finite_spares_the_look_at_the_same_bytes(self, folder, monkeypatch):
+        looked = []
+        monkeypatch.setattr(pretrained, "refuse_non_finite", lambda what, found: looked.append(1))
+        load_weights(folder, model_config(folder))
+        load_model(folder)
+        assert not looked
+        load_model(folder, dtype="bfloat16")  # in which a large number is infinite
+        with comparing_files(skip=True):
+            load_model(folder)
+            load_weights(folder, model_config(folder))
+        assert len(looked) == 3
+        record = folder / "export.json"
+        values = json.loads(record.read_text())
+        assert values.pop("finite") is True
+        record.write_text(json.dumps(values))  # of a version that did not say
+        load_model(folder)
+        load_weights(folder, model_config(folder))
+        assert len(looked) == 5
+
     def test_a_checkpoint_that_is_not_finite_is_not_exported(self, tmp_path, tiny_corpus):
         model = tiny_model(257)
         with torch.no_grad():
@@ -374,7 +393,7 @@ class TestSettings:
             ),
             ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
             ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
-            ({"model_type": 3}, "model_type is 3, must be a name"),
+            ({"model_type": 3}, "model_type is 3, must be the name"),
             ({"model_type": "unheard_of"}, "unheard_of"),
         ],
     )

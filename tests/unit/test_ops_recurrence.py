@@ -217,6 +217,17 @@ def test_sums_are_in_fp32_at_least(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_autocast_does_not_reach_the_sums(kind, backend):
+    """It would round the factors of products that fp32 tensors make."""
+    streams = streams_of(kind, CHUNK + 5, 2)
+    run = operator(kind, torch.float32)
+    wanted = run(*streams)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(*streams)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_stacked_models_with_documents_and_states(kind):
     models = [streams_of(kind, time=20) for _ in range(2)]
     models[1] = [s.detach() * 0.9 for s in models[1]]

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from signal import SIGINT, SIGTERM, SIGUSR1
@@ -102,6 +103,35 @@ def test_wrong_variables_of_a_launcher_are_one_line(name, value, monkeypatch):
         monkeypatch.setenv(key, text)
     with pytest.raises(UserError, match=f"{name}={value}: a launcher sets it to a number from"):
         launcher.join_launcher()
+
+
+def test_ranks_that_do_not_all_meet_may_be_started_again():
+    """The launcher is told so by the code; wrong input would have 2."""
+    code = (
+        "from cat_lm.errors import command\n"
+        "from cat_lm.training import distributed\n"
+        "@command\n"
+        "def main():\n"
+        "    with distributed.start(timeout_minutes=0.01):\n"
+        "        pass\n"
+        "main()\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == REQUEUE_EXIT_CODE, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: rank 0 on ") and "Traceback" not in done.stderr
+    assert f"2 ranks were started and did not all meet at 127.0.0.1:{port} (" in line
 
 
 def test_a_batch_script_itself_is_one_rank(monkeypatch):

@@ -72,7 +72,7 @@ class Entry:
 
 class Pattern(Entry):
     """How queries meet keys. `build` gives a module, see `SoftmaxCore` in
-    `cat_lm.model.attention.core`.
+    `cat_lm.model.attention.call`.
 
     Attributes:
         takes_transforms: whether scores and values may be transformed.

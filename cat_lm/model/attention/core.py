@@ -14,40 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
+from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
-from cat_lm.model.cache import LayerStateMixin, follows_cache, state_of
+from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import current_name
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.settings import AttentionSettings
-
-
-@dataclass
-class AttentionCall:
-    """What a pattern's module gets beside queries, keys and values.
-
-    Attributes:
-        attend: the configuration's attention function with its transform of scores: takes query
-            [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
-            maps or None.
-        mask: what `Pattern.mask` made.
-        scaling: of q·k, 1 / (t sqrt(D)).
-        dropout: the part of the maps to drop, 0 outside training.
-        continues: whether there are keys that are not among the new ones.
-        state: the layer's named states, see `cat_lm.model.cache`; None without a cache.
-        documents: [B, T]; None where rows are not packed.
-        query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
-            transform reads positions.
-    """
-
-    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    mask: Any
-    scaling: float
-    dropout: float
-    continues: bool
-    state: LayerStateMixin | None
-    documents: Tensor | None
-    query_positions: Tensor | None
-    key_positions: Tensor | None
 
 
 @dataclass
@@ -65,16 +37,6 @@ class SequenceContext:
     document_ids: Tensor | None = None
     key_positions: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-class SoftmaxCore(nn.Module):
-    """Softmax attention, as the configuration's function computes it."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
-        return call.attend(query, key, value)
 
 
 class _Ungrouped:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.model.masks import visible_keys
+from cat_lm.model.attention.call import visible_keys
 
 
 class ScoreModule(nn.Module):

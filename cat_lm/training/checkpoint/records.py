@@ -60,6 +60,7 @@ class Marker(Record):
 
     program: Literal["cat_lm"]
     algorithm: Literal["xxh3_128"]
+    finite: bool = False  # whether weights and moments were looked at; not in earlier versions'
     files: dict[InsideName, StoredFile]
 
 
@@ -71,10 +72,15 @@ class EarlierMarker(Record):
 
 @dataclass(frozen=True)
 class Contents:
-    """The list of a marker of any version: sizes in bytes, and the checksums or none."""
+    """The list of a marker of any version: sizes in bytes, and the checksums or none.
+
+    Attributes:
+        finite: whether weights and moments were found finite before they were hashed.
+    """
 
     sizes: dict[str, int]
     checksums: dict[str, str]
+    finite: bool = False
 
     def share(self, part: int = 0, parts: int = 1) -> list[str]:
         """Return every `parts`-th file from the `part`-th on, the largest first."""
@@ -94,21 +100,24 @@ def read_marker(folder: Path) -> Contents:
         open(path, "rb").close()
     except OSError as error:
         refuse_unreadable(path, error)
-    if "program" in read_object(path):
-        files = read_json(path, Marker).files
-        sizes = {name: file.bytes for name, file in files.items()}
-        checksums = {name: file.checksum for name, file in files.items()}
+    values = read_object(path)
+    if "program" in values:
+        marker = check_shape(values, Marker, str(path))
+        sizes = {name: file.bytes for name, file in marker.files.items()}
+        checksums = {name: file.checksum for name, file in marker.files.items()}
+        found = Contents(sizes, checksums, marker.finite)
     else:
-        sizes, checksums = read_json(path, EarlierMarker).files, {}
-    missing = [name for name in _REQUIRED if name not in sizes]
+        found = Contents(check_shape(values, EarlierMarker, str(path)).files, {})
+    missing = [name for name in _REQUIRED if name not in found.sizes]
     if missing:
         raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
-    return Contents(sizes, checksums)
+    return found
 
 
 def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Write complete.json atomically."""
-    marker = Marker(program="cat_lm", algorithm=ALGORITHM, files=dict(sorted(files.items())))
+    """Write complete.json atomically, for weights and moments that were found finite."""
+    listed = dict(sorted(files.items()))
+    marker = Marker(program="cat_lm", algorithm=ALGORITHM, finite=True, files=listed)
     write_json(folder / MARKER, marker.model_dump())
 
 

@@ -155,9 +155,8 @@ class Checkpoints:
             self.close()  # what is not continued holds nobody back
             raise
         folder = restored.folder
-        # Only what is finite is saved; but versions that made no checksums did not look, and others
-        # may have made this one.
-        if found := self._not_finite(engine):
+        # Only what is finite is saved; but earlier versions did not look, or did not say so.
+        if not self._verifier.was_finite(folder) and (found := self._not_finite(engine)):
             raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
         self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder

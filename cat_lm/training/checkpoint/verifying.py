@@ -90,6 +90,10 @@ class Verifier:
         found = self._begun[1]
         return self._first(found.result)
 
+    def was_finite(self, folder: Path) -> bool:
+        """Tell whether a folder that `read` found whole holds what was found finite at its save."""
+        return self._contents[folder].finite
+
     def stop(self) -> None:
         """End what `begin` has begun and nobody will wait for: the process ends only after it."""
         self._stopped.set()

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from cat_lm.errors import UserError
+from data_prep.unfinished import MAKING, make_making
 from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags
 
@@ -222,3 +223,44 @@ def test_a_temporary_folder_of_that_name_is_no_tokenizer_of_ours(tmp_path, sets,
     (begun / ".tokenizer.host.1.tmp" / "x").write_text("mine")
     prepare(begun, *set_flags(sets))
     assert (begun / ".tokenizer.host.1.tmp" / "x").exists()
+
+
+def test_what_only_has_the_name_of_an_unfinished_file_stays(tmp_path, sets, prepare, begun, whole):
+    strangers = [
+        begun / name for name in (".train-00000.bin.mine.tmp", ".manifest.json.12345678.tmp")
+    ]
+    for path in strangers:
+        path.write_text("mine")
+    (begun / MAKING).mkdir()
+    (begun / MAKING / "mine").write_text("mine")
+    with pytest.raises(UserError, match=r"making\.tmp: stands where temporary files go"):
+        prepare(begun, *set_flags(sets))
+    os.rename(begun / MAKING, tmp_path / "moved away")
+    prepare(begun, *set_flags(sets))
+    for path in strangers:
+        assert path.read_text() == "mine"
+        path.unlink()
+    assert digests(begun) == whole
+
+
+def test_what_a_kill_left_unfinished_goes_and_a_copy_of_it_is_set_aside(
+    tmp_path, sets, prepare, begun, whole
+):
+    (make_making(begun) / ".train-00000.bin.host.1.tmp").write_text("half")
+    shutil.copytree(begun, tmp_path / "copy")
+    for out in (begun, tmp_path / "copy"):
+        prepare(out, *set_flags(sets))
+    assert digests(begun) == whole
+    aside = tmp_path / "copy" / f"{MAKING}.aside"
+    assert (aside / ".train-00000.bin.host.1.tmp").read_text() == "half"
+    shutil.rmtree(aside)
+    assert digests(tmp_path / "copy") == whole
+
+
+def test_a_stranger_among_the_records_of_shards_stays(tmp_path, sets, prepare, begun, capsys):
+    mine = begun / "parts/shards/mine.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    prepare(begun, *set_flags(sets, "--stage", "assemble"))
+    assert mine.read_text() == "mine"
+    assert "shards/mine.txt is not of the preparation: stays" in capsys.readouterr().out
