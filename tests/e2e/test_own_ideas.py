@@ -75,6 +75,7 @@ class Idea(NamedTuple):
         folder.mkdir(exist_ok=True)
         values = run_values(data, self.folder / run, max_steps=6, **train)
         values["model"] = MODELS[self.name]
+        values["data"]["mask_documents"] = True
         values["validation"] = {"every_steps": 3, "max_tokens": 512}
         values["checkpoint"] = {"every_steps": 2}
         return write_config(folder, values)
@@ -129,3 +130,41 @@ def test_trains_is_killed_goes_on_and_is_used(idea: Idea, tiny_corpus):
     assert [row["length"] for row in rows] == [32, 64]
     idea.run("-m", "eval.report", run, "--out", idea.folder / "page")
     assert (idea.folder / "page/index.html").is_file()
+
+
+# A name that is known nowhere
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one line of a command that ends with exit code 2."""
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    return said.removesuffix("\n")
+
+
+# What names the idea, and known names that an error lists.
+NAMED = {
+    "convolution": ("conv_type='neighbour'", "none, head, depthwise, multihead"),
+    "scores": ("score_transform='log_distance'", "must be one of none"),
+    "mixer": ("mixer='leaky'", "attention, based, cat"),
+    "family": ("architecture='ngram'", "gpt_neox, llama, mixer"),
+}
+
+
+def test_without_the_package_its_name_is_one_clear_line(idea: Idea, tiny_corpus):
+    """For the run's configuration, its checkpoints and its export."""
+
+    def python_without(*words: object) -> str:
+        return refused(python(*words, DS_ACCELERATOR="cpu"))  # which DeepSpeed warns about else
+
+    named, known = NAMED[idea.name]
+    config = idea.config(tiny_corpus, "other")
+    said = python_without("train.py", config)
+    assert f"model.{named}" in said and known in said, said
+    run, model = idea.folder / "run", idea.folder / "run/model"
+    said = python_without("-m", "cat_lm.export", run, idea.folder / "export")
+    assert f"model.{named}" in said and known in said, said
+    said = python_without("-m", "cat_lm.generate", model, "The cat")
+    assert str(model) in said, said
+    print(said)
