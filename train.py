@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = Parser(
         prog="train.py",
-        description="Pretrain a GPT-NeoX model, with or without convolutions, under DeepSpeed.",
+        description="Pretrain a language model of any registered architecture under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
         "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
         "death of its launcher, after a checkpoint (go on with train.resume=auto), or ended as "

@@ -229,7 +229,10 @@ def _generation_config(
 
 
 def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Reads the folder as a user would and compares every tensor bit by bit."""
+    """Reads the folder as a user would and compares every tensor bit by bit.
+
+    As a rule from the page cache: what the disk loses later, the checksums find.
+    """
     import torch
 
     # load_model raises for missing and unexpected keys.

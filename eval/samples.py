@@ -170,10 +170,12 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_transformers()
     from cat_lm.config import load_config
+    from eval.common.outputs import claim_outputs
 
     run = Path(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):
         model, tokenizer = load_model(run), load_tokenizer(run)
+    claim_outputs(run / "eval", "samples.json")
     result = write_samples(
         model,
         tokenizer,

@@ -91,6 +91,7 @@ def _execute(command: list[str]) -> None:
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     elif first == "-m":
         sys.argv = rest
+        sys.modules.pop(rest[0], None)  # or runpy would warn that it has been imported before
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command

@@ -8,10 +8,12 @@ written to), 12 bytes a piece and 8 bytes a window; reading any window costs the
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +29,7 @@ from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.locks import hold
-from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
+from cat_lm.io.own_files import empty_marked, is_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
 
@@ -187,10 +189,12 @@ def _is_whole(folder: Path, identity: dict) -> bool:
 
 
 def _make(folder: Path, corpus: TokenCorpus, identity: dict, cache_dir: Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.{socket.gethostname()}.tmp")
+    begin = f".{folder.name}.{socket.gethostname()}"
+    _remove_dead(folder.parent, begin)
+    temporary = folder.with_name(f"{begin}.{os.getpid()}.tmp")
     make_marked(temporary, _PURPOSE)
     try:
-        empty_marked(temporary)  # what a process left that was killed
+        empty_marked(temporary)  # what a process of this number left that was killed
         verify([corpus], cache_dir, (".idx",))  # a plan is kept: it must not come of a damaged one
         made = temporary / folder.name
         made.mkdir()
@@ -204,6 +208,26 @@ def _make(folder: Path, corpus: TokenCorpus, identity: dict, cache_dir: Path) ->
         sync_directory(folder.parent)
     finally:
         remove_marked(temporary, _PURPOSE)
+
+
+def _remove_dead(place: Path, begin: str) -> None:
+    """Remove the folders of plans that killed processes of this host left."""
+    for left in place.glob(f"{glob.escape(begin)}.*.tmp"):
+        number = left.name.removeprefix(f"{begin}.").removesuffix(".tmp")
+        if is_marked(left, _PURPOSE) and not _is_alive(number):
+            with suppress(UserError):  # another process that starts now may be removing it, too
+                remove_marked(left, _PURPOSE)
+
+
+def _is_alive(number: str) -> bool:
+    """Tell whether a process of this number may run here."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):
+        return True
+    return True
 
 
 def plan_files(data: Path) -> list[str]:

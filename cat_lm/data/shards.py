@@ -202,7 +202,8 @@ class ShardWriter:
     """Writes documents into `folder/PREFIX-00000.bin/.idx`, `PREFIX-00001` and so on.
 
     A shard grows under a temporary name (in `scratch`, by default in `folder` itself), is closed
-    once it holds `shard_tokens`, flushed, read back against its checksum, and only then renamed.
+    once it holds `shard_tokens`, flushed, read again against its checksum (as a rule from the page
+    cache: that finds what was written wrongly, not what the disk loses), and only then renamed.
     A document never straddles two shards; the shards count from `first`. Use as a context manager:
     an error leaves no temporary file behind, a kill leaves files whose names end in `.tmp`.
     """

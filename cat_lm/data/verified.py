@@ -74,7 +74,7 @@ def shard_files(
 
 
 def note_shards(folder: Path, entries: Iterable[dict]) -> None:
-    """Note shards that this process has just written into `folder` and read back."""
+    """Note shards that this process has just written into `folder` and read again."""
     files = (file for entry in entries for file in shard_files(folder, entry))
     Notes(folder).add([file.stamp() for file in files])
 

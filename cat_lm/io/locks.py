@@ -7,6 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from cat_lm.errors import UserError
+
 
 class Busy(Exception):
     """Another process holds the lock."""
@@ -54,11 +56,19 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
     Raises:
         Busy: another holds it, and `wait` is false.
         OSError: the file cannot be opened.
+        UserError: it is a link; a file elsewhere is not made, nor held.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
-        flags = os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_CREAT
-        descriptor = os.open(str(path), flags, 0o666)
+        flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+        try:
+            descriptor = os.open(str(path), flags | os.O_NOFOLLOW, 0o666)
+        except OSError:
+            if path.is_symlink():
+                raise UserError(
+                    f"{path}: is a link, must be a lock's own file; remove it"
+                ) from None
+            raise
         try:
             fcntl.flock(descriptor, kind)
             # The holder before may have removed or renamed what was opened above.

@@ -7,7 +7,9 @@ making on, by the folder's own inode: what was copied, or made by hand, is not o
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from cat_lm.io.readers import InsideName, Record, read_json
 
 MARK = ".cat_lm.json"
 LISTING = ".cat_lm_files.json"
+_ASIDE = re.compile(r"\.aside(?:-\d+)?$")
 
 
 class Mark(Record):
@@ -200,6 +203,23 @@ def _leads_out(folder: Path, name: str) -> bool:
         if place.is_symlink():
             return True
     return ".." in Path(name).parts or Path(name).is_absolute()
+
+
+def asides(folder: Path) -> tuple[int, int]:
+    """Count what `set_aside` has left in a folder, not below it, and the bytes of all of it."""
+    found = [path for path in folder.iterdir() if _ASIDE.search(path.name)]
+    return len(found), sum(_size(path) for path in found)
+
+
+def _size(path: Path) -> int:
+    """Sum the bytes of a file or of all files of a folder; what goes meanwhile counts as none."""
+    inside = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    total = 0
+    for file in inside:
+        with contextlib.suppress(OSError):
+            found = file.lstat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 def set_aside(path: Path, name: str = "") -> Path:

@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.rope_scaling import logit_temperature
+from cat_lm.model.settings import AttentionSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,15 +39,17 @@ def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
         found["rope_factor"] = rope.get("factor", 1.0)
         found["original_length"] = rope.get("original_max_position_embeddings")
         found["attention_factor"] = rotary.attention_scaling
-    scalings = {module.scaling for module in model.modules() if isinstance(module, AttentionMixin)}
-    if scalings:
-        found["attention_temperature"] = _logit_temperature(model.config, scalings)
+    if isinstance(model, CausalLanguageModel) and isinstance(model.config, AttentionSettings):
+        found["attention_temperature"] = _logit_temperature(model)
     return found
 
 
-def _logit_temperature(config: PreTrainedConfig, scalings: set[float]) -> float:
-    factors = {scaling * math.sqrt(config.head_width) for scaling in scalings}
-    expected = logit_temperature(config)
+def _logit_temperature(model: PreTrainedModel) -> float:
+    width = math.sqrt(model.config.head_width)
+    factors = {
+        module.scaling * width for module in model.modules() if isinstance(module, AttentionMixin)
+    }
+    expected = logit_temperature(model.config)
     if any(not math.isclose(factor * expected, 1, rel_tol=1e-9) for factor in factors):
         raise RuntimeError(f"attention scales logits by {factors}, not by 1/{expected}")
     return expected

@@ -180,7 +180,7 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
-    note_shards(task.folder, [info.to_json()])  # it was read back before it got its name
+    note_shards(task.folder, [info.to_json()])  # it was read again before it got its name
     with disk_errors(work):
         with atomic_write(token_counts_path(work, shard.name), "wb") as stream:
             np.save(stream, counts)

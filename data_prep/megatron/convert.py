@@ -244,7 +244,7 @@ def _link(source: Path, target: Path, link: str) -> None:
 
 
 def _copy(source: Path, target: Path, start: int, size: int) -> str:
-    """Copies bytes [start, start + size), reads them back, and returns their SHA-256."""
+    """Copies bytes [start, start + size), compares the copy, and returns their SHA-256."""
     digest, left = hashlib.sha256(), size
     with open(source, "rb") as stream, open(target, "wb") as copy:
         stream.seek(start)

@@ -13,6 +13,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
 from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
 from eval.common.models import folder_sha256
+from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
@@ -122,6 +123,8 @@ def sweep(
     )
     for account in dict.fromkeys(stream.account for stream in streams):
         print(account, file=sys.stderr)
+    names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
+    claim_outputs(out, "length_sweep.json", names)
     rows, missing = _fill(subjects, streams, lengths, protocol, Path(out))
     if missing:
         raise UserError(

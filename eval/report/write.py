@@ -23,6 +23,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
     Raises UserError for a folder that is no run, and for two runs with the same name.
     """
+    from eval.common.outputs import PICTURES, claim_outputs, named
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
     from eval.common.style import save_figure
@@ -40,6 +41,10 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     out = Path(out)
     rows = sweep_rows(runs)
     made = provenance()
+    stems = ["loss", "perplexity_by_length", *(f"filters_{label}" for label in labels)]
+    names = ["summary.csv", *named("table2", ".md", ".html", ".csv")]
+    names += [name for stem in stems for name in named(stem, *PICTURES)]
+    claim_outputs(out, "summary.json", names)
     save_figure(loss_figure(curves(runs), unigram_loss(runs)), out / "loss")
     if rows:
         save_figure(length_figure(rows, order=labels), out / "perplexity_by_length")

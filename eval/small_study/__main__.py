@@ -16,6 +16,7 @@ from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
+from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.small_study.comparison import MAX_SEEDS
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 
@@ -83,6 +84,8 @@ def main() -> None:
 
     fingerprint = prepared(study, own=arguments.data is not None)
     with held(study) as lock:
+        if not arguments.estimate:
+            claim_outputs(study.out, "summary.json", named("small_study", ".md", ".csv", *PICTURES))
         if run_missing(study, fingerprint, lock, arguments.parallel, arguments.estimate):
             print(write_results(study))
 

@@ -154,6 +154,8 @@ def check(study: Study, fingerprint: str) -> dict[str, Any]:
     if not path.is_file():
         return settings
     earlier = read_object(path, f"remove {study.out}, or give another --out")
+    if not earlier.keys() & settings.keys():
+        raise UserError(f"{path}: is of no study; move it away, or give another --out")
     changes = changed_values(earlier, settings)
     # A key that a later version added was not decided otherwise before; null is a decision.
     other = [name for name in changes if _has(earlier, name) and _has(settings, name)]

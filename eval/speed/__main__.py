@@ -350,10 +350,13 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cat_lm.io.files import write_json
     from cat_lm.pretrained import quiet_transformers
+    from eval.common.outputs import claim_file
     from eval.common.provenance import provenance
     from eval.speed import tables
     from eval.speed.machine import describe, open_device
 
+    if options.json:
+        claim_file(options.json, "--json")
     quiet_transformers()
     device = open_device(options.device, options.threads)
     started = provenance()

@@ -23,7 +23,7 @@ from eval.zero_shot.tasks.sources import needed_splits
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-RESULT = "zero_shot.json"
+RESULT, TABLE = "zero_shot.json", "zero_shot.csv"
 # Keys that the tasks of one result file share, with their names on the command line.
 SHARED = {
     "model_sha256": "the model",
@@ -170,7 +170,7 @@ def _read(path: Path) -> Any:
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
     write_json(out / RESULT, result)
-    with atomic_write(out / "zero_shot.csv") as file:
+    with atomic_write(out / TABLE) as file:
         writer = csv.writer(file)
         writer.writerow(("task", "metric", "value", "stderr", "n", "version"))
         for name, task in result["tasks"].items():

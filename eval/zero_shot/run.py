@@ -33,9 +33,12 @@ from cat_lm.errors import UserError
 from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
+from eval.common.outputs import claim_outputs
 from eval.common.provenance import provenance
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
+    RESULT,
+    TABLE,
     cell_name,
     counted,
     earlier_tasks,
@@ -102,6 +105,8 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
                 _check_rows(name, task, settings.limit, scorer.world_size)
             description = _describe_model(folder, scorer)
             shared = _shared_key(description, settings)
+            if scorer.rank == 0:
+                claim_outputs(out, RESULT, [TABLE])
             earlier = earlier_tasks(out, shared) if scorer.rank == 0 else {}
         result = {
             "model": description,

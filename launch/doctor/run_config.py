@@ -77,6 +77,8 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
     """Tell whether the output folder can be made."""
+    from cat_lm.training.checkpoint.folder import describe_asides
+
     folder, problem = Path(config.train.output_dir).absolute(), None
     try:
         check_output(config.train.output_dir, "train.output_dir")
@@ -87,6 +89,8 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
     if problem is None:
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         yield _room(config, folder, parent)
+        if aside := describe_asides(folder):
+            yield Finding("run output", aside, "set_aside", aside)
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:

@@ -23,7 +23,7 @@ from cat_lm.training.checkpoint import (
     read_run_state,
     verifying,
 )
-from cat_lm.training.checkpoint.folder import PURPOSE, clear_leftovers, prune
+from cat_lm.training.checkpoint.folder import PURPOSE, clear_leftovers, prune, set_aside_useless
 from cat_lm.training.distributed import Ranks
 from tests.checkpoints import flip, seal, seal_as_before
 from tests.runs import run_values, write_config
@@ -358,3 +358,30 @@ def test_a_file_system_s_bad_moment_is_no_damage(run, monkeypatch, code, place):
             find_checkpoint(run)
     assert names(run) == before
     assert to_resume(run)[0].name == "step-00000006"
+
+
+def test_links_of_the_run_s_own_names_change_nothing_elsewhere(run, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    folder = run / "checkpoints"
+    (folder / "latest").symlink_to(tmp_path / "mine")
+    flip(folder / "step-00000006/state.json")
+    found, _ = to_resume(run)
+    set_aside_useless(folder, found, lambda line: None)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (folder / "latest").read_text() == "step-00000004\n"
+    (folder / ".lock").unlink()
+    (folder / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"\.lock: is a link, must be a lock's own file"):
+        to_resume(run)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_what_was_set_aside_is_named_at_each_start(run):
+    assert not [line for line in to_resume(run)[1] if "aside" in line]
+    (run / "checkpoints/step-00000008.aside-2").mkdir()
+    (run / "checkpoints/step-00000008.aside-2/big").write_bytes(b"")
+    os.truncate(run / "checkpoints/step-00000008.aside-2/big", 2**30)
+    (run / "config.yaml.aside").write_bytes(b"x")
+    (run / "notes.aside.txt").write_text("not ours")
+    (line,) = [line for line in to_resume(run)[1] if "aside" in line]
+    assert line == f"{run}: 2 set aside (*.aside*), 1.00 GiB; delete what is not needed"

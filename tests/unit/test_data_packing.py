@@ -1,6 +1,7 @@
 """Best-fit packing: every token once an epoch, documents whole where they fit, labels in them."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from cat_lm.data.best_fit import best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
+from cat_lm.io.own_files import is_marked, make_marked
 from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import EOD, random_documents, write_prepared
 
@@ -223,8 +225,16 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
             PackedWindows(corpus, T)
     left = [p for p in (corpus.folder / "packing").iterdir() if p.name.endswith(".tmp")]
     assert len(left) == 1
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    begin = left[0].name.removesuffix(f"{os.getpid()}.tmp")
+    dead, alive = (left[0].with_name(f"{begin}{n}.tmp") for n in (ended.pid, os.getppid()))
+    left[0].rename(dead)
+    make_marked(alive, packing_module._PURPOSE)
+    (dead.parent / f"{begin}mine.tmp").mkdir()
     PackedWindows(corpus, T)
-    assert not left[0].exists()
+    assert not dead.exists() and is_marked(alive, packing_module._PURPOSE)
+    assert (dead.parent / f"{begin}mine.tmp").is_dir()
 
 
 def test_processes_that_start_together_make_one_plan(corpus):

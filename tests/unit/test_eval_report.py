@@ -248,6 +248,15 @@ class TestLengths:
             page,
         )
 
+    def test_a_table_of_somebody_else_s_is_not_replaced(self, run, tmp_path, monkeypatch, capsys):
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "table2.md").write_text("mine")
+        code, said = report(monkeypatch, capsys, run, "--out", out)
+        assert code == 2 and f"--out {out}: table2.md is not of an earlier run" in said
+        assert [path.name for path in out.iterdir()] == ["table2.md"]
+        assert (out / "table2.md").read_text() == "mine"
+
 
 class TestPage:
     def test_all_kinds_on_one_page_without_a_network(self, runs, tmp_path, monkeypatch, capsys):

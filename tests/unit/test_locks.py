@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from cat_lm.errors import UserError
 from cat_lm.io.locks import Busy, hold
 
 
@@ -100,10 +101,13 @@ def test_a_file_system_without_locks_holds_nobody_back_and_says_so(place):
         assert lock.error is None
 
 
-def test_a_link_to_a_folder_and_a_missing_folder_are_errors(tmp_path):
+def test_links_and_a_missing_folder_are_errors(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(OSError):
-        hold(tmp_path / "link")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "made")
+    for name in ("link", "nowhere"):
+        with pytest.raises(UserError, match=f"{name}: is a link, must be a lock's own file"):
+            hold(tmp_path / name)
+    assert not (tmp_path / "made").exists()
     with pytest.raises(FileNotFoundError) as caught:
         hold(tmp_path / "absent" / "lock")
     assert caught.value.filename == str(tmp_path / "absent" / "lock")

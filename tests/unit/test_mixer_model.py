@@ -13,7 +13,9 @@ from cat_lm import architectures, mixers
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
+from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
+from cat_lm.model.rope_scaling import methods_for
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.unit.test_mixers import outside  # noqa: F401
 
@@ -378,6 +380,12 @@ def test_only_the_meaning_of_weights_counts_as_a_difference():
     for options, same_weights in (({"dropout": 0.3}, True), ({"window": 5}, False)):
         theirs = ARCHITECTURE.section_values(config_of("cat", mixer_options=options))
         assert (ARCHITECTURE.differences(theirs, ours) == []) is same_weights
+
+
+def test_a_sweep_over_lengths_finds_nothing_scaled():
+    found = effective_scaling(model_of("gla"))
+    assert found["rope_type"] is None and found["attention_temperature"] == 1
+    assert methods_for(config_of("gla")) == ("none",)
 
 
 def test_a_mixer_chooses_its_operators_by_itself():

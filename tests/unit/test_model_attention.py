@@ -115,10 +115,11 @@ def test_the_definition(case, plain_flex_attention):
 @each_case
 def test_a_packed_document_equals_the_document_alone(case, family, plain_flex_attention):
     model = model_with(case, family)
-    documents = [random_ids(1, length, seed=length) for length in (15, 1, 20)]
-    ids = torch.tensor([[0] * 15 + [1] + [2] * 20])
+    lengths = (15, 1, 3, 20)  # the last begins at an odd place
+    documents = [random_ids(1, length, seed=length) for length in lengths]
+    ids = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None]
     logits = model(torch.cat(documents, dim=1), document_ids=ids).logits
-    for ours, alone in zip(logits.split([15, 1, 20], 1), documents, strict=True):
+    for ours, alone in zip(logits.split(lengths, 1), documents, strict=True):
         torch.testing.assert_close(ours, model(alone).logits, **CLOSE)
 
 

@@ -22,11 +22,13 @@ interrupted, bit for bit. Otherwise weights, moments and steps are restored bit 
 samples are the same; but sums over ranks are rounded in another order. Tests hold the next 20
 losses, without dropout, to differences of 1e-4 in fp32 and 1e-2 in bf16; seen were 5e-7, and 1e-3
 from stage 0, which has fp32 weights under autocast, to stage 1. With another number of ranks the
-generators are seeded anew, by `generators.seed_of`, so that dropout draws other masks.
+generators are seeded anew, by `rng.seed_of`, so that dropout draws other masks.
 
-A checkpoint is written beside its final name, flushed, hashed, read back, marked and then renamed,
-so that a process killed at any moment leaves the previous ones as they were. Whatever goes on from
-one compares all its files with the marker first. Finding one needs neither torch nor DeepSpeed.
+A checkpoint is written beside its final name, flushed, hashed, compared with memory, marked and
+then renamed, so that a process killed at any moment leaves the previous ones as they were. The
+bytes that are hashed come from the page cache as a rule: that finds what was written wrongly, not
+what the disk loses; the checksums find that later: whatever goes on from a checkpoint compares all
+its files with the marker first. Finding one needs neither torch nor DeepSpeed.
 """
 
 from cat_lm.training.checkpoint.finding import (

@@ -8,8 +8,16 @@ from pathlib import Path
 
 from cat_lm.config import CheckpointSection
 from cat_lm.errors import UserError, describe_os_error
+from cat_lm.host import GIB
 from cat_lm.io.files import write_text
-from cat_lm.io.own_files import MARK, is_marked, remove_listed, remove_marked, set_aside
+from cat_lm.io.own_files import (
+    MARK,
+    asides,
+    is_marked,
+    remove_listed,
+    remove_marked,
+    set_aside,
+)
 from cat_lm.training.checkpoint.finding import (
     Say,
     complete_checkpoints,
@@ -77,6 +85,15 @@ def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
         if is_own and step_of(path) > step_of(chosen):
             put_aside(path, f"not whole, and later than {chosen.name}", say)
             write_text(folder / LATEST, chosen.name + "\n")
+
+
+def describe_asides(run: Path) -> str:
+    """Say what of a run's folder was set aside, since nothing else ever removes it; or nothing."""
+    found = [asides(place) for place in (run, run / "checkpoints") if place.is_dir()]
+    number, size = sum(number for number, _ in found), sum(size for _, size in found)
+    if not number:
+        return ""
+    return f"{run}: {number} set aside (*.aside*), {size / GIB:.2f} GiB; delete what is not needed"
 
 
 def put_aside(path: Path, why: str, say: Say, name: str = "") -> None:

@@ -93,7 +93,7 @@ class Checkpoints:
                 that a start from there would mix with its own, or, with `auto`, none that is whole.
         """
         ranks = self.ranks
-        ranks.on_rank_zero(lambda: leftovers.clear_leftovers(self.folder, self._say))
+        ranks.on_rank_zero(self._tidy)
         found = ranks.broadcast(ranks.on_rank_zero(self._candidates))
         if not found:
             ranks.on_rank_zero(lambda: self._check_mixture(None))
@@ -103,6 +103,11 @@ class Checkpoints:
         ranks.on_rank_zero(lambda: self._check_mixture(start))
         self._verifier.begin(start)
         return start
+
+    def _tidy(self) -> None:
+        leftovers.clear_leftovers(self.folder, self._say)
+        if line := leftovers.describe_asides(self.folder.parent):
+            self._say(line)
 
     def _newest(self, found: list[Path], damage: Callable[[Path, Say], str | None]) -> Path:
         """Take the newest whole one, and remember those before it."""

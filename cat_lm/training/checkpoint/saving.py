@@ -154,7 +154,7 @@ def publish(
     """
     from cat_lm.training.optimizer_state import read_index
 
-    # What could not be read back must never be marked as complete.
+    # What cannot be read must never be marked as complete.
     read_index(temporary / "state", engine.ranks.world_size, engine)
     for name, file in files.items():
         if (temporary / name).stat().st_size != file.bytes:

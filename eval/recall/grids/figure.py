@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.io.files import write_json, write_text
 from cat_lm.labels import IGNORE_INDEX
+from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.catalog import FIGURES
@@ -35,6 +36,10 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
         What OUT/NAME.json got, or none after an estimate alone.
     """
     runs = plan(name, SCALES[scale_name])
+    stems = (name, f"{name}-fixed", f"{name}-filters")
+    pictures_of = [file for stem in stems for file in named(stem, *PICTURES)]
+    if not execution.estimate_only:
+        claim_outputs(out, f"{name}.json", [f"{name}.md", *pictures_of])
     if not run_unfinished(f"{name} at {scale_name} scale", runs, out, execution):
         return None
     rows = [(run, cells.finished(out, run.cell)) for run in runs]

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from cat_lm.data.manifest import read_manifest
 from cat_lm.io.files import write_json, write_text
+from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import MARKERS, RUN_COLOURS, STYLE, save_figure
 from eval.common.text_table import markdown_table
@@ -143,6 +144,8 @@ def ablation(scale_name: str, data: str, out: Path, execution: Execution) -> dic
         What streams.json got, or none after an estimate alone.
     """
     runs = plan(SCALES[scale_name], data)
+    if not execution.estimate_only:
+        claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
     if not run_unfinished(f"streams at {scale_name} scale", runs, out, execution):
         return None
     lines = summary([(run, cells.finished(out, run.cell)) for run in runs])

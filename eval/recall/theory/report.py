@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from cat_lm.io.files import write_json, write_text
 from eval.common.html import render
+from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.common.text_table import markdown_table
@@ -27,6 +28,9 @@ def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLO
     Returns:
         Whether all hold.
     """
+    claim_outputs(out, "landmark_tradeoff.json", named("landmark_tradeoff", *PICTURES))
+    names = ["theory.md", "theory.html", *named("theorem_2", *PICTURES)]
+    claim_outputs(out, "theory.json", names)
     started = time.monotonic()
     trained: list[generalization.Trained] = []
     figures: dict[str, dict] = {}
@@ -58,6 +62,7 @@ def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLO
 
 def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:
     """The landmark figure alone: landmark_tradeoff.json, .png and .svg."""
+    claim_outputs(out, "landmark_tradeoff.json", named("landmark_tradeoff", *PICTURES))
     bands, curves = landmark.bands(TRIALS, trials, seed), landmark.formula_curves()
     save_figure(landmark_figure(bands, curves), out / "landmark_tradeoff")
     record = {"length": landmark.LENGTH, "bands": bands, "curves": curves}

@@ -1,0 +1,77 @@
+"""Fixed names in --out: what an evaluation may write over, known before it computes.
+
+A file is replaced where an earlier run of the same command listed it, in a hidden file beside it,
+or where it is a result that says which command made it. Earlier versions listed nothing: where
+their result is there, the tables and pictures of the same command are taken for theirs. Anything
+else is somebody's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from cat_lm.errors import UserError
+from cat_lm.io.files import write_text
+from cat_lm.io.own_files import Listing
+from cat_lm.io.readers import read_json, read_object
+
+PICTURES = (".png", ".svg")
+
+
+def named(stem: str, *suffixes: str) -> list[str]:
+    """Give the names of a result's files."""
+    return [f"{stem}{suffix}" for suffix in suffixes]
+
+
+def claim_outputs(out: Path | str, result: str, names: Iterable[str] = ()) -> None:
+    """List the files that a command is about to write into `out`.
+
+    Args:
+        result: the JSON file of its numbers.
+        names: of its other files.
+
+    Raises:
+        UserError: one is there and not of an earlier run.
+    """
+    out = Path(out)
+    listing = out / f".{result}.files"
+    listed = _listed(listing)
+    earlier = not listed and is_result(out / result)
+    names = list(dict.fromkeys([result, *names]))
+    for name in names:
+        path = out / name
+        if os.path.lexists(path) and name not in listed and not earlier and not is_result(path):
+            raise UserError(
+                f"--out {out}: {name} is not of an earlier run of this command and would be "
+                "replaced; move it away or give another folder"
+            )
+    ours = Listing(program="cat_lm", files=sorted({*listed, *names}))
+    write_text(listing, ours.model_dump_json(indent=1) + "\n")
+
+
+def claim_file(path: Path | str, flag: str) -> None:
+    """Check that a result may be written to `path`. Raises UserError where something else is."""
+    if os.path.lexists(path) and not is_result(Path(path)):
+        raise UserError(f"{flag} {path}: holds no result of an evaluation; give another file")
+
+
+def is_result(path: Path) -> bool:
+    """Tell whether a file is JSON that an evaluation wrote: it says with what command."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        values = read_object(path)
+    except UserError:
+        return False
+    made = values.get("provenance", values)
+    return isinstance(made, dict) and {"command", "versions"} <= made.keys()
+
+
+def _listed(listing: Path) -> list[str]:
+    try:
+        found = read_json(listing, Listing)
+    except UserError:
+        return []
+    return found.files if found.program == "cat_lm" else []

@@ -1,0 +1,60 @@
+"""Evaluations write over what an earlier run of theirs wrote, and over nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cat_lm.errors import UserError
+from eval.common.outputs import PICTURES, claim_file, claim_outputs, named
+from eval.common.provenance import provenance
+
+NAMES = ["sweep.csv", *named("sweep", *PICTURES)]
+
+
+@pytest.mark.parametrize("name", ["sweep.json", *NAMES])
+def test_what_nobody_listed_is_not_replaced(tmp_path, name):
+    for text in ("mine", "{}", '{"command": "make"}'):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=rf"--out .*: {name} is not of an earlier run"):
+            claim_outputs(tmp_path, "sweep.json", NAMES)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        assert (tmp_path / name).read_text() == text
+
+
+def test_what_an_earlier_run_listed_is_replaced(tmp_path):
+    claim_outputs(tmp_path / "out", "sweep.json", ["sweep.csv"])
+    for name in ("sweep.json", "sweep.csv"):
+        (tmp_path / "out" / name).write_text("half")
+    claim_outputs(tmp_path / "out", "sweep.json", ["sweep.csv", "sweep.png"])
+    (tmp_path / "out/sweep.png").write_text("picture")
+    claim_outputs(tmp_path / "out", "sweep.json", ["sweep.png"])
+    (tmp_path / "out/sweep.svg").write_text("mine")
+    with pytest.raises(UserError, match=r"sweep\.svg is not of an earlier run"):
+        claim_outputs(tmp_path / "out", "sweep.json", NAMES)
+    # Another command's listing says nothing.
+    with pytest.raises(UserError, match=r"sweep\.csv is not of an earlier run"):
+        claim_outputs(tmp_path / "out", "report.json", ["sweep.csv"])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_results_of_earlier_versions_speak_for_their_tables(tmp_path, inside):
+    result = {"rows": [], **(provenance() if inside else {"provenance": provenance()})}
+    (tmp_path / "sweep.json").write_text(json.dumps(result))
+    (tmp_path / "sweep.csv").write_text("length,loss\n")
+    claim_outputs(tmp_path, "sweep.json", NAMES)
+    claim_file(tmp_path / "sweep.json", "--json")
+    (tmp_path / "link.json").symlink_to("sweep.json")
+    for name in ("sweep.csv", "link.json"):
+        with pytest.raises(UserError, match=f"--json .*{name}: holds no result of an evaluation"):
+            claim_file(tmp_path / name, "--json")
+
+
+def test_a_damaged_listing_lists_nothing(tmp_path):
+    claim_outputs(tmp_path, "sweep.json")
+    (listing,) = tmp_path.iterdir()
+    listing.write_text('{"program": "cat_lm", "files": 3}')
+    (tmp_path / "sweep.json").write_text("mine")
+    with pytest.raises(UserError, match=r"sweep\.json is not of an earlier run"):
+        claim_outputs(tmp_path, "sweep.json")
