@@ -262,12 +262,12 @@ WRONG = {
     "axes that the sum does not have": (
         "convolution",
         ('("H", "W")', '("W", "H")'),
-        "conv_type 'neighbour': add_lag cannot compute with filters of [2, 3]",
+        "add_lag, with filter_axes=('W', 'H'), cannot compute with filters [3, 4]",
     ),
-    "a sum that reads what comes later": (
+    "a sum that reads other tokens": (
         "convolution",
         ("dims=2)", "dims=1)"),
-        "conv_type 'neighbour': add_lag, with filter_axes=('H', 'W'), reads tokens that come later",
+        "conv_type 'neighbour': add_lag, with filter_axes=('H', 'W'), reads other tokens than",
     ),
     "another count of parameters": (
         "scores",

@@ -328,7 +328,9 @@ def test_what_cannot_be_registered(toy):
     ):
         with pytest.raises(ValueError, match=f"architecture 'other': {said}"):
             architectures.register(kind(**changes))
-    with pytest.raises(ValueError, match="architecture <class .*must be an instance of a subclass"):
+    with pytest.raises(
+        ValueError, match=r"architecture <class .*must be an instance of a subclass"
+    ):
         architectures.register(Toy)
     assert architectures.names() == (*BUILT_IN, "toy")
 

@@ -102,10 +102,15 @@ def test_names_that_are_taken_or_known_nowhere(shared):
     ("axes", "add_lag", "said"),
     [
         # Filters of one shape, read as if they had another.
-        (("H", "W"), lambda taps, lag, x: taps[:, :, lag] * x, "cannot compute with filters of"),
+        (("H", "W"), lambda taps, lag, x: taps[:, :, lag] * x, "cannot compute with filters"),
         (("W",), lambda taps, lag, x: (taps[lag] * x).sum(2), "makes |cannot compute"),
         (("W",), lambda taps, lag, x: taps[lag] * x[:, :, :1], "makes |changes its input"),
-        (("W",), lambda taps, lag, x: taps[lag] * (x + lag * x.roll(-1, 1)), "reads tokens that come later"),
+        (
+            ("W",),
+            lambda taps, lag, x: taps[lag] * (x + lag * x.roll(-1, 1)),
+            "reads other tokens than the newest W",
+        ),
+        (("W",), lambda taps, lag, x: taps[lag] * (x + lag * x.roll(1, 1)), "reads other tokens"),
         (("W",), lambda taps, lag, x: taps[-1 - lag] * x, "changes its input with 1 at lag 0"),
         (("W",), lambda taps, lag, x: 2 * taps[lag] * x, "changes its input with 1 at lag 0"),
     ],

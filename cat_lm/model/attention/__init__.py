@@ -20,6 +20,7 @@ from cat_lm.model.rules import mixes_maps
 from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
+__all__ += ["check_parameters"]
 __all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
 __all__ += ["score_transform", "value_transform"]
 
@@ -128,6 +129,22 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
                 f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
             )
     return found
+
+
+def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:
+    """Check that what an entry built has the parameters that it counts, for `flops` and memory.
+
+    Raises:
+        ValueError: it has not; naming the entry.
+    """
+    if entry is None:
+        return
+    counted, found = entry.parameters(model), sum(p.numel() for p in module.parameters())
+    if counted != found:
+        key = next(key for kind, (key, _) in _KEYS.items() if isinstance(entry, kind))
+        raise ValueError(
+            f"{key} {entry.name!r}: parameters counts {counted}, and its module has {found}"
+        )
 
 
 def _option_problems(model: Any) -> list[str]:

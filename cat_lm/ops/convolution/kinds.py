@@ -139,35 +139,35 @@ def _check_computes(kind: Kind) -> None:
     """Check what `register`, which imports no torch, cannot: axes and `add_lag` fit each other.
 
     Raises:
-        ValueError: `add_lag` gives no [B, T, H, D], reads what comes later, or filters that are the
-            identity change something.
+        ValueError: `add_lag` gives no [B, T, H, D], or another output than the newest W tokens give
+            alone, or filters that are the identity change something.
     """
     import torch
 
-    from cat_lm.ops.convolution import reference
+    from cat_lm.ops.convolution.reference import sum_of_lags
 
-    heads, width, window = 3, 5, 2
+    time, heads, width, window = 6, 4, 5, 3
+    shape = kind.filter_shape(heads, width, window)
+    named = f"conv_type {kind.name!r}: add_lag, with filter_axes={kind.filter_axes},"
     with torch.device("cpu"), torch.no_grad():
-        x = torch.arange(60.0).view(1, 4, heads, width).cos()
-        later = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
-        size = kind.filter_parameters(heads, width, window)
-        taps = torch.arange(float(size)).sin().view(kind.filter_shape(heads, width, window))
+        x = torch.arange(float(time * heads * width)).view(1, time, heads, width).cos()
+        taps = torch.arange(float(math.prod(shape))).sin().view(shape)
         try:
-            y, other = (reference.sum_of_lags(kind, each, taps) for each in (x, later))
-            same = reference.sum_of_lags(kind, x, kind._identity(heads, width, window))
+            y = sum_of_lags(kind, x, taps)
+            same = sum_of_lags(kind, x, kind._identity(heads, width, window))
         except (RuntimeError, IndexError, TypeError) as error:
             said = " ".join(str(error).split())
             raise ValueError(
-                f"conv_type {kind.name!r}: add_lag cannot compute with filters of "
-                f"{list(taps.shape)} (filter_axes={kind.filter_axes}): {said}"
+                f"{named} cannot compute with filters {list(shape)}: {said}"
             ) from error
-    found = f"conv_type {kind.name!r}: add_lag, with filter_axes={kind.filter_axes},"
-    if y.shape != x.shape:
-        raise ValueError(f"{found} makes {list(y.shape)} of inputs of {list(x.shape)}")
-    if not torch.equal(y[:, :-1], other[:, :-1]):
-        raise ValueError(f"{found} reads tokens that come later")
-    if not torch.equal(same, x):
-        raise ValueError(f"{found} changes its input with 1 at lag 0 and 0 elsewhere")
+        if y.shape != x.shape:
+            raise ValueError(f"{named} makes {list(y.shape)} of inputs {list(x.shape)}")
+        for now in range(time):
+            newest = x[:, max(0, now - window + 1) : now + 1]
+            if not torch.equal(sum_of_lags(kind, newest, taps)[:, -1], y[:, now]):
+                raise ValueError(f"{named} reads other tokens than the newest W")
+        if not torch.equal(same, x):
+            raise ValueError(f"{named} changes its input with 1 at lag 0 and 0 elsewhere")
 
 
 def takes_activation(name: str) -> bool:
