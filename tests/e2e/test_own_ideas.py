@@ -236,7 +236,7 @@ HALVES = {
     "filters without lags": (
         "convolution",
         ('("H", "W")', '("H", "D")'),
-        "conv_type 'neighbour': filter_axes=('H', 'D') must be of W, H, I and D",
+        "conv_type 'neighbour': filter_axes=('H', 'D') must be a tuple of W, H, I and D",
     ),
     "a state that nobody counts": (
         "mixer",

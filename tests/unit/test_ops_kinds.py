@@ -81,7 +81,8 @@ def test_names_that_are_taken_or_known_nowhere(shared):
         kinds.register(shared)
     for axes, said in (
         (("H", "D"), "and W among them"),
-        (("W", "X"), "of W, H, I and D"),
+        (("W", "X"), "must be a tuple of W, H, I and D"),
+        (["H", "W"], "must be a tuple of W, H, I and D"),
         (("H", "H", "W"), "each at most once"),
         (("W", "I"), "without those written to, H"),
     ):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm import architectures, mixers, ops
+from cat_lm import architectures, mixers, ops, plugins
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.model import attention
+from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
 from tests.conftest import REPOSITORY
 from tests.unit.tiny_models import cat_model, random_ids
@@ -145,6 +147,24 @@ def test_the_mixer_is_the_recurrence(ideas):
 
 
 @torch.no_grad()
+def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
+    """It claims one, takes the argument and forgets it: each token would be read alone."""
+    forward = ideas.mixer.LeakyAverage.forward
+    monkeypatch.setattr(
+        ideas.mixer.LeakyAverage, "forward", lambda self, x, *, state=None, **how: forward(self, x)
+    )
+    kind = type("Forgets", (ideas.mixer.Leaky,), {"supports": frozenset({"state"})})()
+    monkeypatch.setitem(mixers._KINDS, "leaky", kind)
+    config = CatMixerConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"
+    )
+    model, rows = CatMixerForCausalLM(config).eval(), torch.randint(50, (2, 9))
+    assert model(rows, use_cache=False).logits.isfinite().all()
+    with pytest.raises(ValueError, match="mixer leaky: supports state, of 8 numbers, but its forw"):
+        model.generate(rows, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
+@torch.no_grad()
 def test_the_family_reads_as_many_tokens_as_it_says(ideas):
     torch.manual_seed(0)
     config = ideas.family.NgramConfig(vocab_size=50, hidden_size=8, num_hidden_layers=2)
@@ -176,6 +196,16 @@ def test_a_family_without_state_generates_from_the_whole_text(ideas):
     assert not torch.equal(last, model(found).logits[:, -1].argmax(-1))
     with pytest.raises(ValueError, match="past_key_values: the model keeps no state"):
         model(rows, past_key_values=ideas.family.PreTrainedConfig)
+
+
+def test_the_readme_installs_and_links_them():
+    text = (REPOSITORY / "cat_lm/README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.S)
+    project = tomllib.loads(block)["project"]
+    assert project["entry-points"] == {plugins.GROUP: {"my_idea": "my_idea"}}
+    linked = set(re.findall(r"\(\.\./tests/own_ideas/(\w+\.py)\)", text))
+    there = {path.name for path in (REPOSITORY / "tests/own_ideas").glob("*.py")}
+    assert linked == there - {"__init__.py"}
 
 
 def test_the_family_says_what_its_model_has(ideas):
