@@ -15,8 +15,8 @@ from cat_lm.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
-from cat_lm.model.rope_scaling import methods_for
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.scaled_models import methods_for
 from tests.unit.test_mixers import outside  # noqa: F401
 
 VOCABULARY, WIDTH = 50, 16
