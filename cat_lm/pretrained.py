@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.export_record import CARD, finite_as_listed, verify, verifying
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import read_object, short
 from cat_lm.model_files import (
     WEIGHTS,
     Naming,
@@ -120,9 +120,24 @@ def model_config(path: Path | str) -> PreTrainedConfig:
         if architecture is not None and hasattr(config, "hidden_act"):
             _check_activation(config.hidden_act)
     except Exception as error:
-        said = asks_for_code(settings) or reason(error)
+        said = asks_for_code(settings) or _unknown_type(settings) or reason(error)
         raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
     return config
+
+
+def _unknown_type(settings: dict[str, Any]) -> str:
+    """Say, for an error, that nobody here knows the type of a model; "" where somebody does."""
+    from transformers import CONFIG_MAPPING
+
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING or architectures.find(settings):
+        return ""
+    families = map(architectures.get, architectures.names())
+    own = ", ".join(family.model_type for family in families)
+    return (
+        f"model_type={short(kind)} is none of transformers' and none of {own}; install the package "
+        "that brings it"
+    )
 
 
 def _check_activation(name: str) -> None:

@@ -173,18 +173,30 @@ class Architecture:
         return section
 
     def narrowed(self, section: Any) -> Any:
-        """Give a model of the same parts that any machine can hold, of at most two layers."""
-        raise NotImplementedError
+        """Give a model of the same parts that any machine can hold, of at most two layers.
+
+        By default as wide as it is; a family says here what else can be smaller.
+        """
+        layers = min(2, section.num_hidden_layers)
+        return section.model_copy(update={"num_hidden_layers": layers, "vocab_size": 512})
 
     # Counts
 
     def num_parameters(self, section: Any, vocab_size: int) -> int:
-        """Count the parameters of the model, without making it.
+        """Count the parameters of the model.
+
+        By default a model without memory is made, which needs torch and must have no parameters for
+        each position.
 
         Args:
             vocab_size: the tokenizer's; the section's comes before it.
         """
-        raise NotImplementedError
+        import torch
+
+        config = self.config_class()(**self.fields(section, vocab_size, context_length=1))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = self.classes().causal_lm(config)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def lookup_parameters(self, section: Any) -> int:
         """Count the input embedding's parameters where it multiplies nothing: not tied."""
@@ -223,10 +235,13 @@ class Architecture:
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
         """Count the bytes of the decoding state of one sequence after `length` tokens.
 
+        By default those of a model without state, of which the whole sequence is computed anew for
+        each token: what its layers hand over.
+
         Args:
             itemsize: bytes of one of its numbers.
         """
-        raise NotImplementedError
+        return section.num_hidden_layers * section.hidden_size * length * itemsize
 
     # Words
 
@@ -235,8 +250,12 @@ class Architecture:
         return f"{self.title} language model ({self.words(section)})"
 
     def words(self, section: Any) -> str:
-        """Say in a few words how a model differs from the others of its size."""
-        raise NotImplementedError
+        """Say in a few words how a model differs from the others of its size.
+
+        By default by the keys that other families have not.
+        """
+        own = section.model_dump(exclude=set(ModelSection.model_fields))
+        return ", ".join(f"{key}={value}" for key, value in own.items()) or self.title
 
     def facts(self, section: Any) -> dict[str, Any]:
         """Give what a table of runs shows of a model, by column."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
@@ -31,11 +31,24 @@ def _known_kind(name: str) -> str:
     return name
 
 
+def _known_entry(kind: type[attention.Entry]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in attention.names(kind):
+            raise ValueError(f"must be one of {', '.join(attention.names(kind))}")
+        return name
+
+    return AfterValidator(check)
+
+
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
     return rope
 
 
+# Here, as a section has a key `attention` of its own.
+_PatternName = Annotated[str, _known_entry(attention.Pattern)]
+_ScoreTransformName = Annotated[str, _known_entry(attention.ScoreTransform)]
+_ValueTransformName = Annotated[str, _known_entry(attention.ValueTransform)]
 Dropout = Annotated[float, number(limits.FRACTION, below=1)]
 
 
@@ -54,17 +67,18 @@ class AttentionKeys(ModelSection):
     temperature_scope: Literal["logits", "rotary"] = "logits"
     attention_dropout: Dropout = 0.0
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-    attention: str = Field("softmax", description="how queries meet keys, with its options")
+    attention: _PatternName = Field(
+        "softmax", description="how queries meet keys, with its options"
+    )
     attention_options: dict[str, Any] | None = None
-    score_transform: str = Field("none", description="of the logits, with its options")
+    score_transform: _ScoreTransformName = Field(
+        "none", description="of the logits, with its options"
+    )
     score_options: dict[str, Any] | None = None
-    value_transform: str = Field("none", description="of the values, with its options")
+    value_transform: _ValueTransformName = Field(
+        "none", description="of the values, with its options"
+    )
     value_options: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check_attention_names(self) -> AttentionKeys:
-        attention.check_names(self)
-        return self
 
 
 class ConvolutionKeys(ModelSection):

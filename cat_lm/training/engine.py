@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
@@ -47,7 +48,9 @@ def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
+        check_classes(config.architecture)
         model = config.architecture.classes().causal_lm(fields)
+        check_model(config.architecture, config.model, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)

@@ -247,6 +247,17 @@ class Toy(architectures.Architecture):
     title = "Toy"
     model_type = "cat_toy"
     Section = ToySection
+    embedding = "toys"
+    layer_weight = "toy.{layer}"
+
+    def classes(self):
+        raise AssertionError("nobody asks for a toy's classes")
+
+    def mixing_flops(self, section, context_length):
+        return 0.0
+
+    def saved_tensors(self, section):
+        return 1.0
 
     def problems(self, section, context_length):
         return [] if section.toys < context_length else [f"toys={section.toys}: too many"]
@@ -319,6 +330,19 @@ def test_what_cannot_be_registered(toy):
         architectures.register(kind(library_type="gpt_neox"))
     with pytest.raises(ValueError, match=r"'other': its Section's key architecture has .*'toy'"):
         architectures.register(kind())
+    for changes, said in (
+        ({"title": ""}, "its class Other must give title, a text"),
+        ({"layer_weight": None}, "its class Other must give layer_weight, a text"),
+        ({"classes": architectures.Architecture.classes}, "its class Other must define classes"),
+        ({"words": "toy"}, "Other.words must be a method"),
+        ({"Section": dict}, "Section must be a ModelSection"),
+    ):
+        with pytest.raises(ValueError, match=f"architecture 'other': {said}"):
+            architectures.register(kind(**changes))
+    with pytest.raises(
+        ValueError, match=r"architecture <class .*must be an instance of a subclass"
+    ):
+        architectures.register(Toy)
     assert architectures.names() == (*BUILT_IN, "toy")
 
 
@@ -331,11 +355,17 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
     class OtherConfig(CatConfig):
         model_type = "other_neox"
 
+    class OtherForCausalLM(CatForCausalLM):
+        config_class = OtherConfig
+
     class Other(GPTNeoX):
         name, model_type, library_type = "other_neox", "other_neox", None
 
         def config_class(self):
             return OtherConfig
+
+        def classes(self):
+            return architectures.Classes(OtherConfig, OtherForCausalLM)
 
     Other.Section = Section
     monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
@@ -343,7 +373,7 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
     config = loaded(architecture="other_neox", conv_type="head")
     model = meta_model(config, 99)
     assert (
-        type(model) is CatForCausalLM
+        type(model) is OtherForCausalLM
         and architectures.of_config(model.config).name == config.model.architecture
     )
     assert count_parameters(model) == config.num_parameters(99)

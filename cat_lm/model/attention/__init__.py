@@ -17,8 +17,10 @@ from cat_lm import plugins
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
+from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
+__all__ += ["check_parameters"]
 __all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
 __all__ += ["score_transform", "value_transform"]
 
@@ -37,10 +39,14 @@ def register(entry: Entry) -> None:
     """Add a pattern, or a transform of scores or values.
 
     Raises:
-        ValueError: there is one of its class and name already, or a score transform's form is none.
+        ValueError: there is one of its class and name already, something is missing, or a score
+            transform's form is none.
     """
-    kind = next(kind for kind in _KEYS if isinstance(entry, kind))
-    key = _KEYS[kind][0]
+    kind = next((kind for kind in _KEYS if isinstance(entry, kind)), Entry)
+    key = _KEYS[kind][0] if kind in _KEYS else "attention"
+    methods = ("build", "flops") if kind is Pattern else ("build",)
+    words = ("name", "title", "form") if kind is ScoreTransform else ("name", "title")
+    check_entry(key, entry, kind if kind in _KEYS else Pattern, words, methods)
     if entry.name in _ENTRIES[kind] or entry.name == "none":
         raise ValueError(f"{key}={entry.name!r}: there is one of this name already")
     if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:
@@ -123,6 +129,22 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
                 f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
             )
     return found
+
+
+def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:
+    """Check that what an entry built has the parameters that it counts, for `flops` and memory.
+
+    Raises:
+        ValueError: it has not; naming the entry.
+    """
+    if entry is None:
+        return
+    counted, found = entry.parameters(model), sum(p.numel() for p in module.parameters())
+    if counted != found:
+        key = next(key for kind, (key, _) in _KEYS.items() if isinstance(entry, kind))
+        raise ValueError(
+            f"{key} {entry.name!r}: parameters counts {counted}, and its module has {found}"
+        )
 
 
 def _option_problems(model: Any) -> list[str]:

@@ -69,6 +69,9 @@ class AttentionMixin:
         self.value_transform = (
             value.build(config, value.resolved(config.value_options)) if value else None
         )
+        attention.check_parameters(pattern, config, self.core)
+        attention.check_parameters(score, config, self.score_transform)
+        attention.check_parameters(value, config, self.value_transform)
 
     def _take_earlier_names(self) -> None:
         """Read the library's and earlier versions' names of what the convolution holds now."""
