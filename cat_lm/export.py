@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument(
         "--library",
         action="store_true",
-        help="as transformers' own class (GPTNeoXForCausalLM, LlamaForCausalLM), which needs no "
+        help="as transformers' own class of the family, which needs no "
         "cat_lm; for models without convolutions",
     )
     arguments = parser.parse_args()
