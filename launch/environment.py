@@ -340,9 +340,15 @@ def make_usable(wanted_python: str) -> None:
     """Leave a .venv that runs the wanted Python: the present one, or a new one in its place."""
     if VENV.exists():
         record, present = read_record() or {}, python_version(VENV_PYTHON)
-        moved = record.get("root", str(ROOT)) != str(ROOT)
+        maker = Path(record.get("root", ROOT))
+        moved = maker != ROOT
         if present == wanted_python and not moved:
             return
+        if moved and (maker / ".venv").exists() and (maker / ".venv").samefile(VENV):
+            raise EnvironmentFailed(
+                f"{VENV} is the environment of the checkout {maker}, which is still there: "
+                "remove the link to it, and this checkout gets its own"
+            )
         is_wreck = present is None and (VENV / "pyvenv.cfg").is_file()
         if not (record.get("created_here") or is_wreck or not any(VENV.iterdir())):
             found = f"Python {present}" if present else "no environment"

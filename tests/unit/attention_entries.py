@@ -145,6 +145,7 @@ class Sigmoid(Pattern):
     implementations = ("eager", "sdpa")
     takes_transforms = False
     reads_positions = True
+    options = {"offset": 0.5}  # noqa: RUF012
 
     def parameters(self, model):
         return model.num_attention_heads
@@ -153,19 +154,20 @@ class Sigmoid(Pattern):
         return 12 * context_length * attention_channels(model)
 
     def build(self, config):
-        return SigmoidCore(config.num_attention_heads)
+        options = self.resolved(config.attention_options)
+        return SigmoidCore(config.num_attention_heads, options["offset"])
 
 
 class SigmoidCore(nn.Module):
     no_decay = ("offset",)
 
-    def __init__(self, heads):
+    def __init__(self, heads, offset):
         super().__init__()
-        self.heads = heads
+        self.heads, self.start = heads, offset
         self.offset = nn.Parameter(self.initial_values()["offset"])
 
     def initial_values(self):
-        return {"offset": torch.full((self.heads,), 0.5)}
+        return {"offset": torch.full((self.heads,), self.start)}
 
     def forward(self, query, key, value, extra, call):
         from cat_lm.model.attention.call import visible_keys

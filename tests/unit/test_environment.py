@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -180,6 +181,23 @@ def test_what_is_replaced(project, created, state):
     environment.make_usable(THIS_PYTHON)
     assert created == [True]
     assert not venv.exists() or list(venv.iterdir()) == []
+
+
+def test_a_link_to_another_checkouts_environment_is_left_alone(project, created, tmp_path):
+    """Replacing it would empty the folder that the other one works with."""
+    other = tmp_path / "other"
+    python = write_executable(other / ".venv" / "bin" / "python", f"echo {THIS_PYTHON}")
+    (project / ".venv").symlink_to(other / ".venv")
+    record = {"finished": True, "created_here": True, "root": str(other)}
+    (other / ".venv" / environment.RECORD.name).write_text(json.dumps(record))
+    with pytest.raises(environment.EnvironmentFailed, match=r"environment of the checkout .*other"):
+        environment.make_usable(THIS_PYTHON)
+    assert python.is_file() and created == []
+    # The checkout itself was moved, and its environment with it: that one is replaced.
+    (project / ".venv").unlink()
+    (other / ".venv").rename(project / ".venv")
+    environment.make_usable(THIS_PYTHON)
+    assert created == [True]
 
 
 # What a failure says

@@ -26,6 +26,7 @@ from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate
 from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
 from tests.runs import run_values
+from tests.unit.attention_entries import entries  # noqa: F401
 
 
 def config(**optimizer) -> RunConfig:
@@ -360,6 +361,12 @@ MODEL_KEYS = {
     "hidden_dropout": {"hidden_dropout": 0.3},
     "attention_dropout": {"attention_dropout": 0.3},
     "attn_implementation": {"attn_implementation": "eager"},
+    "attention": {"attention": "sigmoid"},
+    "attention_options": {"attention": "sigmoid", "attention_options": {"offset": 3.0}},
+    "score_transform": {"score_transform": "decay"},
+    "score_options": {"score_transform": "decay", "score_options": {"start": 2.0}},
+    "value_transform": {"value_transform": "box"},
+    "value_options": {"value_transform": "box", "value_options": {"width": 5}},
 }
 
 
@@ -368,6 +375,7 @@ def test_the_list_of_model_keys_is_whole():
     assert MODEL_KEYS.keys() == section.model_fields.keys() - {"architecture"}
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("key", MODEL_KEYS)
 def test_every_model_key_changes_the_model(key):
     """No key that is accepted and does nothing: weights, outputs or the way to them differ."""
