@@ -216,6 +216,8 @@ def _model_with(
 def _copy_tokenizer(folder: Path, new: Path) -> None:
     """The tokenizer's files as they are, and generation_config.json."""
     verify(folder, is_of_tokenizer)
+    if (generation := folder / "generation_config.json").is_file():
+        read_object(generation, finite=True)  # a copy of ours is JSON that any reader takes
     for pattern in _BESIDE_THE_MODEL:
         for file in folder.glob(pattern):
             shutil.copyfile(file, new / file.name)

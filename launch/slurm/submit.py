@@ -62,13 +62,9 @@ def resume(arguments: argparse.Namespace) -> None:
         options,
         *site,
         earlier=record,
+        continued=folder,
         only_shown=arguments.print,
     )
-    if plan.folder != folder:
-        raise UserError(
-            f"train.output_dir={plan.folder.run}: `resume` continues {folder.run}; "
-            "`submit` starts another run"
-        )
     if arguments.print:
         print(plan.text(), end="")
         return
@@ -96,11 +92,13 @@ def plan_of(
     site: Site | None = None,
     site_file: Path | None = None,
     earlier: JobRecord | None = None,
+    continued: RunFolder | None = None,
     only_shown: bool = False,
 ) -> Plan:
     """Check everything that can be checked before the queue.
 
     Args:
+        continued: the run that goes on; none for a new one.
         only_shown: the script is printed, perhaps on another machine than it will run on: folders
             that are missing here are warnings.
 
@@ -118,6 +116,11 @@ def plan_of(
         )
     values = snapshot.resolved(config)
     folder = RunFolder(Path(values["train"]["output_dir"]))
+    if continued not in (None, folder):
+        raise UserError(
+            f"train.output_dir={folder.run}: `resume` continues {continued.run}; "
+            "`submit` starts another run"
+        )
     with warning_where(only_shown):
         folder.check_writable()
     # A container may know other paths.

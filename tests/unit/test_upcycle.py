@@ -219,6 +219,10 @@ def test_refusals(pythia, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="model_type is 'mamba'"):
         upcycle(other, tmp_path / "out", Convolution())
+    other = Path(shutil.copytree(pythia, tmp_path / "not a number"))
+    (other / "generation_config.json").write_text('{"use_cache": NaN}')
+    with pytest.raises(UserError, match=r"generation_config.json: .*NaN"):
+        upcycle(other, tmp_path / "out", Convolution())
     assert not (tmp_path / "out").exists()
 
 
