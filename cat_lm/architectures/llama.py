@@ -107,6 +107,7 @@ class Llama(Transformer):
             *super().problems(section, context_length),
             *rules.key_value_problems(section),
             *rules.unmixed_problems(section),
+            *rules.whole_part_problems(section),
             *rules.whole_rotation_problems(section),
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
@@ -31,10 +31,22 @@ def _known_kind(name: str) -> str:
 
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
-    return rope
+    # Whoever reads them takes a key without a value for one that is given.
+    return rope and {key: value for key, value in rope.items() if value is not None}
+
+
+def _known(kind: type[attention.Entry]) -> AfterValidator:
+    def check(name: str) -> str:
+        attention.check_name(kind, name)
+        return name
+
+    return AfterValidator(check)
 
 
 Dropout = Annotated[float, number(limits.FRACTION, below=1)]
+_Pattern = Annotated[str, _known(attention.Pattern)]
+_ScoreTransform = Annotated[str, _known(attention.ScoreTransform)]
+_ValueTransform = Annotated[str, _known(attention.ValueTransform)]
 
 
 class AttentionKeys(ModelSection):
@@ -52,17 +64,12 @@ class AttentionKeys(ModelSection):
     temperature_scope: Literal["logits", "rotary"] = "logits"
     attention_dropout: Dropout = 0.0
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-    attention: str = Field("softmax", description="how queries meet keys, with its options")
+    attention: _Pattern = Field("softmax", description="how queries meet keys, with its options")
     attention_options: dict[str, Any] | None = None
-    score_transform: str = Field("none", description="of the logits, with its options")
+    score_transform: _ScoreTransform = Field("none", description="of the logits, with its options")
     score_options: dict[str, Any] | None = None
-    value_transform: str = Field("none", description="of the values, with its options")
+    value_transform: _ValueTransform = Field("none", description="of the values, with its options")
     value_options: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check_attention_names(self) -> AttentionKeys:
-        attention.check_names(self)
-        return self
 
 
 class ConvolutionKeys(ModelSection):
@@ -140,6 +147,8 @@ class Transformer(Architecture):
         """Say what does not go together, see `cat_lm.model.rules`."""
         return [
             *rules.head_problems(section),
+            *rules.given_once_problems(section.rope_parameters, dict(section)),
+            *rules.temperature_problems(section),
             *rules.convolution_problems(section),
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),

@@ -14,15 +14,20 @@ from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,
     check_rope_parameters,
-    check_temperature,
 )
-from cat_lm.model.rules import key_value_problems, unmixed_problems, whole_rotation_problems
+from cat_lm.model.rules import (
+    given_once_problems,
+    key_value_problems,
+    temperature_problems,
+    unmixed_problems,
+    whole_part_problems,
+    whole_rotation_problems,
+)
 from cat_lm.model.settings import (
     NUMBERS,
     SWITCHES,
     WHOLE_NUMBERS,
     AttentionSettings,
-    check_given_once,
     check_numbers,
     check_shape,
     refuse,
@@ -54,14 +59,13 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
         _check_rope_names(kwargs)
-        check_given_once(self.rope_parameters, kwargs, {"rope_theta": "rope_theta"})
+        refuse(given_once_problems(self.rope_parameters, kwargs))
         self.check_attention_settings()
         refuse(unmixed_problems(self))
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
-        check_temperature(self)
-        refuse(whole_rotation_problems(self))
+        refuse([*temperature_problems(self), *whole_rotation_problems(self)])
 
 
 _NUMBERS = NUMBERS | {"rms_norm_eps": NORM_EPSILON}
@@ -102,9 +106,4 @@ def check_fields(config: LlamaConfig | SimpleNamespace) -> None:
     refuse(key_value_problems(config))
     if config.rope_parameters:
         check_rope_numbers(config.rope_parameters)
-        part = config.rope_parameters.get("partial_rotary_factor")
-        if part not in (None, 1):
-            raise ValueError(
-                f"rope_parameters.partial_rotary_factor={part}: Llama rotates all channels of a "
-                "head; leave it out"
-            )
+        refuse(whole_part_problems(config))

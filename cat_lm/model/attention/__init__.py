@@ -14,11 +14,11 @@ import importlib
 from typing import Any
 
 from cat_lm import plugins
-from cat_lm.io.readers import short
+from cat_lm.io.readers import clipped, short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
 
-__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
+__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_name", "check_names"]
 __all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
 __all__ += ["score_transform", "value_transform"]
 
@@ -75,21 +75,30 @@ def value_transform(model: Any) -> ValueTransform | None:
 
 def _chosen(kind: type[Entry], model: Any) -> Any:
     name = getattr(model, _KEYS[kind][0])
-    if name not in _ENTRIES[kind] and name not in names(kind):
-        raise ValueError(_unknown(kind, name))
+    if name not in _ENTRIES[kind]:
+        _check_name_of(kind, model)
     return _ENTRIES[kind][name]
 
 
-def _unknown(kind: type[Entry], name: Any) -> str:
-    known = ", ".join(names(kind))
-    return f"{_KEYS[kind][0]}={short(name)}: must be one of {known}"
+def check_name(kind: type[Entry], name: Any) -> None:
+    """Check that there is an entry of this name. Raises ValueError, which does not name the key."""
+    if name not in names(kind):
+        raise ValueError(f"must be one of {', '.join(names(kind))}")
+
+
+def _check_name_of(kind: type[Entry], model: Any) -> None:
+    key = _KEYS[kind][0]
+    name = getattr(model, key)
+    try:
+        check_name(kind, name)
+    except ValueError as error:
+        raise ValueError(f"{key}={clipped(repr(name))}: {error}") from None
 
 
 def check_names(model: Any) -> None:
     """Check that a section or configuration names entries that there are. Raises ValueError."""
-    for kind, (key, _) in _KEYS.items():
-        if getattr(model, key) not in names(kind):
-            raise ValueError(_unknown(kind, getattr(model, key)))
+    for kind in _KEYS:
+        _check_name_of(kind, model)
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
