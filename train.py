@@ -47,6 +47,10 @@ def main() -> None:
         "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
     )
     arguments = parser.parse_args()
+    # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
+    # other process on two cores, a step took five times as long. Must be set before torch loads,
+    # which plugins may do that the configuration asks for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop, started_by = StopSignal(), find_launcher()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.
@@ -56,9 +60,6 @@ def main() -> None:
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)
 
-    # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
-    # other process on two cores, a step took five times as long. Must be set before torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed

@@ -55,7 +55,7 @@ def _known_architecture(name: Any) -> Any:
 
 
 class _Named(BaseModel):
-    """What of `model:` says which keys the others may be."""
+    """Hold what of `model:` says which keys the others may be."""
 
     architecture: Annotated[Any, AfterValidator(_known_architecture)] = architectures.DEFAULT
 
@@ -215,7 +215,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def changed_values(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs between two dumped configurations: dotted name to (old value, new value)."""
+    """Compare two dumped configurations: dotted name to (old value, new value)."""
     changes = {}
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
@@ -280,7 +280,7 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
 
 
 def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
-    """Whether a key takes any text, such as a path, in which `#` and `:` mean nothing to YAML."""
+    """Tell whether a key takes any text, such as a path: `#` and `:` mean nothing in it."""
     if section not in RunConfig.model_fields:
         return False
     known = _section_of(values, section).model_fields.get(key)
@@ -334,8 +334,11 @@ def _owner(name: str) -> str:
 def _unknown(name: str, known: list[str], owner: str = "") -> str:
     # A right key in the wrong section is nearer than a similar key in this one.
     same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)
-    return f"{clipped(name)}: unknown key{owner}; the nearest known one is {near[0]}"
+    # A key of another architecture is no slip, and may well have no counterpart here.
+    cutoff = 0.8 if owner else 0.0
+    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=cutoff)
+    nearest = f"; the nearest known one is {near[0]}" if near else ""
+    return f"{clipped(name)}: unknown key{owner}{nearest}"
 
 
 def _describe(error: dict[str, Any]) -> str:

@@ -168,7 +168,7 @@ def export_model(
 
 
 def training_facts(step_folder: Path) -> dict[str, Any]:
-    """What the checkpoint and its run know about the training: step, tokens, context, loss.
+    """Gather what checkpoint and run know of the training: step, tokens, context, loss.
 
     Raises UserError where a file of them is damaged.
     """
@@ -185,7 +185,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
 
 
 class _Metrics(Record):
-    """What is used of a line of `metrics.jsonl`."""
+    """Hold what is used of a line of `metrics.jsonl`."""
 
     step: int = Field(ge=0)
     val_loss: float | None = None
@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument(
         "--library",
         action="store_true",
-        help="as transformers' own class (GPTNeoXForCausalLM, LlamaForCausalLM), which needs no "
+        help="as transformers' own class of the family, which needs no "
         "cat_lm; for models without convolutions",
     )
     arguments = parser.parse_args()

@@ -42,7 +42,7 @@ class ListedFile(Record):
 
 
 class ExportRecord(Record):
-    """What `cat_lm.export` writes; `sha256` is that of model.safetensors."""
+    """Hold what `cat_lm.export` writes; `sha256` is that of model.safetensors."""
 
     program: Literal["cat_lm.export"]
     files: dict[InsideName, ListedFile]
@@ -60,7 +60,7 @@ class ExportRecord(Record):
 
 
 class _Unlisted(Record):
-    """What of an earlier version's record is used: it listed no files."""
+    """Hold what of an earlier version's record is used: it listed no files."""
 
     sha256: _Sha256 | None = None
     context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)

@@ -59,7 +59,7 @@ def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) ->
 
 
 def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
-    """What one group leaves, as a list of one number; empty where it has no limit."""
+    """Read what one group leaves, as a list of one number; empty where it has no limit."""
     try:
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = int((folder / usage_name).read_text(encoding="ascii"))

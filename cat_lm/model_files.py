@@ -16,7 +16,6 @@ from pydantic import AfterValidator
 
 from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.readers import InsideName, Record, read_json, read_object, short
-from cat_lm.model.names import current_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +27,6 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Constants that old versions of transformers stored with the weights.
-_OLD_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 # With these keys transformers opens other files than the usual ones.
 _REDIRECTIONS = ("transformers_weights", "configuration_files")
 
@@ -41,14 +38,14 @@ def _check_plain(name: str) -> str:
 
 
 class WeightIndex(Record):
-    """Which file holds which tensor, for weights in several files."""
+    """Say which file holds which tensor, for weights in several files."""
 
     metadata: dict[str, Any]
     weight_map: dict[str, Annotated[InsideName, AfterValidator(_check_plain)]]
 
 
 class TokenIds(Record):
-    """What is used of `generation_config.json` before transformers checks the rest."""
+    """Hold what is used of `generation_config.json` before transformers checks the rest."""
 
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -135,18 +132,19 @@ def reason(error: BaseException) -> str:
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor before its numbers."""
+    """Hold what a file says of a tensor before its numbers."""
 
     shape: tuple[int, ...]
     dtype: str
     is_floating_point: bool
 
 
-def read_headers(files: Iterable[Path], has_convolution: bool = False) -> dict[str, Header]:
-    """Read names, shapes and types of all weights, by today's names.
+# Of a tensor's name in a file its name in the model, or None where the model has no use for it.
+Naming = Callable[[str], str | None]
 
-    Args:
-        has_convolution: of the model that they are for, see `cat_lm.model.names`.
+
+def read_headers(files: Iterable[Path], naming: Naming) -> dict[str, Header]:
+    """Read names, shapes and types of all weights, by the model's names.
 
     Raises:
         UserError: a file cannot be opened, is damaged, or holds anything but tensors by name.
@@ -154,17 +152,17 @@ def read_headers(files: Iterable[Path], has_convolution: bool = False) -> dict[s
     found: dict[str, Header] = {}
     for path in files:
         stored = _read(path, _safetensors_headers, _pickle_headers)
-        found |= _by_todays_names(stored, has_convolution)
+        found |= _named(stored, naming)
     return found
 
 
 def read_tensors(
-    files: Iterable[Path], names: Collection[str] | None = None, has_convolution: bool = False
+    files: Iterable[Path], names: Collection[str] | None, naming: Naming
 ) -> dict[str, Tensor]:
-    """Read weights (all, or those of `names`) by today's names; errors as in `read_headers`."""
+    """Read weights (all, or those of `names`) by the model's names; errors as in `read_headers`."""
 
     def chosen(tensors: dict[str, Any]) -> dict[str, Any]:
-        tensors = _by_todays_names(tensors, has_convolution)
+        tensors = _named(tensors, naming)
         return tensors if names is None else {n: t for n, t in tensors.items() if n in names}
 
     def safetensors(path: Path) -> dict[str, Tensor]:
@@ -180,9 +178,9 @@ def read_tensors(
     return found
 
 
-def _by_todays_names(tensors: dict[str, Any], has_convolution: bool) -> dict[str, Any]:
-    renamed = {current_name(name, has_convolution): t for name, t in tensors.items()}
-    return {name: tensor for name, tensor in renamed.items() if not _OLD_BUFFERS.search(name)}
+def _named(tensors: dict[str, Any], naming: Naming) -> dict[str, Any]:
+    named = {naming(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def _read(path: Path, safetensors: Callable[[Path], Any], pickled: Callable[[Path], Any]) -> Any:

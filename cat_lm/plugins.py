@@ -1,14 +1,14 @@
 """Installed packages that bring families of models, convolutions, attention or mixers of their own.
 
-A package names a module in its metadata, here in setup.cfg:
+A package names a module in its metadata, here in pyproject.toml:
 
-    [options.entry_points]
-    cat_lm.plugins =
-        mine = my_package.for_cat_lm
+    [project.entry-points."cat_lm.plugins"]
+    mine = "my_package.for_cat_lm"
 
 The module is imported once, when a registry is first asked for what it has, and calls `register` of
-`cat_lm.architectures`, `cat_lm.ops.convolution.kinds` and others. Files of this project need no
-change, and every command knows the new names.
+`cat_lm.architectures`, `cat_lm.mixers`, `cat_lm.model.attention` or `cat_lm.ops.convolution.kinds`.
+Files of this project need no change, and every command knows the new names. `cat_lm/README.md` has
+an example of each.
 """
 
 from __future__ import annotations

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.export_record import CARD, finite_as_listed, verify, verifying
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import read_object, short
 from cat_lm.model_files import (
     WEIGHTS,
+    Naming,
     asks_for_code,
     check_fit,
     read_headers,
@@ -118,9 +120,24 @@ def model_config(path: Path | str) -> PreTrainedConfig:
         if architecture is not None and hasattr(config, "hidden_act"):
             _check_activation(config.hidden_act)
     except Exception as error:
-        said = asks_for_code(settings) or reason(error)
+        said = asks_for_code(settings) or _unknown_type(settings) or reason(error)
         raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
     return config
+
+
+def _unknown_type(settings: dict[str, Any]) -> str:
+    """Say, for an error, that nobody here knows the type of a model; "" where somebody does."""
+    from transformers import CONFIG_MAPPING
+
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING or architectures.find(settings):
+        return ""
+    families = map(architectures.get, architectures.names())
+    own = ", ".join(family.model_type for family in families)
+    return (
+        f"model_type={short(kind)} is none of transformers' and none of {own}; install the package "
+        "that brings it"
+    )
 
 
 def _check_activation(name: str) -> None:
@@ -213,7 +230,7 @@ def load_weights(
     files = weight_files(folder)
     with verifying(folder, _are_read(files)):
         _check_headers(folder, config)
-        tensors = read_tensors(files, names, _has_convolution(config))
+        tensors = read_tensors(files, names, _naming(config))
         if finite_as_listed(folder, files) is None:
             refuse_non_finite(f"model {folder}", tensors)
     return tensors
@@ -221,8 +238,7 @@ def load_weights(
 
 def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     """Compare names and shapes before anything of their size is made."""
-    files = weight_files(folder)
-    stored = read_headers(files, _has_convolution(config))
+    stored = read_headers(weight_files(folder), _naming(config))
     architecture = architectures.find(config)
     if architecture is None:
         return
@@ -233,8 +249,9 @@ def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
     check_fit(folder, stored, expected, tied)
 
 
-def _has_convolution(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "convolved_streams", ""))
+def _naming(config: PreTrainedConfig) -> Naming:
+    architecture = architectures.find(config)
+    return str if architecture is None else partial(architecture.todays_name, config)
 
 
 def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

@@ -126,7 +126,7 @@ def _read_config(folder: Path) -> tuple[PreTrainedConfig, Architecture]:
 def _refuse_active(
     folder: Path, source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
 ) -> None:
-    """What makes source or target compute something that no choice of filters undoes."""
+    """Refuse what makes source or target compute something that no filters undo."""
     fields = source.to_dict()
     if "silu" in (convolution.activation, fields.get("conv_activation")):
         where = (
@@ -192,9 +192,9 @@ def _target_weights(
             )
     dtype = weights[architecture.layer_weight.format(layer=0)].dtype
     added = _filters(folder, target)
-    weights = {
-        architecture.parameter_name(name, bool(added)): tensor for name, tensor in weights.items()
-    }
+    for name in list(weights):
+        new = architecture.todays_name(target, name) if added else architecture.plain_name(name)
+        weights[new] = weights.pop(name)
     for name in added:
         weights[name] = architecture.identity_filter(target, name).to(dtype)
     return weights

@@ -67,7 +67,9 @@ def _run(command: list[str], cwd: str, variables: dict[str, str], *files: str) -
     os.environ.clear()  # a forked process has the environment that the first of them was given
     os.environ.update(variables)
     torch.set_num_threads(1)
-    sys.path.insert(0, cwd)
+    # As a new interpreter would find modules and installed packages.
+    paths = variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [cwd, *(path for path in paths if path and path not in sys.path)]
     code: object = 1
     try:
         _execute(command)
@@ -89,6 +91,7 @@ def _execute(command: list[str]) -> None:
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     elif first == "-m":
         sys.argv = rest
+        sys.modules.pop(rest[0], None)  # or runpy would warn that it has been imported before
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command

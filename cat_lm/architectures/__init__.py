@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import plugins
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.errors import UserError
+from cat_lm.registering import check_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,8 +34,16 @@ def register(architecture: Architecture) -> None:
     """Add a family.
 
     Raises:
-        ValueError: its name or a model type of it is taken, or its section is of another name.
+        ValueError: its name or a model type of it is taken, something is missing, or its section
+            is of another name.
     """
+    words = ("name", "title", "model_type", "embedding", "layer_weight")
+    check_entry(
+        *("architecture", architecture, Architecture, words),
+        methods=("classes", "mixing_flops", "saved_tensors"),
+    )
+    if not issubclass(getattr(architecture, "Section", object), ModelSection):
+        raise ValueError(f"architecture {architecture.name!r}: Section must be a ModelSection")
     taken = {kind for other in _ARCHITECTURES.values() for kind in other.model_types}
     if architecture.name in _ARCHITECTURES:
         raise ValueError(f"architecture {architecture.name!r}: there is one of this name already")

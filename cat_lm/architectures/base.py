@@ -57,6 +57,7 @@ class Architecture:
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
+        short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
     """
@@ -70,6 +71,7 @@ class Architecture:
     layer_weight: ClassVar[str]
     scales_positions: ClassVar[bool] = False
     takes_convolutions: ClassVar[bool] = False
+    short_names: ClassVar[dict[str, str]] = {}
     free_keys: ClassVar[frozenset[str]] = frozenset()
     unoffered_keys: ClassVar[tuple[str, ...]] = ()
 
@@ -171,18 +173,30 @@ class Architecture:
         return section
 
     def narrowed(self, section: Any) -> Any:
-        """Give a model of the same parts that any machine can hold, of at most two layers."""
-        raise NotImplementedError
+        """Give a model of the same parts that any machine can hold, of at most two layers.
+
+        By default as wide as it is; a family says here what else can be smaller.
+        """
+        layers = min(2, section.num_hidden_layers)
+        return section.model_copy(update={"num_hidden_layers": layers, "vocab_size": 512})
 
     # Counts
 
     def num_parameters(self, section: Any, vocab_size: int) -> int:
-        """Count the parameters of the model, without making it.
+        """Count the parameters of the model.
+
+        By default a model without memory is made, which needs torch and must have no parameters for
+        each position.
 
         Args:
             vocab_size: the tokenizer's; the section's comes before it.
         """
-        raise NotImplementedError
+        import torch
+
+        config = self.config_class()(**self.fields(section, vocab_size, context_length=1))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = self.classes().causal_lm(config)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def lookup_parameters(self, section: Any) -> int:
         """Count the input embedding's parameters where it multiplies nothing: not tied."""
@@ -221,10 +235,13 @@ class Architecture:
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
         """Count the bytes of the decoding state of one sequence after `length` tokens.
 
+        By default those of a model without state, of which the whole sequence is computed anew for
+        each token: what its layers hand over.
+
         Args:
             itemsize: bytes of one of its numbers.
         """
-        raise NotImplementedError
+        return section.num_hidden_layers * section.hidden_size * length * itemsize
 
     # Words
 
@@ -233,8 +250,12 @@ class Architecture:
         return f"{self.title} language model ({self.words(section)})"
 
     def words(self, section: Any) -> str:
-        """Say in a few words how a model differs from the others of its size."""
-        raise NotImplementedError
+        """Say in a few words how a model differs from the others of its size.
+
+        By default by the keys that other families have not.
+        """
+        own = section.model_dump(exclude=set(ModelSection.model_fields))
+        return ", ".join(f"{key}={value}" for key, value in own.items()) or self.title
 
     def facts(self, section: Any) -> dict[str, Any]:
         """Give what a table of runs shows of a model, by column."""
@@ -244,9 +265,28 @@ class Architecture:
         """Give the numbers that make a model's size, by name."""
         return {"layers": section.num_hidden_layers, "hidden size": section.hidden_size}
 
+    # Variants: what sets models of one family and size apart
+
     def variant(self, section: Any) -> str:
-        """Name what sets the speed of models of one family and size apart; "" for nothing."""
+        """Name the variant of a model; "" in a family of one."""
         return ""
+
+    def variants(self) -> dict[str, str]:
+        """Give all variants by name, in a few words; with a `library_type` the library's first."""
+        return {"": self.title}
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give the section's keys that make a model one of a variant.
+
+        Args:
+            heads: for what has heads and no other key for them.
+            context_length: for tables that are as long.
+        """
+        return {}
+
+    def decodes(self, variant: str) -> bool:
+        """Tell whether models of a variant decode token by token, from a state."""
+        return True
 
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
@@ -258,14 +298,23 @@ class Architecture:
         """
         return "no convolutions"
 
+    # Files of the library and of earlier versions
+
+    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+        """Translate the name of a file's tensor into that in the model of a configuration.
+
+        None for a constant that old files hold and no model does.
+        """
+        return name
+
     # Upcycling: models with convolutions, and the same without
 
     def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
         """Make the filter that changes nothing, for the parameter `name`."""
         raise NotImplementedError
 
-    def parameter_name(self, name: str, convolved: bool) -> str:
-        """Translate a parameter's name into that in a model with, or without, convolutions."""
+    def plain_name(self, name: str) -> str:
+        """Translate the name of a parameter of a model with convolutions into that without."""
         return name
 
 

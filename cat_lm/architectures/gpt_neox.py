@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ from cat_lm.architectures.transformer import (
 )
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
-from cat_lm.model.names import current_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -51,7 +50,13 @@ class GPTNeoX(Transformer):
     Section = GPTNeoXSection
     embedding = "gpt_neox.embed_in.weight"
     layer_weight = "gpt_neox.layers.{layer}.attention.query_key_value.weight"
+    short_names: ClassVar[dict[str, str]] = {
+        "none": "pythia",
+        "head": "cat",
+        "multihead": "mh_cat",
+    }
     unoffered_keys = ("hidden_act", "attention_bias")
+    old_constants = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatConfig`."""
@@ -131,10 +136,8 @@ class GPTNeoX(Transformer):
         tensors += 0 if section.use_parallel_residual else 1
         return tensors + (2 if section.hidden_dropout > 0 else 0)
 
-    def parameter_name(self, name: str, convolved: bool) -> str:
-        """Translate a name: the projection's bias follows its convolution."""
-        if convolved:
-            return current_name(name, convolved)
+    def plain_name(self, name: str) -> str:
+        """Give the bias after the convolution back to the projection."""
         return re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name)
 
 

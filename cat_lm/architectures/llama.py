@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
-from cat_lm.model.names import current_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,7 +53,9 @@ class Llama(Transformer):
     Section = LlamaSection
     embedding = "model.embed_tokens.weight"
     layer_weight = "model.layers.{layer}.self_attn.q_proj.weight"
+    short_names: ClassVar[dict[str, str]] = {"none": "llama"}
     unoffered_keys = ("hidden_act",)
+    old_constants = r"\.self_attn\.rotary_emb\.inv_freq$"
 
     def heads_of(self, section: LlamaSection, stream: str) -> int:
         """Count the heads of a stream; keys and values may have fewer."""
@@ -107,8 +108,8 @@ class Llama(Transformer):
             *super().problems(section, context_length),
             *rules.key_value_problems(section),
             *rules.unmixed_problems(section),
-            *rules.whole_part_problems(section),
             *rules.whole_rotation_problems(section),
+            *rules.part_rotation_problems(section),
         ]
 
     def narrowed(self, section: LlamaSection) -> LlamaSection:
@@ -165,10 +166,8 @@ class Llama(Transformer):
         grouped = shared < section.num_attention_heads
         return super().sizes(section) | ({"key-value heads": shared} if grouped else {})
 
-    def parameter_name(self, name: str, convolved: bool) -> str:
-        """Translate a name: the projections' biases follow their convolutions."""
-        if convolved:
-            return current_name(name, convolved)
+    def plain_name(self, name: str) -> str:
+        """Give the biases after the convolutions back to the projections."""
         return re.sub(r"\.convolution\.([qkv])_bias$", r".\1_proj.bias", name)
 
 

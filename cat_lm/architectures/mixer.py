@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,7 +28,8 @@ _FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
 
 def _known_mixer(name: str) -> str:
     if name not in mixers.names():
-        raise ValueError(f"must be one of {', '.join(mixers.names())}")
+        where = "; its options are mixer_options" if ":" in name else ""
+        raise ValueError(f"must be one of {', '.join(mixers.names())}{where}")
     return name
 
 
@@ -204,6 +206,24 @@ class MixerArchitecture(Architecture):
     def variant(self, section: MixerSection) -> str:
         """Name the mixer."""
         return section.mixer
+
+    def variants(self) -> dict[str, str]:
+        """Give every mixer."""
+        return {name: name for name in mixers.names()}
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give the mixer, with as many heads and as long tables as it takes."""
+        known = {field.name for field in dataclasses.fields(mixers.get(variant).Options)}
+        sizes = {"heads": heads, "length": context_length}
+        options = {key: value for key, value in sizes.items() if key in known}
+        keys = {"mixer": variant, "mixer_options": options}
+        if mixers.make(variant, options).learned_positions:
+            keys["learned_positions"] = context_length
+        return keys
+
+    def decodes(self, variant: str) -> bool:
+        """Tell whether the mixer has a decoding state."""
+        return "state" in mixers.get(variant).supports
 
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -10,6 +11,7 @@ from cat_lm import limits
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
 from cat_lm.config_sections import number, whole
 from cat_lm.model import attention, rules
+from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
 from cat_lm.ops.convolution import kinds
 
@@ -29,24 +31,26 @@ def _known_kind(name: str) -> str:
     return name
 
 
+def _known_entry(kind: type[attention.Entry]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in attention.names(kind):
+            raise ValueError(f"must be one of {', '.join(attention.names(kind))}")
+        return name
+
+    return AfterValidator(check)
+
+
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
     # Whoever reads them takes a key without a value for one that is given.
     return rope and {key: value for key, value in rope.items() if value is not None}
 
 
-def _known(kind: type[attention.Entry]) -> AfterValidator:
-    def check(name: str) -> str:
-        attention.check_name(kind, name)
-        return name
-
-    return AfterValidator(check)
-
-
+# Here, as a section has a key `attention` of its own.
+_PatternName = Annotated[str, _known_entry(attention.Pattern)]
+_ScoreTransformName = Annotated[str, _known_entry(attention.ScoreTransform)]
+_ValueTransformName = Annotated[str, _known_entry(attention.ValueTransform)]
 Dropout = Annotated[float, number(limits.FRACTION, below=1)]
-_Pattern = Annotated[str, _known(attention.Pattern)]
-_ScoreTransform = Annotated[str, _known(attention.ScoreTransform)]
-_ValueTransform = Annotated[str, _known(attention.ValueTransform)]
 
 
 class AttentionKeys(ModelSection):
@@ -64,11 +68,17 @@ class AttentionKeys(ModelSection):
     temperature_scope: Literal["logits", "rotary"] = "logits"
     attention_dropout: Dropout = 0.0
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-    attention: _Pattern = Field("softmax", description="how queries meet keys, with its options")
+    attention: _PatternName = Field(
+        "softmax", description="how queries meet keys, with its options"
+    )
     attention_options: dict[str, Any] | None = None
-    score_transform: _ScoreTransform = Field("none", description="of the logits, with its options")
+    score_transform: _ScoreTransformName = Field(
+        "none", description="of the logits, with its options"
+    )
     score_options: dict[str, Any] | None = None
-    value_transform: _ValueTransform = Field("none", description="of the values, with its options")
+    value_transform: _ValueTransformName = Field(
+        "none", description="of the values, with its options"
+    )
     value_options: dict[str, Any] | None = None
 
 
@@ -88,7 +98,13 @@ class ConvolutionKeys(ModelSection):
 
 
 class Transformer(Architecture):
-    """A family whose section has `AttentionKeys` and `ConvolutionKeys`."""
+    """A family whose section has `AttentionKeys` and `ConvolutionKeys`.
+
+    Attributes:
+        old_constants: a pattern of what old versions of transformers stored with the weights.
+    """
+
+    old_constants: ClassVar[str]
 
     scales_positions = True
     takes_convolutions = True
@@ -285,6 +301,15 @@ class Transformer(Architecture):
         """Name the kind of convolution."""
         return section.conv_type
 
+    def variants(self) -> dict[str, str]:
+        """Give every kind of convolution, after none."""
+        every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
+        return {"none": "no convolution"} | every
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give the kind of convolution."""
+        return {"conv_type": variant}
+
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
@@ -292,6 +317,15 @@ class Transformer(Architecture):
         from cat_lm.model.convolution import describe_backend
 
         return describe_backend(config, device, dtype, backend)
+
+    # Files of the library and of earlier versions
+
+    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+        """Translate a name by the patterns of this family's configuration class."""
+        if re.search(self.old_constants, name):
+            return None
+        convolved = bool(getattr(config, "convolved_streams", ""))
+        return renamed(name, self.config_class().renamings(convolved))
 
     # Upcycling
 

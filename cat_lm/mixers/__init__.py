@@ -8,6 +8,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
 from cat_lm.options import build_options, parse_specification
+from cat_lm.registering import check_entry
 
 __all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
@@ -32,9 +34,10 @@ def register(kind: MixerKind) -> None:
     """Add a mixer.
 
     Raises:
-        ValueError: its name is taken or cannot stand in a specification, or it claims what no mixer
-            can do.
+        ValueError: its name is taken or cannot stand in a specification, something is missing, or
+            it claims what no mixer can do.
     """
+    check_entry("mixer", kind, MixerKind, methods=("build", "mixing_flops", "saved_tensors"))
     if kind.name in _KINDS:
         raise ValueError(f"mixer {kind.name!r}: there is one of this name already")
     if not kind.name or set(kind.name) & set(":,= \n"):
@@ -45,6 +48,10 @@ def register(kind: MixerKind) -> None:
             f"mixer {kind.name!r}: supports {', '.join(sorted(unknown))}; "
             f"known: {', '.join(CAPABILITIES)}"
         )
+    if not dataclasses.is_dataclass(getattr(kind, "Options", None)):
+        raise ValueError(f"mixer {kind.name!r}: its Options must be a dataclass")
+    if "state" in kind.supports and type(kind).state_numbers is MixerKind.state_numbers:
+        raise ValueError(f"mixer {kind.name!r}: supports state, but does not define state_numbers")
     _KINDS[kind.name] = kind
 
 

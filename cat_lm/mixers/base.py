@@ -19,6 +19,7 @@ Parameters of its own that take no weight decay are named in the module class's 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -143,10 +144,28 @@ class Mixer:
         """Make one layer's module.
 
         Raises:
-            UserError: options that do not fit the width.
+            UserError: options that do not fit the width, or a module that takes not all that its
+                kind says.
         """
         self.check(setting)
         try:
-            return self.kind.build(self.options, setting)
+            module = self.kind.build(self.options, setting)
+            _check_takes(module, self.kind.supports)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
+        return module
+
+
+# The argument by which a module can do what its kind supports.
+_ARGUMENTS = {"documents": "document_ids", "padding": "padding_mask", "state": "state"}
+
+
+def _check_takes(module: nn.Module, supports: frozenset[str]) -> None:
+    """Check that a module's forward takes what its kind supports. Raises ValueError."""
+    taken = inspect.signature(module.forward).parameters
+    for name in sorted(supports):
+        if _ARGUMENTS[name] not in taken:
+            raise ValueError(
+                f"supports {name}, but the forward of {type(module).__name__} takes no "
+                f"{_ARGUMENTS[name]}"
+            )

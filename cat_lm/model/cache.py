@@ -9,7 +9,7 @@ does it to them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from transformers.cache_utils import (
 )
 
 from cat_lm.model.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class LayerStateMixin:
@@ -213,13 +216,13 @@ class CatCache(DynamicCache):
         attach_layer_state(self, config)
 
 
-def attach_layer_state(cache: Cache, config: AttentionSettings) -> None:
+def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     """Make the layers of `cache`, in place, able to hold named states, if the model has any.
 
     Raises `ValueError` for a cache that holds tokens already (the states after them are unknown)
     and for kinds of cache layers that have no counterpart with states.
     """
-    if not config.needs_layer_state:
+    if not getattr(config, "needs_layer_state", False):
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = StateDynamicLayer

@@ -1,12 +1,14 @@
 """What language models of every family share: the body's loop over layers, and the head with loss.
 
 `CausalLanguageModel` is the contract with the training engine, generation and evaluation: loss,
-labels, `skip_logits`, `document_ids`, backends. Both classes are mixins before a family's own of
-transformers, whose configuration extends `cat_lm.model.settings.AttentionSettings`.
+labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
+transformers. `CausalBody` and `PreTrainedMixin` want a configuration that extends
+`cat_lm.model.settings.AttentionSettings`; `CausalLanguageModel` takes any.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from cat_lm.model.cache import CatCache, attach_layer_state
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
-from cat_lm.model.names import renamings
 from cat_lm.ops import BACKENDS
 
 # What decides which configuration a name means.
@@ -47,7 +48,7 @@ class PreTrainedMixin:
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
             config = cls.config_class.from_pretrained(name_or_path, **hub)
-        renamed = renamings(bool(config.convolved_streams)) | (
+        renamed = config.renamings(bool(config.convolved_streams)) | (
             kwargs.pop("key_mapping", None) or {}
         )
         loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
@@ -66,11 +67,11 @@ class CausalBody:
     cache_argument = "past_key_values"  # by which the layers take the cache
 
     def _enter(self, inputs_embeds: Tensor) -> Tensor:
-        """What comes between the embeddings [B, T, C] and the first layer."""
+        """Do what comes between the embeddings [B, T, C] and the first layer."""
         return inputs_embeds
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
-        """What comes after the last layer: the final norm. [B, T, C]"""
+        """Do what comes after the last layer: the final norm. [B, T, C]"""
         raise NotImplementedError
 
     @merge_with_config_defaults
@@ -133,8 +134,15 @@ class CausalBody:
 class CausalLanguageModel:
     """The head, the loss and generation of a language model of any family.
 
-    The body is `base_model`, the head `lm_head`, a `LanguageModelHead`.
+    The body is `base_model`, the head `lm_head`, a `LanguageModelHead`. A body whose forward has no
+    argument `past_key_values` keeps no state; generation then computes the text anew each time.
     """
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; see what the body takes."""
+        super().post_init()
+        taken = inspect.signature(type(self.base_model).forward).parameters
+        self.keeps_state = "past_key_values" in taken
 
     def set_conv_backend(self, name: str) -> None:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
@@ -177,8 +185,9 @@ class CausalLanguageModel:
         if prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
             is_known = given is not None and given.ndim == 2
+            reads_positions = getattr(self.config, "reads_positions", False)
             if is_known:  # of all keys, where their positions are read
-                inputs["padding_mask"] = given if self.config.reads_positions else given[:, -time:]
+                inputs["padding_mask"] = given if reads_positions else given[:, -time:]
             else:
                 inputs["padding_mask"] = prepared.new_ones(batch, time)
         return inputs
@@ -187,6 +196,9 @@ class CausalLanguageModel:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Give the cache the layers' states, which drafted tokens can be taken back from."""
+        if not self.keeps_state:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+            return None
         result = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, *args, **kwargs
         )
@@ -236,6 +248,8 @@ class CausalLanguageModel:
             use_cache: by default the configuration's; off with labels, documents and in training.
             logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
         """
+        if past_key_values is not None and not self.keeps_state:
+            raise ValueError("past_key_values: the model keeps no state; give all tokens each time")
         if labels is not None and shift_labels is not None:
             raise ValueError("give labels or shift_labels, not both")
         if labels is not None:

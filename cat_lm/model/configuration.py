@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
@@ -69,6 +69,13 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
     """
 
     model_type = "cat_neox"
+    earlier_names: ClassVar[dict[str, str]] = {r"^embed_out\.": "lm_head."}
+    # Before the convolution was a module of its own, the projection held the filters and their
+    # bias; without filters it still holds the bias.
+    convolved_names: ClassVar[dict[str, str]] = {
+        r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
+        r"\.query_key_value\.bias$": ".convolution.bias",
+    }
     # Tensor parallelism would have to split the filters along with the heads.
     base_model_tp_plan = None
 

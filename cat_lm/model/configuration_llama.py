@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -18,9 +18,9 @@ from cat_lm.model.rope_scaling import (
 from cat_lm.model.rules import (
     given_once_problems,
     key_value_problems,
+    part_rotation_problems,
     temperature_problems,
     unmixed_problems,
-    whole_part_problems,
     whole_rotation_problems,
 )
 from cat_lm.model.settings import (
@@ -53,6 +53,8 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     """
 
     model_type = "cat_llama"
+    # The projections' biases are added after the convolution.
+    convolved_names: ClassVar[dict[str, str]] = {r"\.([qkv])_proj\.bias$": r".convolution.\1_bias"}
     # Tensor parallelism would have to split the filters along with the heads.
     base_model_tp_plan = None
 
@@ -106,4 +108,4 @@ def check_fields(config: LlamaConfig | SimpleNamespace) -> None:
     refuse(key_value_problems(config))
     if config.rope_parameters:
         check_rope_numbers(config.rope_parameters)
-        refuse(whole_part_problems(config))
+        refuse(part_rotation_problems(config))

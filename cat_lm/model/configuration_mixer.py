@@ -78,7 +78,7 @@ class CatMixerConfig(PreTrainedConfig):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether the model must be told which tokens are padding: always."""
+        """Tell whether the model must be told which tokens are padding: always."""
         return True
 
 

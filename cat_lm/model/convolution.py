@@ -21,18 +21,24 @@ from cat_lm.ops import (
 )
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
+from cat_lm.ops.convolution.reference import check_kind
 
 
 def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
-    """Make a stream's filters that change nothing, of the shape of their kind."""
+    """Make a stream's filters that change nothing, of the shape of their kind.
+
+    Raises:
+        ValueError: the kind is none that there can be.
+    """
     kind = kinds.get(config.conv_type)
+    check_kind(kind)
     return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
 
 
 def describe_backend(
     config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
 ) -> str:
-    """What will compute the convolutions of a model, and why, in one line for a log.
+    """Say what will compute the convolutions of a model, and why, in one line.
 
     Args:
         config: the model's.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
-    """What a model in memory really does, read off its modules and not off what was asked for.
+    """Read what a model in memory really does off its modules, not off what was asked for.
 
     Returns:
         rope_type (None without rotary positions), rope_factor, original_length, attention_factor

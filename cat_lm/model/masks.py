@@ -17,7 +17,7 @@ from cat_lm.ops.documents import document_positions, document_runs
 
 @dataclass
 class SequenceLayout:
-    """How the rows of a batch are read.
+    """Say how the rows of a batch are read.
 
     position_ids: [B or 1, T].
     attention_mask: what the attention function of transformers takes: None, [B, 1, T, S], a

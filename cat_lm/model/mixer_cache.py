@@ -12,7 +12,7 @@ from cat_lm.model.mixer_rules import mixer_of
 
 
 class MixerCacheLayer(DynamicLayer):
-    """What a layer's mixer keeps of the tokens so far, instead of keys and values.
+    """Hold what a layer's mixer keeps of the tokens so far, instead of keys and values.
 
     Attributes:
         state: tensors by name, rows first; the mixer changes it.

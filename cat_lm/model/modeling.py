@@ -127,7 +127,7 @@ class CatLayer(GPTNeoXLayer):
 
 
 class CatPreTrainedModel(PreTrainedMixin, GPTNeoXPreTrainedModel):
-    """What the classes below share: configuration, initialisation, what transformers may do."""
+    """Share with the classes below: configuration, initialisation, what transformers may do."""
 
     config_class = CatConfig
     config: CatConfig

@@ -128,7 +128,7 @@ class CatLlamaLayer(LlamaDecoderLayer):
 
 
 class CatLlamaPreTrainedModel(PreTrainedMixin, LlamaPreTrainedModel):
-    """What the classes below share: configuration, initialisation, what transformers may do."""
+    """Share with the classes below: configuration, initialisation, what transformers may do."""
 
     config_class = CatLlamaConfig
     config: CatLlamaConfig

@@ -54,7 +54,12 @@ class MixerLayer(GradientCheckpointingLayer):
         self.index = index
         setting = Setting(width, index, config.num_hidden_layers)
         self.mixer_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.mixer = mixer_of(config).build(setting)
+        mixer = mixer_of(config)
+        self.mixer = mixer.build(setting)
+        self.named, self.state_numbers = (
+            mixer.label,
+            mixer.kind.state_numbers(mixer.options, setting, 1),
+        )
         self.mlp = GatedMLP(width, config.intermediate_size)
         keeps, lacks = _keeps(self.mixer), any(p.is_meta for p in self.mixer.parameters())
         for name, module in self.mixer.named_modules():
@@ -77,6 +82,11 @@ class MixerLayer(GradientCheckpointingLayer):
             layer.length += hidden_states.shape[1]
         how = {name: value for name, value in how.items() if value is not None}
         hidden_states = hidden_states + self.mixer(self.mixer_norm(hidden_states), **how)
+        if "state" in how and not how["state"] and self.state_numbers:
+            raise ValueError(
+                f"mixer {self.named}: supports state, of {self.state_numbers} numbers, but its "
+                "forward leaves the state empty"
+            )
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
@@ -86,7 +96,7 @@ def _keeps(module: nn.Module) -> bool:
 
 
 class MixerPreTrainedModel(PreTrainedModel):
-    """What the classes below share: configuration, initialisation, what transformers may do."""
+    """Share with the classes below: configuration, initialisation, what transformers may do."""
 
     config_class = CatMixerConfig
     config: CatMixerConfig

@@ -67,7 +67,7 @@ _RANGES = {
 
 
 def is_scaled(config: PreTrainedConfig) -> bool:
-    """Whether positions or attention differ from those of a model without any scaling."""
+    """Tell whether positions or attention differ from those of a model without any scaling."""
     rope = getattr(config, "rope_parameters", None)
     scaled_rope = rope_type_of(rope) != "default" and has_rope(config)
     return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1

@@ -157,13 +157,13 @@ def whole_rotation_problems(model: Any) -> list[str]:
     ]
 
 
-def whole_part_problems(model: Any) -> list[str]:
-    """Say whether a part of a head's channels is to be rotated, where all are."""
+def part_rotation_problems(model: Any) -> list[str]:
+    """Say that a part of a head is rotated where all of it must be."""
     part = (model.rope_parameters or {}).get("partial_rotary_factor")
     if part in (None, 1):
         return []
     return [
-        f"rope_parameters.partial_rotary_factor={part}: Llama rotates all channels of a head; "
+        f"rope_parameters.partial_rotary_factor={part}: all channels of a head are rotated; "
         "leave it out"
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cat_lm.limits import (
     CONTEXT,
@@ -46,11 +46,19 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class AttentionSettings:
-    """What convolution-augmented attention adds to a configuration of transformers.
+    """Hold what convolution-augmented attention adds to a configuration of transformers.
 
     A family's configuration extends this and its own of the library, and says the meaning of the
     fields in its docstring.
+
+    Attributes:
+        earlier_names: patterns of parameters' names in files of the library and of earlier
+            versions, and what takes their place.
+        convolved_names: the same, of models with convolutions only.
     """
+
+    earlier_names: ClassVar[dict[str, str]] = {}
+    convolved_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
     conv_window: int = 21
@@ -67,6 +75,11 @@ class AttentionSettings:
     score_options: dict[str, Any] | None = None
     value_transform: str = "none"
     value_options: dict[str, Any] | None = None
+
+    @classmethod
+    def renamings(cls, convolved: bool) -> dict[str, str]:
+        """Give the patterns for the files of models with or without convolutions."""
+        return cls.earlier_names | (cls.convolved_names if convolved else {})
 
     @property
     def head_width(self) -> int:
@@ -88,7 +101,7 @@ class AttentionSettings:
 
     @property
     def mixes_maps(self) -> bool:
-        """Whether the values' filters mix attention maps."""
+        """Tell whether the values' filters mix attention maps."""
         return mixes_maps(self)
 
     @property
@@ -99,7 +112,7 @@ class AttentionSettings:
 
     @property
     def needs_layer_state(self) -> bool:
-        """Whether a cache must hold more than keys and values."""
+        """Tell whether a cache must hold more than keys and values."""
         if self.embedding_streams and self.conv_window > 1:
             return True
         entries = attention.pattern(self), attention.value_transform(self)
@@ -107,12 +120,12 @@ class AttentionSettings:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether attention reads the positions of queries and keys, and not their order alone."""
+        """Tell whether attention reads positions of queries and keys, not their order alone."""
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
     def reads_padding(self) -> bool:
-        """Whether something beside attention reads earlier tokens and must be told padding."""
+        """Tell whether anything beside attention reads earlier tokens and must know padding."""
         convolves = bool(self.convolved_streams) or self.value_transform != "none"
         return convolves or self.reads_positions
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
@@ -25,7 +26,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: mean loss in nats per scored token, over all ranks and micro-batches."""
+    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches."""
 
     loss: float
     grad_norm: float
@@ -47,7 +48,9 @@ def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
+        check_classes(config.architecture)
         model = config.architecture.classes().causal_lm(fields)
+        check_model(config.architecture, config.model, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
@@ -57,7 +60,7 @@ def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """What will compute the convolutions of this run, and why.
+    """Say what will compute the convolutions of this run, and why.
 
     Raises:
         UserError: the backend that the configuration names cannot serve.

@@ -130,7 +130,7 @@ class Memory:
 def memory_per_rank(
     config: RunConfig, parameters: int, world_size: int, vocab_size: int, on_gpu: bool = True
 ) -> Memory:
-    """What a rank needs, to within `MEMORY_ACCURACY`; precision must be decided.
+    """Estimate what a rank needs, to within `MEMORY_ACCURACY`; precision must be decided.
 
     On a CPU only memory that is written to counts; a GPU's buckets are reserved whole.
     """

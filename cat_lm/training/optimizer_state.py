@@ -29,8 +29,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from cat_lm import architectures
 from cat_lm.errors import UserError
-from cat_lm.model.names import current_name, has_convolution, stored_names
 from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
 if TYPE_CHECKING:
@@ -179,7 +179,6 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
     ranges: dict[tuple[str, str], list[Range]] = {
         (kind, name): [] for name in sizes for kind in MOMENTS
     }
-    convolved = has_convolution(sizes)
     steps = set()
     for rank in range(world_size):
         path = folder / state_file(rank)
@@ -187,7 +186,7 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
             steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
                 kind, name, start, stop = _part_of(path, key, stored)
-                name = current_name(name, convolved)
+                name = _todays_name(engine, name)
                 if name not in sizes:
                     raise UserError(f"{folder}: the model has no parameter {name}")
                 ranges[kind, name].append((start, stop, rank, key))
@@ -197,6 +196,11 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
         parts.sort()
         _check_tiling(f"{folder}: {kind} of {name}", parts, sizes[name])
     return StateIndex(steps.pop(), ranges)
+
+
+def _todays_name(engine: Engine, name: str) -> str:
+    config = engine.model.config
+    return architectures.of_config(config).todays_name(config, name) or name
 
 
 def _writers_step(path: Path, numbers: Mapping[str, str], rank: int, world_size: int) -> int:
@@ -275,7 +279,7 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
 def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     with _opened(path) as stored:
-        names = stored_names(stored.keys(), has_convolution(expected))
+        names = {_todays_name(engine, name): name for name in stored.keys()}  # noqa: SIM118
         slices = {name: stored.get_slice(place) for name, place in names.items()}
         found = {name: part.get_shape() for name, part in slices.items()}
         for name in sorted(expected.keys() | found.keys()):

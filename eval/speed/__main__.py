@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,19 @@ from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.host import GIB
 from eval.speed.arguments import names, shape
-from eval.speed.choices import CONV_TYPES, DTYPES, KERNELS, MODELS, SHAPES, SIZES, VOCAB_SIZE
+from eval.speed.choices import (
+    DTYPES,
+    KERNELS,
+    QKV_KIND,
+    SHAPES,
+    SIZES,
+    VOCAB_SIZE,
+    conv_types,
+    decoding_models,
+    default_models,
+    models,
+    own_models,
+)
 from eval.speed.data import command as data
 
 
@@ -52,11 +65,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_conv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conv-type",
-        type=names(CONV_TYPES),
-        default=("head",),
+        type=names(conv_types()),
+        default=(QKV_KIND,),
         metavar="LIST",
-        help=f"of {', '.join(CONV_TYPES)}; qkv is the step from the packed projection to "
-        "attention's inputs: three head convolutions, bias and rotation (default: head)",
+        help=f"of {', '.join(conv_types())}; qkv is the step from the packed projection to "
+        f"attention's inputs: three {QKV_KIND} convolutions, bias and rotation (default: "
+        f"{QKV_KIND})",
     )
     parser.add_argument(
         "--windows",
@@ -100,13 +114,14 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], repeats: int) -> None:
+def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats: int) -> None:
+    usual = default_models(known)
     parser.add_argument(
         "--models",
-        type=names(models),
-        default=models,
+        type=names(known, every="all"),
+        default=usual,
         metavar="LIST",
-        help=f"of {', '.join(models)} (default: all)",
+        help=f"of {', '.join(known)}; or all (default: {', '.join(usual)})",
     )
     _add_size(parser)
     parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
@@ -131,7 +146,7 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, tuple(MODELS), repeats=5)
+    _add_model(parser, tuple(models()), repeats=5)
     parser.set_defaults(batch_size=4)
     parser.add_argument(
         "--context-length", type=whole(limits.CONTEXT), metavar="N", help="default: the size's"
@@ -147,7 +162,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decode(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, tuple(MODELS)[:-1], repeats=3)  # not transformers' own
+    _add_model(parser, decoding_models(), repeats=3)
     parser.set_defaults(batch_size=1)
     parser.add_argument(
         "--prompts",
@@ -173,6 +188,15 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    known = own_models()
+    usual = known[1]  # after the one without convolutions
+    parser.add_argument(
+        "--model",
+        choices=known,
+        default=usual,
+        help=f"of {', '.join(known)} (default: {usual})",
+        metavar="NAME",
+    )
     _add_size(parser)
     parser.add_argument(
         "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
@@ -253,7 +277,7 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
     context_length = options.context_length or SIZES[options.size]["context_length"]
     case = TrainCase(
-        _model_size(options, device),
+        _model_size(options, device, options.models, context_length),
         options.batch_size,
         context_length,
         options.optimizer,
@@ -265,7 +289,7 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.model.decode import DecodeCase, decode_speed
 
-    size = _model_size(options, device)
+    size = _model_size(options, device, options.models, max(options.prompts))
     cases = [
         DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
         for prompt in options.prompts
@@ -305,17 +329,20 @@ def _check_room(what: str, size: int, device: Any) -> None:
 
 
 def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.checkpoint import checkpoint_speed
+    from eval.speed.model.checkpoint import CONTEXT_LENGTH, checkpoint_speed
 
     if options.scratch is not None and not options.scratch.is_dir():
         raise UserError(f"--scratch {options.scratch}: no such folder")
     with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
-        size = _model_size(options, device)
-        return checkpoint_speed(size, options.zero_stage, options.repeats, Path(scratch))
+        size = _model_size(options, device, (options.model,), CONTEXT_LENGTH)
+        zero_stage, folder = options.zero_stage, Path(scratch)
+        return checkpoint_speed(size, options.model, zero_stage, options.repeats, folder)
 
 
-def _model_size(options: argparse.Namespace, device: Any) -> Any:
-    from cat_lm import architectures
+def _model_size(
+    options: argparse.Namespace, device: Any, names: Sequence[str], positions: int
+) -> Any:
+    """Make the size of the models of these names, all of which there is room for."""
     from eval.speed.model.build import ModelSize
 
     named = SIZES[options.size]
@@ -334,12 +361,10 @@ def _model_size(options: argparse.Namespace, device: Any) -> Any:
         device=str(device),
         attention=options.attention,
     )
-    # Of all models of one size the numbers are about the same.
-    section = size.section(next(iter(MODELS)))
-    architecture = architectures.get(section.architecture)
-    parameters = architecture.num_parameters(section, size.vocab_size)
     what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
-    _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
+    for name in names:
+        parameters = size.num_parameters(name, positions)
+        _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
     return size
 
 

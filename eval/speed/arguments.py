@@ -20,10 +20,12 @@ def shape(text: str) -> tuple[int, ...]:
     return found
 
 
-def names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], tuple[str, ...]]:
     """A list of known names: conv1d,fla."""
 
     def parse(text: str) -> tuple[str, ...]:
+        if text == every:
+            return known
         found = tuple(part.strip() for part in text.split(","))
         for name in found:
             if name not in known:

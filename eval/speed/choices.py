@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cat_lm import architectures
-from cat_lm.ops.convolution.kinds import DEPTHWISE, HEAD, MULTIHEAD
+from cat_lm.ops.convolution import kinds
 
 DTYPES = ("float32", "bfloat16")
-# `qkv` is the whole step from the packed projection to attention's inputs.
-CONV_TYPES = (HEAD.name, DEPTHWISE.name, MULTIHEAD.name, "qkv")
+# The whole step from the packed projection to attention's inputs, and what it convolves by.
+QKV, QKV_KIND = "qkv", kinds.HEAD.name
 # This project's backends, and what else convolves: `eval.speed.conv.kernels`.
 KERNELS = ("reference", "cpu", "triton", "conv1d", "fla", "causal-conv1d")
 # [B, T, H, D] of the 370M and of the 1.4B model; on a GPU, tensors larger than its cache.
@@ -24,24 +24,67 @@ class Model(NamedTuple):
 
     Attributes:
         label: what it is called in a table.
-        keys: of its section, beside its size's.
-        architecture: its name.
-        stock: whether it is transformers' own class, which the others must agree with.
+        architecture: its family's name.
+        variant: of its family; see `Architecture.variants`.
+        plain: the model that its speed is relative to, or None.
+        stock: the library's own of its family, which it must agree with, or None.
     """
 
     label: str
-    keys: dict[str, Any]
-    architecture: str = architectures.DEFAULT
-    stock: bool = False
+    architecture: str
+    variant: str
+    plain: str | None = None
+    stock: str | None = None
 
 
-MODELS = {
-    "pythia": Model("Pythia, this code", {}),
-    "cat": Model("CAT, a filter for each head", {"conv_type": "head"}),
-    "mh_cat": Model("MH-CAT, a filter for each pair of heads", {"conv_type": "multihead"}),
-    "depthwise": Model("depthwise, a filter for each channel", {"conv_type": "depthwise"}),
-    "stock": Model("Pythia, transformers' own class", {}, stock=True),
-}
+def models() -> dict[str, Model]:
+    """Give every variant of every family, and of each family the library's own class, by name."""
+    found = {}
+    for family in map(architectures.get, architectures.names()):
+        prefix = "" if family.name == architectures.DEFAULT else f"{family.name}-"
+        names = {v: family.short_names.get(v, f"{prefix}{v}") for v in family.variants()}
+        first, stock = next(iter(names)), f"{prefix}stock"
+        rivals = (names[first], stock) if family.library_type else (None, None)
+        for variant, words in family.variants().items():
+            label = f"{family.title}, {words}"
+            found[names[variant]] = Model(label, family.name, variant, *rivals)
+        if family.library_type:
+            label = f"{family.title}, transformers' own class"
+            found[stock] = Model(label, family.name, first, *rivals)
+    return found
+
+
+def is_stock(name: str) -> bool:
+    """Tell whether one of `models` is the library's own class."""
+    return models()[name].stock == name
+
+
+def own_models() -> tuple[str, ...]:
+    """List those of `models` that are this project's."""
+    return tuple(name for name, model in models().items() if name != model.stock)
+
+
+def decoding_models() -> tuple[str, ...]:
+    """List those of `own_models` that decode token by token from a state."""
+    known = models()
+    return tuple(
+        name
+        for name in own_models()
+        if architectures.get(known[name].architecture).decodes(known[name].variant)
+    )
+
+
+def default_models(names: tuple[str, ...]) -> tuple[str, ...]:
+    """List those of the names that are of the family that is meant where none is named."""
+    known = models()
+    return tuple(name for name in names if known[name].architecture == architectures.DEFAULT)
+
+
+def conv_types() -> tuple[str, ...]:
+    """List what `conv` times: every kind of convolution, and the step from the projection."""
+    return (*kinds.names(), QKV)
+
+
 SIZES = {
     "small": {"layers": 8, "hidden_size": 512, "heads": 8, "context_length": 1024},
     "370m": {"layers": 24, "hidden_size": 1024, "heads": 16, "context_length": 2048},

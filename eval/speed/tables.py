@@ -82,12 +82,12 @@ def train_table(record: dict[str, Any]) -> str:
         f"{_size(size)}, batch {case['batch_size']} x {case['context_length']}, "
         f"{step}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
     )
-    header = ("", "tokens/s", "quartiles", "of Pythia", "MFU", "peak MiB")
+    header = ("", "tokens/s", "quartiles", "of plain", "MFU", "peak MiB")
     tokens = case["batch_size"] * case["context_length"]
     rows = []
     for row in record["results"].values():
         fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["quartiles"])
-        relative = row["relative_to_pythia"]
+        relative = row["relative_to_plain"]
         rows.append(
             (
                 row["model"],

@@ -96,15 +96,13 @@ def read_measured(
 
 def _row(path: Path, record: Measured, config: RunConfig) -> Row:
     """The record's model of the same kind; its names are those of `eval.speed`."""
-    from eval.speed.choices import MODELS
+    from eval.speed.choices import models, own_models
 
     architecture, model = config.architecture, config.model
-    for name, measured in MODELS.items():
-        if measured.stock or measured.architecture != architecture.name:
-            continue
-        section = architecture.Section.model_construct(**measured.keys)
-        is_alike = architecture.variant(section) == architecture.variant(model)
-        if is_alike and name in record.results:
+    like = (architecture.name, architecture.variant(model))
+    for name in own_models():
+        measured = models()[name]
+        if (measured.architecture, measured.variant) == like and name in record.results:
             return record.results[name]
     raise UserError(
         f"--measured {path}: has no model like the configuration's ({architecture.name}, "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.config import load_config
-from eval.speed.choices import CONV_TYPES
+from eval.speed.choices import conv_types
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Sizes at which every step takes a CPU seconds.
@@ -104,7 +104,7 @@ def _benchmarks(rehearsal: bool) -> list[Step]:
             _speed(
                 f"conv-{kind}{suffix}", "conv", f"--conv-type={kind}", f"--dtype={dtype}", *sizes
             )
-            for kind in CONV_TYPES
+            for kind in conv_types()
         ]
 
     def train(name: str, *arguments: str, rows: int = 8, **step) -> Step:

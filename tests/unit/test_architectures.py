@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from cat_lm import architectures, plugins
 from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
@@ -20,9 +21,10 @@ from cat_lm.config import changed_values, known_keys, load_config
 from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
+from cat_lm.pretrained import load_model, load_weights
 from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
-from tests.unit.tiny_models import cat_model, each_model, random_ids
+from tests.unit.tiny_models import cat_model, each_model, random_ids, stock_model
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
@@ -199,6 +201,12 @@ def test_families_by_the_type_of_a_model():
 # Configurations
 
 
+def test_a_part_of_llamas_rotation_is_refused_before_there_is_a_model():
+    part = "model.rope_parameters={rope_type: default, partial_rotary_factor: 0.5}"
+    assert "partial_rotary_factor=0.5: all channels" in error_of("model.architecture=llama", part)
+    load_config(QUICKSTART, [part])
+
+
 def test_files_of_before_the_key_and_what_is_written_now(tmp_path):
     config = loaded(conv_type="multihead")
     text = config.to_yaml()
@@ -239,6 +247,17 @@ class Toy(architectures.Architecture):
     title = "Toy"
     model_type = "cat_toy"
     Section = ToySection
+    embedding = "toys"
+    layer_weight = "toy.{layer}"
+
+    def classes(self):
+        raise AssertionError("nobody asks for a toy's classes")
+
+    def mixing_flops(self, section, context_length):
+        return 0.0
+
+    def saved_tensors(self, section):
+        return 1.0
 
     def problems(self, section, context_length):
         return [] if section.toys < context_length else [f"toys={section.toys}: too many"]
@@ -285,9 +304,12 @@ def test_keys_of_another_architecture_are_unknown(toy, run):
     assert "model.rotary_pct: unknown key (it is one of model.architecture=gpt_neox)" in str(
         raised.value
     )
-    assert "the nearest known one is model." in str(raised.value)
+    # What has no counterpart here is not likened to anything.
+    assert "nearest" not in str(raised.value)
     message = error_of("model.toys=3")
-    assert "model.toys: unknown key (it is one of model.architecture=toy); the nearest" in message
+    assert message.endswith("model.toys: unknown key (it is one of model.architecture=toy)")
+    message = error_of("model.architecture=llama", "model.layer_norm_eps=1e-4")
+    assert message.endswith("=gpt_neox); the nearest known one is model.rms_norm_eps")
     # The architecture counts wherever it stands among the overrides, also for what is text.
     run.write_text(run.read_text().replace("architecture: toy", "architecture: gpt_neox"))
     config = load_config(run, ["model.toy_box=a #1: b", "model.architecture=toy"])
@@ -308,6 +330,19 @@ def test_what_cannot_be_registered(toy):
         architectures.register(kind(library_type="gpt_neox"))
     with pytest.raises(ValueError, match=r"'other': its Section's key architecture has .*'toy'"):
         architectures.register(kind())
+    for changes, said in (
+        ({"title": ""}, "its class Other must give title, a text"),
+        ({"layer_weight": None}, "its class Other must give layer_weight, a text"),
+        ({"classes": architectures.Architecture.classes}, "its class Other must define classes"),
+        ({"words": "toy"}, "Other.words must be a method"),
+        ({"Section": dict}, "Section must be a ModelSection"),
+    ):
+        with pytest.raises(ValueError, match=f"architecture 'other': {said}"):
+            architectures.register(kind(**changes))
+    with pytest.raises(
+        ValueError, match=r"architecture <class .*must be an instance of a subclass"
+    ):
+        architectures.register(Toy)
     assert architectures.names() == (*BUILT_IN, "toy")
 
 
@@ -320,11 +355,17 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
     class OtherConfig(CatConfig):
         model_type = "other_neox"
 
+    class OtherForCausalLM(CatForCausalLM):
+        config_class = OtherConfig
+
     class Other(GPTNeoX):
         name, model_type, library_type = "other_neox", "other_neox", None
 
         def config_class(self):
             return OtherConfig
+
+        def classes(self):
+            return architectures.Classes(OtherConfig, OtherForCausalLM)
 
     Other.Section = Section
     monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
@@ -332,10 +373,49 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
     config = loaded(architecture="other_neox", conv_type="head")
     model = meta_model(config, 99)
     assert (
-        type(model) is CatForCausalLM
+        type(model) is OtherForCausalLM
         and architectures.of_config(model.config).name == config.model.architecture
     )
     assert count_parameters(model) == config.num_parameters(99)
+
+
+def renamed_in(folder: Path, pattern: str, replacement: str, **more: torch.Tensor) -> None:
+    """Give tensors of a model's file other names, and add some."""
+    file = folder / "model.safetensors"
+    tensors = {re.sub(pattern, replacement, k): v.clone() for k, v in load_file(file).items()}
+    save_file(tensors | more, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", [{}, {"conv_type": "none"}, {"family": "llama"}])
+def test_a_family_says_its_earlier_names(variant, tmp_path, monkeypatch):
+    model = cat_model(attention_bias=True, **variant)
+    kind = type(model.config)
+    monkeypatch.setattr(kind, "earlier_names", {r"^old_head\.": "lm_head."})
+    model.save_pretrained(tmp_path)
+    expected = load_weights(tmp_path, model.config)
+    assert expected.keys() == model.state_dict().keys()
+    renamed_in(tmp_path, "^lm_head", "old_head")
+    for found in (load_weights(tmp_path, model.config), load_model(tmp_path).state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    renamed_in(tmp_path, "^old_head", "older.head")
+    with pytest.raises(UserError, match=r"missing keys lm_head\.weight"):
+        load_weights(tmp_path, model.config)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_constants_that_old_files_of_llama_hold_are_left_out(library, tmp_path):
+    fields = {"family": "llama", "attention_bias": True}
+    model = stock_model(**fields) if library else cat_model(**fields)
+    model.save_pretrained(tmp_path)
+    constant = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    renamed_in(tmp_path, "^$", "", **constant)
+    assert load_weights(tmp_path, model.config).keys() == model.state_dict().keys()
+    ids = random_ids(1, 9)
+    assert torch.equal(load_model(tmp_path)(ids).logits, model.eval()(ids).logits)
+    renamed_in(tmp_path, "^$", "", **{"model.layers.0.self_attn.rotary_emb.odd": torch.ones(4)})
+    with pytest.raises(UserError, match=r"unexpected keys .*rotary_emb\.odd"):
+        load_weights(tmp_path, model.config)
 
 
 # Packages that bring their own

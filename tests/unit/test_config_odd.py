@@ -177,7 +177,7 @@ def test_rotary_positions_that_contradict_each_other(family, overrides, said):
     """Before the run begins, and in the words of the model's own configuration."""
     part = {
         "gpt_neox": "give it as rotary_pct, which is 0.25",
-        "llama": "Llama rotates all channels of a head; leave it out",
+        "llama": "all channels of a head are rotated; leave it out",
     }
     said = said or f"rope_parameters.partial_rotary_factor=0.5: {part[family]}"
     family = f"model.architecture={family}"

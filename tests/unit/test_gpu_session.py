@@ -14,7 +14,7 @@ import pytest
 
 from cat_lm.errors import UserError
 from eval.speed.__main__ import _parser
-from eval.speed.choices import CONV_TYPES
+from eval.speed.choices import conv_types
 from tests.conftest import REPOSITORY
 from tests.gpu import __main__ as entry
 from tests.gpu import session
@@ -212,7 +212,7 @@ def test_every_step_is_a_command_that_exists(rehearsal):
 
 def test_the_plan_asks_what_there_is_to_measure():
     names = [step_.name for step_ in plan(rehearsal=False)]
-    assert {f"conv-{kind}" for kind in CONV_TYPES} <= set(names)
+    assert {f"conv-{kind}" for kind in conv_types()} <= set(names)
     assert {"engine-pythia", "engine-cat-rope", "engine-mh-cat-rope"} <= set(names)
     assert names.index("engine-pythia") < names.index("engine-cat-rope-1b4")
     assert not any("7b" in name or "base" in name for name in names)

@@ -14,10 +14,10 @@ from cat_lm import architectures
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM, CatLlamaModel
 from cat_lm.model.cache import StateDynamicLayer
 from cat_lm.model.configuration_llama import check_settings
-from cat_lm.model.long_context import effective_scaling, scaled_config
-from cat_lm.model.names import current_name
-from cat_lm.model.rope_scaling import scaled_fields, yarn_temperature
+from cat_lm.model.long_context import effective_scaling
+from cat_lm.model.rope_scaling import yarn_temperature
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.scaled_models import scaled_config, scaled_fields
 from tests.unit.tiny_models import (
     GROUPED,
     LLAMA_VARIANTS,
@@ -26,6 +26,7 @@ from tests.unit.tiny_models import (
     cat_model,
     random_ids,
     stock_model,
+    todays_name,
     with_weights_of,
 )
 
@@ -67,7 +68,7 @@ def test_logits_and_gradients_equal_the_library(kind, heads, attn_implementation
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     ours = gradients(model)
     for name, gradient in gradients(stock).items():
-        own = ours[current_name(name, has_convolution=kind != "none")]
+        own = ours[todays_name(model, name)]
         torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -315,7 +316,7 @@ def test_each_stream_has_its_state():
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be from"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}},
-            "partial_rotary_factor=0.5: Llama rotates all",
+            "partial_rotary_factor=0.5: all channels of a head are rotated",
         ),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},

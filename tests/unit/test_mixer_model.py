@@ -15,8 +15,9 @@ from cat_lm.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
-from cat_lm.model.rope_scaling import methods_for
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.pretrained import load_model
+from cat_lm.scaled_models import methods_for
 from tests.unit.test_mixers import outside  # noqa: F401
 
 VOCABULARY, WIDTH = 50, 16
@@ -187,7 +188,8 @@ def test_folders_hold_the_model(name, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(again) is CatMixerForCausalLM and again.config.mixer == name.split()[0]
     with torch.no_grad():
-        assert torch.equal(again(rows).logits, model(rows).logits)
+        for opened in (again, load_model(tmp_path)):  # the latter as exports and evaluations do
+            assert torch.equal(opened(rows).logits, model(rows).logits)
     # All options are stored: a later version's defaults are not this model's.
     stored = json.loads((tmp_path / "config.json").read_text())["mixer_options"]
     assert stored == model.config.mixer_options

@@ -277,6 +277,12 @@ class RunningMean(MixerKind):
             raise ValueError(f"d_model={setting.d_model}: must be even")
         return RunningMeanModule(options, setting)
 
+    def mixing_flops(self, options, setting, length):
+        return 3.0 * setting.d_model
+
+    def saved_tensors(self, options, setting):
+        return 1.0
+
 
 @pytest.fixture
 def outside(monkeypatch):
@@ -320,7 +326,23 @@ def test_what_cannot_be_registered(outside):
         registered(name="a:b")
     with pytest.raises(ValueError, match=r"'other': supports wings; known: documents, padding"):
         registered(name="other", supports=frozenset({"wings", "state"}))
+    with pytest.raises(ValueError, match=r"'other': supports state, but does not define state_num"):
+        registered(name="other", supports=frozenset({"state"}))
+    with pytest.raises(ValueError, match=r"'other': its Options must be a dataclass"):
+        registered(name="other", Options=dict)
+    with pytest.raises(ValueError, match=r"'other': its class Changed must define build"):
+        registered(name="other", build=MixerKind.build)
+    with pytest.raises(ValueError, match=r"<class .*RunningMean'>: must be an instance of a subcl"):
+        mixers.register(RunningMean)
     assert "other" not in mixers.names()
+
+
+def test_a_module_takes_what_its_kind_supports(outside):
+    """A mixer that forgot an argument would read other documents without a word."""
+    for claim, argument in (("documents", "document_ids"), ("padding", "padding_mask")):
+        claims = type("Claims", (RunningMean,), {"supports": frozenset({claim})})()
+        with pytest.raises(UserError, match=f"supports {claim}, but the forward .* no {argument}"):
+            Mixer(claims, RunningMeanOptions()).build(Setting(WIDTH))
 
 
 def test_recall_trains_a_mixer_from_outside(outside):

@@ -275,9 +275,15 @@ def test_a_training_step_compiles_without_a_graph_break(case, family):
 
 
 REFUSED = [
-    ({"score_transform": "alibi"}, "score_transform='alibi': must be one of none, decay, softcap"),
-    ({"value_transform": "box2"}, "value_transform='box2': must be one of none, box"),
-    ({"attention": "linear"}, "attention='linear': must be one of softmax, map_mixing, sigmoid"),
+    (
+        {"score_transform": "alibi"},
+        "score_transform=[\"']alibi[\"']: must be one of none, decay, softcap",
+    ),
+    ({"value_transform": "box2"}, "value_transform=[\"']box2[\"']: must be one of none, box"),
+    (
+        {"attention": "linear"},
+        "attention=[\"']linear[\"']: must be one of softmax, map_mixing, sigmoid",
+    ),
     (
         {**DECAY, "score_options": {"slope": 1}},
         "score_options.slope: unknown with score_transform",

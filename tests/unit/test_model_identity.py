@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from cat_lm.model.names import current_name
 from tests.unit.tiny_models import (
     cat_model,
     each_variant,
     random_ids,
     stock_model,
+    todays_name,
     with_weights_of,
 )
 
@@ -35,7 +35,7 @@ def test_logits_and_gradients_equal_stock(variant, rotary_pct, attn_implementati
 
     ours, theirs = gradients(model, IDS), gradients(stock, IDS)
     for name, gradient in theirs.items():
-        own = ours[current_name(name, has_convolution=variant["conv_type"] != "none")]
+        own = ours[todays_name(model, name)]
         torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

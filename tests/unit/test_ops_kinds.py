@@ -79,12 +79,47 @@ def test_identity_changes_nothing(shared):
 def test_names_that_are_taken_or_known_nowhere(shared):
     with pytest.raises(ValueError, match="there is such a kind already"):
         kinds.register(shared)
-    with pytest.raises(ValueError, match="with W once"):
-        kinds.register(kinds.Kind("other", ("H", "D"), shared.add_lag, ""))
+    for axes, said in (
+        (("H", "D"), "and W among them"),
+        (("W", "X"), "must be a tuple of W, H, I and D"),
+        (["H", "W"], "must be a tuple of W, H, I and D"),
+        (("H", "H", "W"), "each at most once"),
+        (("W", "I"), "without those written to, H"),
+    ):
+        with pytest.raises(ValueError, match=f"conv_type 'other': filter_axes=.* {said}"):
+            kinds.register(kinds.Kind("other", axes, shared.add_lag, "one"))
+    with pytest.raises(ValueError, match="conv_type 'other': its class Kind must give meaning"):
+        kinds.register(kinds.Kind("other", ("W",), shared.add_lag, ""))
+    with pytest.raises(ValueError, match="conv_type 'other': add_lag=None must be a function"):
+        kinds.register(kinds.Kind("other", ("W",), None, "one"))
+    assert "other" not in kinds.names()
     with pytest.raises(ValueError, match="choose one of head, depthwise, multihead, shared"):
         ops.convolve("nowhere", torch.randn(1, 2, 3, 4), torch.randn(2))
     with pytest.raises(ValueError, match="nowhere"):
         cat_model(conv_type="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("axes", "add_lag", "said"),
+    [
+        # Filters of one shape, read as if they had another.
+        (("H", "W"), lambda taps, lag, x: taps[:, :, lag] * x, "cannot compute with filters"),
+        (("W",), lambda taps, lag, x: (taps[lag] * x).sum(2), "makes |cannot compute"),
+        (("W",), lambda taps, lag, x: taps[lag] * x[:, :, :1], "makes |changes its input"),
+        (
+            ("W",),
+            lambda taps, lag, x: taps[lag] * (x + lag * x.roll(-1, 1)),
+            "reads other tokens than the newest W",
+        ),
+        (("W",), lambda taps, lag, x: taps[lag] * (x + lag * x.roll(1, 1)), "reads other tokens"),
+        (("W",), lambda taps, lag, x: taps[-1 - lag] * x, "changes its input with 1 at lag 0"),
+        (("W",), lambda taps, lag, x: 2 * taps[lag] * x, "changes its input with 1 at lag 0"),
+    ],
+)
+def test_axes_and_sum_that_do_not_fit_make_no_model(shared, axes, add_lag, said):
+    kinds.register(kinds.Kind("odd", axes, add_lag, "odd"))
+    with pytest.raises(ValueError, match=f"conv_type 'odd': add_lag.*({said})"):
+        cat_model(conv_type="odd", conv_window=5)
 
 
 def test_the_table_needs_no_torch():

@@ -12,10 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cat_lm import architectures
+from cat_lm.ops.convolution import kinds as kinds_table
 from cat_lm.training.estimate import count_parameters, flops_per_token
-from eval.speed import machine
+from eval.speed import choices, machine
 from eval.speed.__main__ import main
-from eval.speed.choices import CONV_TYPES, KERNELS, MODELS
+from eval.speed.choices import KERNELS
 from eval.speed.conv import check, kernels, qkv
 from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
 from eval.speed.conv.kernels import ConvCase, Kernel
@@ -137,7 +139,7 @@ def test_choices_are_what_is_there():
 
     assert tuple(kernels._FINDERS) == KERNELS
     assert set(BACKENDS) <= set(KERNELS)
-    assert {*kernels.CONVOLUTIONS, "qkv"} == {*CONV_TYPES}
+    assert choices.conv_types() == (*kinds_table.names(), "qkv")
 
 
 @pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead", "qkv"])
@@ -329,19 +331,81 @@ def test_train_record(speed):
         assert row["mfu"] == pytest.approx(flops / seconds / 0.5e12)
         assert row["peak_memory_bytes"] >= 0
         assert row["model"] in out
-    assert record["results"]["pythia"]["relative_to_pythia"] == 1
+    assert record["results"]["pythia"]["relative_to_plain"] == 1
     assert record["results"]["mh_cat"]["convolution"].startswith("multihead convolution")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "stock"])
+MODELS = choices.models()
+
+
+def test_models_are_all_variants_of_all_families():
+    assert tuple(MODELS)[:5] == ("pythia", "cat", "depthwise", "mh_cat", "stock")
+    for family in map(architectures.get, architectures.names()):
+        own = [m for name, m in MODELS.items() if (m.architecture, name) != (family.name, m.stock)]
+        of_it = [model.variant for model in own if model.architecture == family.name]
+        assert of_it == list(family.variants())
+        stocks = {m.stock for m in MODELS.values() if m.architecture == family.name}
+        assert (stocks == {None}) == (family.library_type is None) and len(stocks) == 1
+    assert len({model.label for model in MODELS.values()}) == len(MODELS)
+
+
+@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if m.stock not in (None, n)])
 def test_every_model_is_stock_with_identity_filters_and_another_with_drawn_ones(name):
     size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
-    pair = {name: models.build(size, name, 16), "stock": models.build(size, "stock", 16)}
+    stock = MODELS[name].stock
+    pair = {each: models.build(size, each, 16) for each in (name, stock)}
+    assert type(pair[stock]).__module__.startswith("transformers.models.")
     ids = models.random_ids(size, 2, 16)
     assert models.check_logits(pair, ids, "float32")[name] < 1e-5
     models.randomize_filters(pair[name])
-    same = torch.allclose(pair[name](input_ids=ids).logits, pair["stock"](input_ids=ids).logits)
-    assert same == (name == "pythia")
+    same = torch.allclose(pair[name](input_ids=ids).logits, pair[stock](input_ids=ids).logits)
+    assert same == (name == MODELS[name].plain)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.stock is None])
+def test_models_without_stock_are_built_and_counted(name):
+    size = models.ModelSize(2, 32, 2, 61, 3, "float32", "cpu")
+    model = models.build(size, name, 200).eval()
+    assert size.num_parameters(name, 200) == count_parameters(model)
+    assert models.check_logits({name: model}, models.random_ids(size, 1, 9), "float32") == {}
+    assert torch.isfinite(model(input_ids=models.random_ids(size, 2, 200)).logits).all()
+
+
+def test_families_side_by_side(speed, monkeypatch):
+    monkeypatch.setattr(train, "_peak_memories", lambda case, names: dict.fromkeys(names, 0))
+    names = ("llama-head", "mixer-mamba", "llama", "llama-stock", "pythia")
+    code, record, out, err = speed(
+        *("train", *TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 2),
+        *("--models", ",".join(names)),
+    )
+    assert code == 0, err
+    rows = record["results"]
+    assert tuple(rows) == names and "Mixer, mamba" in out
+    # Each is held against its own family: what transformers has of it, and its plain model.
+    assert set(record["largest_relative_logit_difference"]) == {"llama-head", "llama", "pythia"}
+    assert rows["llama"]["relative_to_plain"] == rows["pythia"]["relative_to_plain"] == 1
+    assert rows["mixer-mamba"]["relative_to_plain"] is None
+    assert rows["llama-stock"]["relative_to_plain"] > 0
+    assert rows["llama-stock"]["parameters"] == rows["llama"]["parameters"]
+
+
+def test_a_kind_and_a_family_of_ones_own_are_rows(speed, monkeypatch):
+    """The kind has a kernel nowhere, so that the reference alone is timed, and checked."""
+    monkeypatch.setattr(kinds_table, "_KINDS", dict(kinds_table._KINDS))
+    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    backwards = kinds_table.Kind(
+        "backwards", ("H", "W"), lambda taps, lag, x: -taps[:, lag, None] * x, "minus one"
+    )
+    kinds_table.register(backwards)
+    code, record, _, err = speed(*conv_arguments(conv_type="backwards"))
+    assert code == 0, err
+    (result,) = record["cases"]
+    assert [row["kernel"] for row in result["kernels"]] == ["reference"]
+    assert (
+        result["kernels"][0]["refused"] is None and "own kinds only" in result["absent"]["conv1d"]
+    )
+    assert choices.models()["llama-backwards"].label == "Llama, minus one"
+    assert "backwards" in choices.own_models()
 
 
 def test_wrong_model_is_not_timed(speed, monkeypatch):
@@ -370,7 +434,7 @@ def test_decode_record(speed):
     code, record, out, err = speed("decode", *TINY, *arguments, "--batch-size", 2)
     assert code == 0, err
     places = [(row["name"], row["case"]["prompt_tokens"]) for row in record["results"]]
-    decoded = [name for name in MODELS if name != "stock"]
+    decoded = [name for name in tuple(MODELS)[:5] if name != "stock"]
     assert places == [(name, prompt) for name in decoded for prompt in (5, 9)]
     for row in record["results"]:
         cached, uncached = row["tokens_per_second_cached"], row["tokens_per_second_uncached"]
@@ -472,6 +536,13 @@ def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
             "a model of --hidden-size 131072, --layers 8: takes",
         ),
         (("decode", "--models", "stock"), "'stock' is not one of"),
+        (("decode", "--models", "mixer-hyena"), "'mixer-hyena' is not one of"),
+        (("train", "--models", "all,cat"), "'all' is not one of"),
+        (("checkpoint", "--model", "llama-stock"), "invalid choice: 'llama-stock'"),
+        (
+            ("train", "--models", "mixer-gla", "--hidden-size", "36", "--heads", "12"),
+            "model mixer-gla: hidden_size=36",
+        ),
         (("stacks", "--mixers", "none,rnn"), "'rnn' is not one of"),
         (("stacks", "--task", "sing"), "sing"),
         (("sing",), "invalid choice: 'sing'"),

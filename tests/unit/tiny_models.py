@@ -36,6 +36,11 @@ LLAMA_VARIANTS = {
 }
 
 
+def todays_name(model, name):
+    """The name in a model of what the library calls `name`."""
+    return architectures.of_config(model.config).todays_name(model.config, name)
+
+
 def each_variant(*without):
     """Parametrises a test over all of VARIANTS but those named."""
     return _each(VARIANTS, without)

@@ -14,11 +14,13 @@ import importlib
 from typing import Any
 
 from cat_lm import plugins
-from cat_lm.io.readers import clipped, short
+from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
+from cat_lm.registering import check_entry
 
-__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_name", "check_names"]
+__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
+__all__ += ["check_parameters"]
 __all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
 __all__ += ["score_transform", "value_transform"]
 
@@ -37,10 +39,14 @@ def register(entry: Entry) -> None:
     """Add a pattern, or a transform of scores or values.
 
     Raises:
-        ValueError: there is one of its class and name already, or a score transform's form is none.
+        ValueError: there is one of its class and name already, something is missing, or a score
+            transform's form is none.
     """
-    kind = next(kind for kind in _KEYS if isinstance(entry, kind))
-    key = _KEYS[kind][0]
+    kind = next((kind for kind in _KEYS if isinstance(entry, kind)), Entry)
+    key = _KEYS[kind][0] if kind in _KEYS else "attention"
+    methods = ("build", "flops") if kind is Pattern else ("build",)
+    words = ("name", "title", "form") if kind is ScoreTransform else ("name", "title")
+    check_entry(key, entry, kind if kind in _KEYS else Pattern, words, methods)
     if entry.name in _ENTRIES[kind] or entry.name == "none":
         raise ValueError(f"{key}={entry.name!r}: there is one of this name already")
     if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:
@@ -75,30 +81,21 @@ def value_transform(model: Any) -> ValueTransform | None:
 
 def _chosen(kind: type[Entry], model: Any) -> Any:
     name = getattr(model, _KEYS[kind][0])
-    if name not in _ENTRIES[kind]:
-        _check_name_of(kind, model)
+    if name not in _ENTRIES[kind] and name not in names(kind):
+        raise ValueError(_unknown(kind, name))
     return _ENTRIES[kind][name]
 
 
-def check_name(kind: type[Entry], name: Any) -> None:
-    """Check that there is an entry of this name. Raises ValueError, which does not name the key."""
-    if name not in names(kind):
-        raise ValueError(f"must be one of {', '.join(names(kind))}")
-
-
-def _check_name_of(kind: type[Entry], model: Any) -> None:
-    key = _KEYS[kind][0]
-    name = getattr(model, key)
-    try:
-        check_name(kind, name)
-    except ValueError as error:
-        raise ValueError(f"{key}={clipped(repr(name))}: {error}") from None
+def _unknown(kind: type[Entry], name: Any) -> str:
+    known = ", ".join(names(kind))
+    return f"{_KEYS[kind][0]}={short(name)}: must be one of {known}"
 
 
 def check_names(model: Any) -> None:
     """Check that a section or configuration names entries that there are. Raises ValueError."""
-    for kind in _KEYS:
-        _check_name_of(kind, model)
+    for kind, (key, _) in _KEYS.items():
+        if getattr(model, key) not in names(kind):
+            raise ValueError(_unknown(kind, getattr(model, key)))
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
@@ -132,6 +129,22 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
                 f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
             )
     return found
+
+
+def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:
+    """Check that what an entry built has the parameters that it counts, for `flops` and memory.
+
+    Raises:
+        ValueError: it has not; naming the entry.
+    """
+    if entry is None:
+        return
+    counted, found = entry.parameters(model), sum(p.numel() for p in module.parameters())
+    if counted != found:
+        key = next(key for kind, (key, _) in _KEYS.items() if isinstance(entry, kind))
+        raise ValueError(
+            f"{key} {entry.name!r}: parameters counts {counted}, and its module has {found}"
+        )
 
 
 def _option_problems(model: Any) -> list[str]:

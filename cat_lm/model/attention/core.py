@@ -17,7 +17,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
-from cat_lm.model.names import current_name
+from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.settings import AttentionSettings
 
@@ -69,6 +69,9 @@ class AttentionMixin:
         self.value_transform = (
             value.build(config, value.resolved(config.value_options)) if value else None
         )
+        attention.check_parameters(pattern, config, self.core)
+        attention.check_parameters(score, config, self.score_transform)
+        attention.check_parameters(value, config, self.value_transform)
 
     def _take_earlier_names(self) -> None:
         """Read the library's and earlier versions' names of what the convolution holds now."""
@@ -165,5 +168,6 @@ def _rename_earlier_parameters(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
     """Take the library's and earlier versions' names for what the convolution holds now."""
+    renamings = module.config.renamings(convolved=True)
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[current_name(name, has_convolution=True)] = state_dict.pop(name)
+        state_dict[renamed(name, renamings)] = state_dict.pop(name)

@@ -15,7 +15,7 @@ from cat_lm.model.attention.call import visible_keys
 class ScoreModule(nn.Module):
     """A layer's transform of scores: its parameters, and a function of them.
 
-    A subclass defines `tensors` and either `score` or, if its form is separable, `factors`. Both
+    A subclass defines either `score` or, if its form is separable, `factors`. Both
     are static: `flex_attention` calls them inside its kernel. With parameters it also has what
     `cat_lm.model.attention.base.Entry` asks of modules.
     """
@@ -23,8 +23,11 @@ class ScoreModule(nn.Module):
     no_decay: ClassVar[tuple[str, ...]] = ()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Give what the function reads, such as a number for each head [H]."""
-        return ()
+        """Give what the function reads, such as a number for each head [H].
+
+        By default the module's parameters, in the order in which it got them.
+        """
+        return tuple(self.parameters(recurse=False))
 
     def forward(self) -> tuple[Tensor, ...]:
         """Give `tensors`, none of which is a parameter itself.

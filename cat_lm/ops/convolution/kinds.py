@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm import plugins
+from cat_lm.registering import check_entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,22 +98,32 @@ DEPTHWISE = Kind(
     "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
 )
 _KINDS = {kind.name: kind for kind in (HEAD, DEPTHWISE, MULTIHEAD)}
+BUILT_IN = tuple(_KINDS)
 
 
 def register(kind: Kind) -> None:
-    """Add a kind of one's own.
+    """Add a kind of one's own; `check_kind` of reference.py sees the rest of it.
 
     Raises:
-        ValueError: the name is taken, or the filters have no axis W.
+        ValueError: the name is taken, something is missing, or the filters' axes are none.
     """
+    check_entry("conv_type", kind, Kind, ("name", "meaning"))
     if kind.name in _KINDS or kind.name == "none":
-        raise ValueError(f"conv_type={kind.name!r}: there is such a kind already")
-    unknown = set(kind.filter_axes) - set("WHID")
-    if unknown or kind.filter_axes.count("W") != 1:
+        raise ValueError(f"conv_type {kind.name!r}: there is such a kind already")
+    axes = kind.filter_axes
+    named = isinstance(axes, tuple) and set(axes) <= set("WHID")
+    if not named or len(set(axes)) < len(axes) or "W" not in axes:
         raise ValueError(
-            f"conv_type={kind.name!r}: filter_axes={kind.filter_axes} must be of W, H, I and D, "
-            "with W once"
+            f"conv_type {kind.name!r}: filter_axes={axes!r} must be a tuple of W, H, I and D, each "
+            "at most once, and W among them"
         )
+    if "I" in axes and "H" not in axes:
+        raise ValueError(
+            f"conv_type {kind.name!r}: filter_axes={axes} have the heads read from, I, without "
+            "those written to, H"
+        )
+    if not callable(kind.add_lag):
+        raise ValueError(f"conv_type {kind.name!r}: add_lag={kind.add_lag!r} must be a function")
     _KINDS[kind.name] = kind
 
 

@@ -12,6 +12,8 @@ Every other backend is tested against this one, and this one against a loop over
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -37,7 +39,17 @@ def convolve(
     Returns:
         y [B, T, H, D] in the dtype of x.
     """
-    kind = kinds.get(conv_type)
+    return sum_of_lags(kinds.get(conv_type), x, filters, bias, positions)
+
+
+def sum_of_lags(
+    kind: kinds.Kind,
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Compute `convolve` for a kind, which need not be registered."""
     window = kind.window_of(filters)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
@@ -46,6 +58,38 @@ def convolve(
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)
+
+
+@functools.cache
+def check_kind(kind: kinds.Kind) -> None:
+    """Check what `kinds.register`, which imports no torch, cannot: axes and sum fit each other.
+
+    Raises:
+        ValueError: `add_lag` gives no [B, T, H, D], or another output than the newest W tokens give
+            alone, or filters that are the identity change something.
+    """
+    time, heads, width, window = 6, 4, 5, 3
+    shape = kind.filter_shape(heads, width, window)
+    named = f"conv_type {kind.name!r}: add_lag, with filter_axes={kind.filter_axes},"
+    with torch.device("cpu"), torch.no_grad():
+        x = torch.arange(float(time * heads * width)).view(1, time, heads, width).double().cos()
+        taps = torch.arange(float(math.prod(shape))).sin().view(shape)
+        try:
+            y = sum_of_lags(kind, x, taps)
+            same = sum_of_lags(kind, x, kind.identity(heads, width, window))
+        except (RuntimeError, IndexError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"{named} cannot compute with filters {list(shape)}: {said}"
+            ) from error
+        if y.shape != x.shape:
+            raise ValueError(f"{named} makes {list(y.shape)} of inputs {list(x.shape)}")
+        for now in range(time):
+            newest = x[:, max(0, now - window + 1) : now + 1]
+            if not torch.allclose(sum_of_lags(kind, newest, taps)[:, -1], y[:, now]):
+                raise ValueError(f"{named} reads other tokens than the newest W")
+        if not torch.equal(same, x):
+            raise ValueError(f"{named} changes its input with 1 at lag 0 and 0 elsewhere")
 
 
 def why_not(
@@ -61,7 +105,7 @@ def why_not(
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """What runs."""
+    """Say what runs."""
     return f"plain torch, lag by lag ({window} passes)"
 
 

@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class Sources(NamedTuple):
-    """What a library is built from: a file, and those that it includes."""
+    """Hold what a library is built from: a file, and those that it includes."""
 
     name: str
     files: tuple[Path, ...]
@@ -88,7 +88,7 @@ def _load(sources: Sources) -> Library:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: `$XDG_CACHE_HOME/cat_lm`, by default `~/.cache/cat_lm`."""
+    """Say where libraries are kept: `$XDG_CACHE_HOME/cat_lm`, by default `~/.cache/cat_lm`."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
 
@@ -146,7 +146,7 @@ def _fingerprint(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str
 
 
 def processor_features() -> str:
-    """What the processor can do, as far as the system tells."""
+    """List what the processor can do, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -31,7 +31,7 @@ _FREE_KEYS = ("model.attn_implementation",)
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a run goes on, and what of its settings is new, as lines for the log."""
+    """Say where a run goes on, and what of its settings is new, as lines for the log."""
 
     folder: Path
     state: RunState

@@ -1,9 +1,9 @@
 """Check that a kernel computes the convolution, on the very tensors to be timed.
 
-The expectation is the definition, lag by lag in float64, a sequence at a time; it shares no code
-with any kernel. Two distances must be within the tolerance: ‖y − ŷ‖ / ‖ŷ‖, which a small error
-everywhere moves, and max|y − ŷ| / max|ŷ|, which one wrong element moves. A result that is not
-finite fails both.
+The expectation is the kind's definition (`Kind.add_lag`), lag by lag in float64, a sequence at a
+time; of the kernels only the reference shares code with it. Two distances must be within the
+tolerance: ‖y − ŷ‖ / ‖ŷ‖, which a small error everywhere moves, and max|y − ŷ| / max|ŷ|, which one
+wrong element moves. A result that is not finite fails both.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ def expected_results(conv_type: str, x: Tensor, filters: Tensor, dy: Tensor) -> 
     x, taps, dy = x.detach(), filters.detach().double(), dy.detach()
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     dx, dfilters = torch.zeros_like(y), torch.zeros_like(taps)
-    time, window = x.shape[1], kinds.get(conv_type).window_of(taps)
+    kind = kinds.get(conv_type)
+    time, window = x.shape[1], kind.window_of(taps)
     for row in range(x.shape[0]):
         inputs, gradients = x[row].double(), dy[row].double()  # [T, H, D]
         for lag in range(min(window, time)):
             # What a tap of this lag reads, and what it writes to.
             read, written = inputs[: time - lag], gradients[lag:]
             into_y, into_dx = y[row, lag:], dx[row, : time - lag]
-            if conv_type == "multihead":
-                into_y += torch.einsum("ih,thd->tid", taps[lag], read)
-                into_dx += torch.einsum("ih,tid->thd", taps[lag], written)
-                dfilters[lag] += torch.einsum("tid,thd->ih", written, read)
-            else:
-                tap = taps[:, lag, None] if conv_type == "head" else taps[:, :, lag]
-                into_y += tap * read
-                into_dx += tap * written
-                summed = (0, 2) if conv_type == "head" else 0
-                dfilters[..., lag] += (written * read).sum(summed)
+            y_part, dx_part, dtaps = _of_one_lag(kind, taps, lag, read, written)
+            into_y += y_part
+            into_dx += dx_part
+            dfilters += dtaps
     return {"y": y, "dx": dx, "dfilters": dfilters}
+
+
+def _of_one_lag(
+    kind: kinds.Kind, taps: Tensor, lag: int, read: Tensor, written: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One lag's part of y, of dx and of dfilters, by the kind's own definition."""
+    read, taps = read.requires_grad_(), taps.requires_grad_()
+    y = kind.add_lag(taps, lag, read[None])[0]
+    return y.detach(), *torch.autograd.grad(y, (read, taps), written)
 
 
 def distances(found: Tensor, expected: Tensor) -> dict[str, float]:

@@ -21,19 +21,14 @@ from torch.nn import functional as F
 
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
-
-CONVOLUTIONS = {
-    "head": ops.head_conv,
-    "depthwise": ops.depthwise_conv,
-    "multihead": ops.multihead_conv,
-}
+from eval.speed.choices import QKV, QKV_KIND
 
 
 @dataclass(frozen=True)
 class ConvCase:
     """Fix what is convolved: x [B, T, H, D] by filters of W taps.
 
-    `conv_type` is head, depthwise, multihead, or qkv for the whole step of `eval.speed.conv.qkv`.
+    `conv_type` is a kind's name, or qkv for the whole step of `eval.speed.conv.qkv`.
     """
 
     conv_type: str
@@ -50,9 +45,13 @@ class ConvCase:
         return self.batch, self.time, self.heads, self.head_dim
 
     @property
+    def kind(self) -> kinds.Kind:
+        """The kind of convolution; of the step `qkv`, what it convolves by."""
+        return kinds.get(QKV_KIND if self.conv_type == QKV else self.conv_type)
+
+    @property
     def filter_shape(self) -> tuple[int, ...]:
-        kind = kinds.get(self.conv_type)
-        return kind.filter_shape(self.heads, self.head_dim, self.window)
+        return self.kind.filter_shape(self.heads, self.head_dim, self.window)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -64,9 +63,9 @@ class ConvCase:
 
     @property
     def backend_arguments(self) -> dict[str, Any]:
-        """Name the kind for `cat_lm.ops.choose_backend`; the step `qkv` convolves by heads."""
+        """Name the kind and its sizes for `cat_lm.ops.choose_backend`."""
         return {
-            "conv_type": "head" if self.conv_type == "qkv" else self.conv_type,
+            "conv_type": self.kind.name,
             "device": self.device,
             "dtype": self.torch_dtype,
             "window": self.window,
@@ -125,16 +124,16 @@ def _own(backend: str, case: ConvCase) -> list[Kernel]:
         ops.choose_backend(**case.backend_arguments, backend=backend)
     except ValueError as error:
         raise _Absent(str(error)) from None
-    convolve = CONVOLUTIONS[case.backend_arguments["conv_type"]]
-    words = f"cat_lm.ops.{convolve.__name__}, [B, T, H, D]"
-    return [Kernel(backend, words, partial(convolve, backend=backend))]
+    convolve = partial(ops.convolve, case.kind.name, backend=backend)
+    return [Kernel(backend, f"cat_lm.ops.convolve, {case.kind.name}, [B, T, H, D]", convolve)]
 
 
 # torch's own convolution
 
 
 def _torch_conv1d(case: ConvCase) -> list[Kernel]:
-    if case.conv_type == "multihead":
+    _refuse_unknown_kind(case)
+    if case.kind.mixes_heads:
         shape, inside = "[B·D, H, T]", _conv1d_over_heads
         arrange, restore = _heads_as_channels, partial(_from_heads_as_channels, case=case)
         filters_to, filters_from = _taps_of_pairs, _from_taps_of_pairs
@@ -187,15 +186,16 @@ def _channel_filters(
     case: ConvCase,
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """To [C, W] with the newest input's tap last, and from its gradient to that of the filters."""
+    has_channels = "D" in case.kind.filter_axes
 
     def arrange(filters: Tensor) -> Tensor:
-        if case.conv_type == "head":
+        if not has_channels:
             filters = filters.repeat_interleave(case.head_dim, dim=0)
         return filters.reshape(case.heads * case.head_dim, case.window).flip(1)
 
     def restore(gradient: Tensor) -> Tensor:
         channels = gradient.flip(1).unflatten(0, (case.heads, case.head_dim))
-        return channels.sum(1) if case.conv_type == "head" else channels
+        return channels if has_channels else channels.sum(1)
 
     return arrange, restore
 
@@ -260,8 +260,14 @@ def _causal_conv1d(case: ConvCase) -> list[Kernel]:
     ]
 
 
+def _refuse_unknown_kind(case: ConvCase) -> None:
+    if case.kind.name not in kinds.BUILT_IN:
+        raise _Absent("is given the filters of this project's own kinds only")
+
+
 def _import_for_gpu(case: ConvCase, modules: tuple[str, ...], function: str) -> Any:
-    if case.conv_type == "multihead":
+    _refuse_unknown_kind(case)
+    if case.kind.mixes_heads:
         raise _Absent("convolves each channel on its own")
     if not case.device.startswith("cuda"):
         raise _Absent("runs on a GPU only")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from cat_lm import ops
+from cat_lm.ops.convolution import kinds
+from eval.speed.choices import QKV
 from eval.speed.conv import check, qkv
 from eval.speed.conv.contest import Contender, Rules, hold
 from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
@@ -62,7 +64,7 @@ def conv_speed(options: ConvOptions, device: torch.device) -> dict[str, Any]:
 
 def measure(case: ConvCase, options: ConvOptions, rules: Rules) -> dict[str, Any]:
     """One case: every kernel's row, which were absent and why, and what cat_lm itself would use."""
-    work = _qkv_step(case, options) if case.conv_type == "qkv" else _convolution(case, options)
+    work = _qkv_step(case, options) if case.conv_type == QKV else _convolution(case, options)
     rows = hold(
         work.contenders, work.expected, case.dtype, work.floors, rules, title=case.describe()
     )
@@ -107,7 +109,10 @@ def _convolution(case: ConvCase, options: ConvOptions) -> Work:
 
     x, dy = draw(case.shape), draw(case.shape)
     filters = draw(case.filter_shape) / case.window**0.5
-    kernels, absent = kernels_for(case, options.kernels)
+    names = options.kernels
+    if case.kind.name not in kinds.BUILT_IN:
+        names = dict.fromkeys(("reference", *names))  # which is all that a plugin's kind has
+    kernels, absent = kernels_for(case, names)
     return Work(
         [_contender(kernel, x, filters, dy) for kernel in kernels],
         check.expected_results(case.conv_type, x, filters, dy),
@@ -132,8 +137,7 @@ def _qkv_step(case: ConvCase, options: ConvOptions) -> Work:
 def _backend_of(case: ConvCase) -> dict[str, str]:
     """Name the backend that this project itself would use, and why."""
     choice = ops.choose_backend(**case.backend_arguments)
-    convolves = "head" if case.conv_type == "qkv" else case.conv_type
-    runs = ops.BACKENDS[choice.name].describe(convolves, case.torch_dtype, case.window)
+    runs = ops.BACKENDS[choice.name].describe(case.kind.name, case.torch_dtype, case.window)
     return {"name": choice.name, "reason": choice.reason, "runs": without_home(runs)}
 
 

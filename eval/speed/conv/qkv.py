@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cat_lm import ops
+from eval.speed.choices import QKV_KIND
 from eval.speed.conv import check
 from eval.speed.conv.contest import Contender
 from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
@@ -130,7 +131,7 @@ def expected_results(inputs: Inputs) -> dict[str, Tensor]:
         if stream != "v":
             gradient = _turned(gradient, cosines, -sines)
         sums = check.expected_results(
-            "head", inputs.qkv[:, :, :, index], inputs.filters[index], gradient
+            QKV_KIND, inputs.qkv[:, :, :, index], inputs.filters[index], gradient
         )
         y = sums["y"] + inputs.bias[:, index].detach().double()
         expected[stream] = y if stream == "v" else _turned(y, cosines, sines)

@@ -12,7 +12,7 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.errors import UserError
-from eval.speed.choices import MODELS
+from eval.speed.choices import is_stock, models
 from eval.speed.machine import without_home
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class ModelSize:
     device: str
     attention: str = "sdpa"
 
-    def section(self, name: str) -> ModelSection:
-        """The `model:` section of one of `MODELS`, as far as it has such keys."""
+    def section(self, name: str, positions: int) -> ModelSection:
+        """Make the `model:` section of one of `models`, of the sizes that it has keys for."""
         sizes = {
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.layers,
@@ -45,13 +45,23 @@ class ModelSize:
             "conv_window": self.window,
             "attn_implementation": self.attention,
         }
-        kind = architectures.get(MODELS[name].architecture).Section
-        own = {key: value for key, value in sizes.items() if key in kind.model_fields}
-        return kind(**own | MODELS[name].keys)
+        model = models()[name]
+        family = architectures.get(model.architecture)
+        own = {k: value for k, value in sizes.items() if k in family.Section.model_fields}
+        own |= family.variant_keys(model.variant, self.heads, positions)
+        section = family.Section(**own)
+        for problem in family.problems(section, positions):
+            raise UserError(f"model {name}: {problem}")
+        return section
+
+    def num_parameters(self, name: str, positions: int) -> int:
+        """Count those of one of `models`, without making it."""
+        section = self.section(name, positions)
+        return architectures.get(section.architecture).num_parameters(section, self.vocab_size)
 
 
 def build(size: ModelSize, name: str, positions: int) -> nn.Module:
-    """One of `MODELS` with identity filters, for sequences of up to `positions` tokens.
+    """Make one of `models` with identity filters, for sequences of up to `positions` tokens.
 
     Only weights are cast to the dtype; rotary frequencies stay fp32.
     """
@@ -59,7 +69,7 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
     try:
         config = model_config(size, name, positions)
         architecture = architectures.of_config(config)
-        if MODELS[name].stock:
+        if is_stock(name):
             config = architecture.library_config(config, attn_implementation=size.attention)
         model = architecture.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
@@ -71,39 +81,39 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
 
 
 def model_config(size: ModelSize, name: str, positions: int) -> PreTrainedConfig:
-    """The configuration of one of `MODELS`, of this project's class; stock's is Pythia's."""
-    architecture = architectures.get(MODELS[name].architecture)
-    fields = architecture.fields(size.section(name), size.vocab_size, positions)
+    """Make the configuration of one of `models`, of this project's class; stock's is plain's."""
+    architecture = architectures.get(models()[name].architecture)
+    fields = architecture.fields(size.section(name, positions), size.vocab_size, positions)
     tokens = {"bos_token_id": None, "eos_token_id": None}
     return architecture.config_class()(**fields, **tokens, use_cache=False)
 
 
-def check_logits(
-    models: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str
-) -> dict[str, float]:
-    """Gives all models stock's weights; the largest difference of their logits from stock's.
+def check_logits(built: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str) -> dict[str, float]:
+    """Give models the weights of their family's stock; the largest differences of their logits.
 
     With identity filters every model is what stock is.
 
     Args:
-        models: "stock" and others.
+        built: by name, with the stock of those that have one; the others are left as they are.
         ids: [B, T], what to compare on.
 
     Returns:
-        Differences relative to the largest logit.
+        Differences from stock's, relative to its largest logit.
 
     Raises:
         UserError: one is above the tolerance: the speed of a wrong model is not worth knowing.
     """
-    differences = {}
+    known, expected, differences = models(), {}, {}
     with torch.no_grad():
-        expected = models["stock"](input_ids=ids).logits.float()
-        for name, model in models.items():
-            if name == "stock":
+        for name, model in built.items():
+            stock = known[name].stock
+            if stock is None or stock == name:
                 continue
-            model.load_state_dict(models["stock"].state_dict(), strict=False)
-            difference = (model(input_ids=ids).logits.float() - expected).abs().max()
-            differences[name] = float(difference / expected.abs().max())
+            if stock not in expected:
+                expected[stock] = built[stock](input_ids=ids).logits.float()
+            model.load_state_dict(built[stock].state_dict(), strict=False)
+            difference = model(input_ids=ids).logits.float() - expected[stock]
+            differences[name] = float(difference.abs().max() / expected[stock].abs().max())
     wrong = {name: value for name, value in differences.items() if not value <= TOLERANCES[dtype]}
     if wrong:
         raise UserError(

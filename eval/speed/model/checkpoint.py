@@ -24,13 +24,20 @@ from eval.speed.progress import rounds, say
 from eval.speed.timing import summary
 
 FINGERPRINT = "random"
+CONTEXT_LENGTH = 32
 
 
-def checkpoint_speed(size: ModelSize, zero_stage: int, repeats: int, scratch: Path) -> dict:
-    """Save a model of random weights after one step, and load it, `repeats` times each."""
+def checkpoint_speed(
+    size: ModelSize, model: str, zero_stage: int, repeats: int, scratch: Path
+) -> dict[str, Any]:
+    """Save a model of random weights after one step, and load it, `repeats` times each.
+
+    Args:
+        model: one of `choices.own_models`.
+    """
     from cat_lm.training import distributed
 
-    config = RunConfig.model_validate(_values(size, zero_stage, scratch / "run"))
+    config = RunConfig.model_validate(_values(size, model, zero_stage, scratch / "run"))
     (scratch / "tokenizer").mkdir()
     with distributed.start() as ranks:
         calls = Calls(config, ranks, scratch)
@@ -42,6 +49,7 @@ def checkpoint_speed(size: ModelSize, zero_stage: int, repeats: int, scratch: Pa
                 values.append(_timed(getattr(calls, name)))
     saved = sum(path.stat().st_size for path in calls.folder.rglob("*") if path.is_file())
     return {
+        "model": model,
         "parameters": calls.parameters,
         "zero_stage": zero_stage,
         "bytes": saved,
@@ -49,17 +57,10 @@ def checkpoint_speed(size: ModelSize, zero_stage: int, repeats: int, scratch: Pa
     }
 
 
-def _values(size: ModelSize, zero_stage: int, run: Path) -> dict[str, Any]:
+def _values(size: ModelSize, name: str, zero_stage: int, run: Path) -> dict[str, Any]:
     return {
-        "model": {
-            "hidden_size": size.hidden_size,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": size.heads,
-            "vocab_size": size.vocab_size,
-            "conv_type": "head",
-            "conv_window": size.window,
-        },
-        "data": {"path": "random", "context_length": 32},
+        "model": size.section(name, CONTEXT_LENGTH).model_dump(),
+        "data": {"path": "random", "context_length": CONTEXT_LENGTH},
         "optimizer": {"lr": 1e-3},
         "train": {
             "output_dir": str(run),
@@ -84,7 +85,8 @@ class Calls:
         self._checkpoints = Checkpoints(scratch / "run", config, ranks)
         self.step = 0
         self.model()
-        ids = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, 32))
+        shape = (1, CONTEXT_LENGTH)
+        ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
         self._engine.train_step({"input_ids": ids, "labels": ids}, lr=1e-3)
         self.parameters = sum(tensor.numel() for tensor in self._engine.model.parameters())
 
@@ -119,7 +121,7 @@ def _timed(call: Callable[[], None]) -> float:
 def checkpoint_lines(record: dict[str, Any]) -> list[str]:
     """The record as lines: seconds, and bytes a second where all bytes are moved."""
     lines = [
-        f"{record['parameters']:,} parameters, ZeRO {record['zero_stage']}, "
+        f"{record['model']}, {record['parameters']:,} parameters, ZeRO {record['zero_stage']}, "
         f"{record['bytes'] / 1e6:,.0f} MB"
     ]
     for name, seconds in record["seconds"].items():

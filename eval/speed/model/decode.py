@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.errors import UserError
-from eval.speed.choices import MODELS
+from eval.speed.choices import models
 from eval.speed.model.build import (
     TOLERANCES,
     ModelSize,
@@ -50,7 +50,7 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
 
     Args:
         cases: of one model size.
-        names: of `MODELS`, without "stock".
+        names: of `decoding_models`.
 
     Raises:
         UserError: a model cannot be built, or decodes otherwise with its cache than without.
@@ -86,7 +86,7 @@ def measure(case: DecodeCase, model: nn.Module, name: str, repeats: int) -> dict
     with_cache, without = summary(cached), summary(uncached)
     return {
         "case": asdict(case),
-        "model": MODELS[name].label,
+        "model": models()[name].label,
         "convolution": convolution_of(model, case.size),
         "near_ties": near_ties,
         "prompt_seconds": summary(prefill),

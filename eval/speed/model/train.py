@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
-from eval.speed.choices import MODELS
+from eval.speed import choices
 from eval.speed.machine import forget_peak, resident_bytes
 from eval.speed.model.build import (
     ModelSize,
@@ -55,15 +55,17 @@ def train_speed(
     """Measure the models of a case.
 
     Args:
-        names: of `MODELS`; "pythia" is what the others' speeds are relative to.
+        names: of `choices.models`; each speed is relative to that of its family's plain model,
+            where that is among them.
         peak_tflops: of the device in this dtype, for MFU; default: by its name, for bf16.
 
     Raises:
         UserError: a model's logits are wrong, or it cannot be built.
     """
     device = torch.device(case.size.device)
-    models = {}
-    for name in dict.fromkeys([*names, "stock"]):
+    known, models = choices.models(), {}
+    stocks = [known[name].stock for name in names if known[name].stock]
+    for name in dict.fromkeys([*names, *stocks]):
         say(f"building {name}")
         models[name] = build(case.size, name, case.context_length).train()
     parameters = {name: count_parameters(model) for name, model in models.items()}
@@ -89,13 +91,13 @@ def train_speed(
         config = model_config(case.size, name, case.context_length)
         flops = flops_per_token(config, parameters[name], case.context_length) * case.tokens
         rows[name] = {
-            "model": MODELS[name].label,
+            "model": known[name].label,
             "convolution": convolutions[name],
             "parameters": parameters[name],
             "step_seconds": summary(timings[name].seconds),
             "tokens_per_second": case.tokens / seconds,
-            "relative_to_pythia": times_as_fast(timings[name], timings["pythia"])
-            if "pythia" in timings
+            "relative_to_plain": times_as_fast(timings[name], timings[known[name].plain])
+            if known[name].plain in timings
             else None,
             "flops_per_step": flops,
             "mfu": flops / seconds / peak if peak else None,

@@ -55,7 +55,7 @@ def why_not(
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """What runs and why. Builds the kernel if it was not yet."""
+    """Say what runs and why. Builds the kernel if it was not yet."""
     built = library()
     if built.handle is not None:
         return f"C++ kernel ({built.reason})"

@@ -91,7 +91,7 @@ def why_not(
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """How the kernels compute a convolution."""
+    """Say how the kernels compute a convolution."""
     interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "
     if conv_type == "multihead":
         precision = "fp32 products" if dtype == torch.float32 else "matrix units"

@@ -1,0 +1,311 @@
+"""A newcomer's ideas, each one file outside of the package, through every command.
+
+The files of `tests/own_ideas` are installed as packages are and trained, killed, resumed, exported,
+generated from and evaluated; nothing of the project is edited. Then what is said where a name is
+known nowhere, or to one place and not to another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.commands import python
+from tests.conftest import REPOSITORY
+from tests.runs import losses, run_values, write_config
+
+IDEAS = REPOSITORY / "tests/own_ideas"
+SIZE = {"hidden_size": 32, "num_hidden_layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "convolution": SIZE
+    | {"num_attention_heads": 4, "conv_type": "neighbour", "conv_window": 4, "hidden_dropout": 0.1},
+    "scores": SIZE
+    | {"num_attention_heads": 2, "position_embedding": "none", "score_transform": "log_distance"}
+    | {"score_options": {"slope": 0.3}},
+    "mixer": SIZE
+    | {"architecture": "mixer", "mixer": "leaky", "mixer_options": {"memory": 8}}
+    | {"intermediate_size": 64},
+    "family": SIZE | {"architecture": "ngram", "expansion": 2},
+}
+# Part of what the log of a run says of each.
+SAID = {
+    "convolution": "neighbour convolution of q, k, v",
+    "scores": "logarithmic distances",
+    "mixer": "mixer leaky:memory=8.0",
+    "family": "ngram, expansion=2",
+}
+
+
+def install(folder: Path, code: str, name: str = "own_idea") -> dict[str, str]:
+    """Install a module as pip would leave it; the environment of a process that finds it."""
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[cat_lm.plugins]\nmine = {name}\n")
+    return {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
+
+
+class Idea(NamedTuple):
+    """An installed idea, and the run that was trained with it."""
+
+    name: str
+    folder: Path
+    environment: dict[str, str]
+
+    def python(self, *words: object) -> subprocess.CompletedProcess:
+        return python(*words, **self.environment)
+
+    def run(self, *words: object) -> str:
+        done = self.python(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def config(self, data: Path, run: str, **train: Any) -> Path:
+        """The file of a run, with the model of the idea."""
+        folder = self.folder / f"{run}-config"
+        folder.mkdir(exist_ok=True)
+        values = run_values(data, self.folder / run, max_steps=6, **train)
+        values["model"] = MODELS[self.name]
+        values["data"]["mask_documents"] = True
+        values["validation"] = {"every_steps": 3, "max_tokens": 512}
+        values["checkpoint"] = {"every_steps": 2}
+        return write_config(folder, values)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def idea(request, tmp_path_factory) -> Idea:
+    folder = tmp_path_factory.mktemp(request.param)
+    code = (IDEAS / f"{request.param}.py").read_text(encoding="utf-8")
+    return Idea(request.param, folder, install(folder / "site", code))
+
+
+# train.py, which is killed at its fifth step.
+KILLED = """
+import os, runpy, signal, sys
+from cat_lm.training.engine import Engine
+train_step, steps = Engine.train_step, []
+def until_killed(self, *given):
+    steps.append(given)
+    if len(steps) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(self, *given)
+Engine.train_step = until_killed
+sys.argv = ["train.py", {!r}]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+RECALL = ("-m", "eval.recall", "run", "--task", "mqar:vocab_size=32,keys=2", "--d-model", 16)
+RECALL += ("--seq-len", 16, "--epochs", 1, "--train-examples", 64, "--test-examples", 16)
+
+
+def test_trains_is_killed_goes_on_and_is_used(idea: Idea, tiny_corpus):
+    said = idea.run("train.py", idea.config(tiny_corpus, "straight"))
+    assert SAID[idea.name] in said and "finished: 6 steps" in said
+    config = idea.config(tiny_corpus, "run", resume="auto")
+    assert idea.python("-c", KILLED.format(str(config))).returncode == -signal.SIGKILL
+    said = idea.run("train.py", config)
+    assert "continuing from" in said
+    assert losses(idea.folder / "run") == losses(idea.folder / "straight")
+    weights, straight = (
+        load_file(next((idea.folder / run).glob("checkpoints/step-00000006/**/model.safetensors")))
+        for run in ("run", "straight")
+    )
+    assert weights.keys() == straight.keys()
+    assert all(weights[name].equal(straight[name]) for name in weights)
+
+    run, model = idea.folder / "run", idea.folder / "run/model"
+    idea.run("-m", "cat_lm.export", run, model)
+    said = idea.run("-m", "cat_lm.generate", model, "The cat", "--greedy", "--max-new-tokens", 8)
+    assert said.startswith("The cat") and len(said) > len("The cat\n")
+    out = run / "eval"
+    sweep = ("-m", "eval.length_sweep", model, "--data", tiny_corpus, "--out", out)
+    idea.run(*sweep, "--lengths", "32,64", "--max-tokens", 512)
+    rows = json.loads((out / "length_sweep.json").read_text())["rows"]
+    assert [row["length"] for row in rows] == [32, 64]
+    if idea.name == "family":  # whose words no other family has
+        idea.run("-m", "eval.report", run, "--out", idea.folder / "page")
+        assert "expansion=2" in (idea.folder / "page/index.html").read_text()
+
+
+# A name that is known nowhere
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one line of a command that ends with exit code 2."""
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    return said.removesuffix("\n")
+
+
+# The key that names the idea, its name, and known names that an error lists.
+NAMED = {
+    "convolution": ("conv_type", "neighbour", "none, head, depthwise, multihead"),
+    "scores": ("score_transform", "log_distance", "must be one of none"),
+    "mixer": ("mixer", "leaky", "attention, based, cat"),
+    "family": ("architecture", "ngram", "gpt_neox, llama, mixer"),
+}
+# What is said of its export.
+EXPORTED = {
+    "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
+    "scores": 'score_transform="log_distance": must be one of none',
+    "mixer": "mixer 'leaky': choose one of attention, based, cat",
+    "family": "none of cat_neox, cat_llama, cat_mixer; install the package that brings it",
+}
+
+
+def test_without_the_package_its_name_is_one_clear_line(idea: Idea, tiny_corpus):
+    """For the run's configuration, its checkpoints and its export."""
+    key, name, known = NAMED[idea.name]
+    said = refused(python("train.py", idea.config(tiny_corpus, "other")))
+    assert f"model.{key}='{name}': " in said and known in said, said
+    run, model = idea.folder / "run", idea.folder / "run/model"
+    said = refused(python("-m", "cat_lm.export", run, idea.folder / "export"))
+    assert f'model.{key} is "{name}": ' in said and known in said, said
+    said = refused(python("-m", "cat_lm.generate", model, "The cat"))
+    assert f"model {model}: config.json cannot be used: " in said and EXPORTED[idea.name] in said
+
+
+def test_names_elsewhere(tiny_corpus, tmp_path):
+    """A mixer of the recall suite, and a pattern of attention, that nobody brings."""
+    said = refused(python(*RECALL, "--mixer", "leaky", "--out", tmp_path / "cells"))
+    assert "--mixer 'leaky': choose one of attention, based, cat" in said
+    config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run"))
+    said = refused(python("train.py", config, "model.attention=nowhere"))
+    assert "model.attention='nowhere': must be one of softmax, map_mixing" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recall_suite_trains_the_mixer(tmp_path):
+    code = (IDEAS / "mixer.py").read_text(encoding="utf-8")
+    environment = install(tmp_path / "site", code)
+    out = ("--out", tmp_path / "cells")
+    done = python(*RECALL, "--mixer", "leaky:memory=4", *out, **environment)
+    assert done.returncode == 0, done.stderr
+    (cell,) = (tmp_path / "cells").glob("**/*.json")
+    assert json.loads(cell.read_text())["mixer"]["options"] == {"memory": 4.0}
+    said = refused(python(*RECALL, "--mixer", "leaky:memry=4", *out, **environment))
+    assert "mixer leaky: unknown option 'memry'; did you mean memory?" in said
+
+
+def test_a_backend_without_a_kernel_is_refused_by_name(tiny_corpus, tmp_path):
+    idea = Idea("convolution", tmp_path, {})
+    code = (IDEAS / "convolution.py").read_text(encoding="utf-8")
+    config = idea.config(tiny_corpus, "run", conv_backend="cpu")
+    done = python("train.py", config, **install(tmp_path / "site", code))
+    said = (done.stdout + done.stderr).splitlines()[-1]
+    assert done.returncode == 2, said
+    assert said.startswith("error: train.conv_backend=cpu: backend='cpu' cannot serve")
+    assert said.endswith("it has no kernel for neighbour filters")
+
+
+# A thing that one place knows and another does not
+
+HALVES = {
+    "a family without classes": (
+        "family",
+        ("    def classes(self)", "    def class_es(self)"),
+        "architecture 'ngram': its class Ngram must define classes",
+    ),
+    "a pattern whose mask is none": (
+        "scores",
+        (
+            "register(LogDistance())",
+            "from cat_lm.model.attention import Pattern\n"
+            "class Odd(Pattern):\n    name, title, mask = 'odd', 'odd attention', None\n"
+            "    def build(self, config): ...\n    def flops(self, model, length): return 0.0\n"
+            "register(Odd())",
+        ),
+        "attention 'odd': Odd.mask must be a method",
+    ),
+    "a transform without a form": (
+        "scores",
+        ('form = "additive"', 'form = "additiv"'),
+        "score_transform='log_distance': form='additiv' must be one of additive, elementwise",
+    ),
+    "filters without lags": (
+        "convolution",
+        ('("H", "W")', '("H", "D")'),
+        "conv_type 'neighbour': filter_axes=('H', 'D') must be a tuple of W, H, I and D",
+    ),
+    "a state that nobody counts": (
+        "mixer",
+        ("def state_numbers", "def state_number"),
+        "mixer 'leaky': supports state, but does not define state_numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_registration_is_refused_by_name(half, tmp_path):
+    """In one line, by the first command that asks a registry for anything."""
+    name, (whole, changed), said = HALVES[half]
+    code = (IDEAS / f"{name}.py").read_text(encoding="utf-8")
+    assert whole in code
+    environment = install(tmp_path / "site", code.replace(whole, changed))
+    line = refused(python("train.py", "configs/quickstart.yaml", **environment))
+    assert line.startswith("error: plugin mine of own_idea 1.0: own_idea cannot be imported: ")
+    assert f"ValueError: {said}" in line
+
+
+WRONG = {
+    "axes that the sum does not have": (
+        "convolution",
+        ('("H", "W")', '("W", "H")'),
+        "add_lag, with filter_axes=('W', 'H'), cannot compute with filters [3, 4]",
+    ),
+    "a sum that reads other tokens": (
+        "convolution",
+        ("dims=2)", "dims=1)"),
+        "conv_type 'neighbour': add_lag, with filter_axes=('H', 'W'), reads other tokens than",
+    ),
+    "another count of parameters": (
+        "scores",
+        ("        return model.num_attention_heads\n", "        return 1\n"),
+        "score_transform 'log_distance': parameters counts 1, and its module has 2",
+    ),
+    "documents that the module does not take": (
+        "mixer",
+        ("        document_ids: Tensor | None = None,\n", "        documents: Any = None,\n"),
+        "mixer leaky:memory=8.0: supports documents, but the forward of LeakyAverage takes no",
+    ),
+    "a type that is not its configuration's": (
+        "family",
+        ('    model_type = "ngram"\n\n', '    model_type = "n_gram"\n\n'),
+        "architecture 'ngram': NgramConfig.model_type is 'n_gram'; must be 'ngram'",
+    ),
+    "a matrix that no layer has": (
+        "family",
+        ('.out_proj.weight"', '.proj.weight"'),
+        "architecture 'ngram': layer_weight names model.layers.1.proj.weight, which its model has",
+    ),
+    "documents that the body does not take": (
+        "family",
+        ("        document_ids: Tensor | None = None,\n", ""),
+        "architecture 'ngram': isolates_documents, but the forward of NgramModel takes no",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_parts_that_do_not_fit_make_no_model(wrong, tiny_corpus, tmp_path):
+    """What a registry that imports no torch cannot see, the first model shows."""
+    name, (right, changed), said = WRONG[wrong]
+    code = (IDEAS / f"{name}.py").read_text(encoding="utf-8")
+    assert right in code
+    environment = install(tmp_path / "site", code.replace(right, changed))
+    config = Idea(name, tmp_path, {}).config(tiny_corpus, "run")
+    done = python("train.py", config, **environment)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 2 and lines[-1].startswith("error: "), lines[-5:]
+    assert said in lines[-1]

@@ -1,0 +1,221 @@
+"""The examples of tests/own_ideas compute what they say, and nothing that is there already."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm import architectures, mixers, ops, plugins
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
+from cat_lm.ops.convolution import kinds
+from tests.conftest import REPOSITORY
+from tests.unit.tiny_models import cat_model, random_ids
+
+
+@pytest.fixture
+def ideas(monkeypatch):
+    """Registers all four for a test; what their files define, by file."""
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    entries = {kind: dict(known) for kind, known in attention._ENTRIES.items()}
+    monkeypatch.setattr(attention, "_ENTRIES", entries)
+    folder = REPOSITORY / "tests/own_ideas"
+    names = ("convolution", "scores", "mixer", "family")
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py"))) for name in names}
+    )
+
+
+def neighbours(x: Tensor, taps: Tensor) -> Tensor:
+    """The sum of the example, number by number: x [B, T, H, D], taps [H, W]."""
+    y = torch.zeros_like(x)
+    _, time, heads, _ = x.shape
+    for t in range(time):
+        for h in range(heads):
+            y[:, t, h] = taps[h, 0] * x[:, t, h]
+            for lag in range(1, min(taps.shape[1], t + 1)):
+                y[:, t, h] += taps[h, lag] * x[:, t - lag, h - 1]
+    return y
+
+
+def test_the_convolution_is_itself_and_no_other(ideas):
+    """Its filters have the shape of `head`'s: whoever took it for that would raise nothing."""
+    torch.manual_seed(0)
+    x, taps = torch.randn(2, 9, 4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    y = ops.convolve("neighbour", x, taps)
+    torch.testing.assert_close(y, neighbours(x, taps))
+    assert not torch.allclose(y, ops.convolve("head", x, taps), atol=1e-2)
+    ids = torch.arange(9).expand(2, -1) // 4
+    parts = [neighbours(part, taps) for part in x.split(4, dim=1)]
+    found = ops.convolve("neighbour", x, taps, document_ids=ids)
+    torch.testing.assert_close(found, torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@torch.no_grad()
+def test_a_model_is_convolved_by_it(ideas, family):
+    """What the layer's module gives is the sum, and the model is none with another kind."""
+    shape = {"family": family, "conv_window": 4, "position_embedding": "none"}
+    torch.manual_seed(0)
+    model = cat_model(conv_type="neighbour", **shape).eval()
+    ids, seen = random_ids(2, 9), []
+    (convolution, *_) = (m for n, m in model.named_modules() if n.endswith(".convolution"))
+    convolution.register_forward_hook(lambda module, given, made: seen.append((given, made)))
+    logits = model(ids).logits
+    given, made = seen[0]
+    heads, width = model.config.num_attention_heads, model.config.head_width
+    if family == "gpt_neox":
+        inputs = given[0].view(2, 9, heads, 3, width).unbind(dim=3)
+        biases = convolution.bias.view(heads, 3, width).unbind(dim=1)
+    else:
+        inputs = [one.view(2, 9, -1, width) for one in given[:3]]
+        biases = [0.0] * 3
+    for stream, x, bias, y in zip("qkv", inputs, biases, made, strict=True):
+        wanted = neighbours(x, getattr(convolution, f"{stream}_filter")) + bias
+        torch.testing.assert_close(y.view_as(wanted), wanted)
+    for kind in ("none", "head", "depthwise", "multihead"):
+        other = cat_model(conv_type=kind, **shape).eval()
+        if kind == "head":
+            other.load_state_dict(model.state_dict())
+        assert not torch.allclose(other(ids).logits, logits, atol=1e-3), kind
+
+
+@torch.no_grad()
+def test_the_scores_are_the_definition(ideas):
+    module = ideas.scores.LogDistanceScores(2, 0.5)
+    module.slopes.copy_(torch.tensor([0.5, 2.0]))
+    logits, time = torch.randn(1, 2, 5, 5), torch.arange(5)
+    head = torch.arange(2)[:, None, None]
+    found = module.score(logits, time[:, None], time[None], head, *module())
+    for h in range(2):
+        for i in range(5):
+            for j in range(i + 1):
+                bias = module.slopes[h] * torch.log(torch.tensor(1.0 + i - j))
+                torch.testing.assert_close(found[0, h, i, j], logits[0, h, i, j] - bias)
+    ids = random_ids(2, 9)
+    shape = {"conv_type": "none", "position_embedding": "none"}
+    plain = cat_model(**shape)
+    changed = cat_model(**shape, score_transform="log_distance")
+    weights = dict(changed.state_dict())
+    changed.load_state_dict(weights | dict(plain.state_dict()))
+    assert not torch.allclose(plain(ids).logits, changed(ids).logits, atol=1e-4)
+    changed.load_state_dict(
+        {n: 0 * w if "slopes" in n else w for n, w in changed.state_dict().items()}
+    )
+    torch.testing.assert_close(plain(ids).logits, changed(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def averages(module, x: Tensor) -> Tensor:
+    """The recurrence of the example, step by step: x [B, T, C]."""
+    rate, new = module.rate.sigmoid(), module.in_proj(x)
+    m, rows = torch.zeros_like(new[:, 0]), []
+    for step in new.unbind(dim=1):
+        m = rate * m + (1 - rate) * step
+        rows.append(m)
+    return module.out_proj(F.silu(module.gate_proj(x)) * torch.stack(rows, dim=1))
+
+
+@torch.no_grad()
+def test_the_mixer_is_the_recurrence(ideas):
+    torch.manual_seed(0)
+    module = make_mixer("leaky:memory=5").build(Setting(8))
+    module.rate.add_(torch.randn(8))
+    x = torch.randn(2, 9, 8)
+    wanted = averages(module, x)
+    torch.testing.assert_close(module(x), wanted)
+    state: dict[str, Tensor] = {}
+    parts = [module(part, state=state) for part in x.split([1, 5, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted)
+    assert sum(held[0].numel() for held in state.values()) == 8
+    ids = torch.arange(9).expand(2, -1) // 4
+    alone = torch.cat([averages(module, part) for part in x.split(4, dim=1)], dim=1)
+    torch.testing.assert_close(module(x, document_ids=ids), alone)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, [0, 3]] = False
+    torch.testing.assert_close(
+        module(x, padding_mask=mask)[mask].view(2, 7, 8), averages(module, x[:, mask[0]])
+    )
+
+
+@torch.no_grad()
+def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
+    """It claims one, takes the argument and forgets it: each token would be read alone."""
+    forward = ideas.mixer.LeakyAverage.forward
+    monkeypatch.setattr(
+        ideas.mixer.LeakyAverage, "forward", lambda self, x, *, state=None, **how: forward(self, x)
+    )
+    kind = type("Forgets", (ideas.mixer.Leaky,), {"supports": frozenset({"state"})})()
+    monkeypatch.setitem(mixers._KINDS, "leaky", kind)
+    config = CatMixerConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"
+    )
+    model, rows = CatMixerForCausalLM(config).eval(), torch.randint(50, (2, 9))
+    assert model(rows, use_cache=False).logits.isfinite().all()
+    with pytest.raises(ValueError, match="mixer leaky: supports state, of 8 numbers, but its forw"):
+        model.generate(rows, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
+@torch.no_grad()
+def test_the_family_reads_as_many_tokens_as_it_says(ideas):
+    torch.manual_seed(0)
+    config = ideas.family.NgramConfig(vocab_size=50, hidden_size=8, num_hidden_layers=2)
+    model = ideas.family.NgramForCausalLM(config).eval()
+    rows = torch.randint(50, (2, 9))
+    logits = model(rows).logits
+    for t in range(9):
+        alone = model(rows[:, max(0, t - 2) : t + 1]).logits[:, -1]
+        torch.testing.assert_close(alone, logits[:, t])
+    ids = torch.arange(9).expand(2, -1) // 4
+    alone = torch.cat([model(part).logits for part in rows.split(4, dim=1)], dim=1)
+    torch.testing.assert_close(model(rows, document_ids=ids).logits, alone)
+    assert not torch.allclose(alone, logits, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_family_without_state_generates_from_the_whole_text(ideas):
+    """A cache that stays empty would have it read the last token alone."""
+    torch.manual_seed(0)
+    config = ideas.family.NgramConfig(vocab_size=50, hidden_size=8, num_hidden_layers=2)
+    model = ideas.family.NgramForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.5 * torch.randn_like(parameter))
+    rows = torch.randint(50, (2, 9))
+    found = model.generate(rows, max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0)
+    for length in range(9, 14):
+        assert torch.equal(model(found[:, :length]).logits[:, -1].argmax(-1), found[:, length])
+    last = model(found[:, -1:]).logits.argmax(-1)[:, 0]
+    assert not torch.equal(last, model(found).logits[:, -1].argmax(-1))
+    with pytest.raises(ValueError, match="past_key_values: the model keeps no state"):
+        model(rows, past_key_values=ideas.family.PreTrainedConfig)
+
+
+def test_the_readme_installs_and_links_them():
+    text = (REPOSITORY / "cat_lm/README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.S)
+    project = tomllib.loads(block)["project"]
+    assert project["entry-points"] == {plugins.GROUP: {"my_idea": "my_idea"}}
+    linked = set(re.findall(r"\(\.\./tests/own_ideas/(\w+\.py)\)", text))
+    there = {path.name for path in (REPOSITORY / "tests/own_ideas").glob("*.py")}
+    assert linked == there - {"__init__.py"}
+
+
+def test_the_family_says_what_its_model_has(ideas):
+    family = architectures.get("ngram")
+    section = family.Section(hidden_size=8, num_hidden_layers=3, expansion=2, vocab_size=50)
+    model = family.classes().causal_lm(family.config_class()(**family.fields(section, 50, 16)))
+    counted = family.num_parameters(section, 50)
+    assert counted == sum(p.numel() for p in model.parameters()) == 3 * (8 + 3 * 8 * 16) + 8 + 800
+    assert family.section(model.config).model_dump() == section.model_dump()
+    assert family.words(section) == "expansion=2"
+    assert family.describe(section) == "n-gram language model (expansion=2)"
+    assert family.narrowed(section).num_hidden_layers == 2
+    assert family.state_bytes(section, 7, 4) == 3 * 8 * 7 * 4
