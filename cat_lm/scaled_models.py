@@ -14,12 +14,13 @@ from cat_lm import architectures, limits
 from cat_lm.model.rope_scaling import (
     NOPE_METHODS,
     ROPE_METHODS,
-    check_scope,
     has_rope,
     is_scaled,
     yarn_magnitude,
     yarn_temperature,
 )
+from cat_lm.model.rules import scope_problems
+from cat_lm.model.settings import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -73,7 +74,7 @@ def scaled_fields(
         raise ValueError(
             f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
         )
-    check_scope(temperature_scope, has_rope(config))
+    refuse(scope_problems(temperature_scope, has_rope(config)))
     if problem := limits.SCALING_FACTOR.problem(factor):
         raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:

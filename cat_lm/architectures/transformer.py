@@ -42,7 +42,8 @@ def _known_entry(kind: type[attention.Entry]) -> AfterValidator:
 
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
-    return rope
+    # Whoever reads them takes a key without a value for one that is given.
+    return rope and {key: value for key, value in rope.items() if value is not None}
 
 
 # Here, as a section has a key `attention` of its own.
@@ -162,6 +163,8 @@ class Transformer(Architecture):
         """Say what does not go together, see `cat_lm.model.rules`."""
         return [
             *rules.head_problems(section),
+            *rules.given_once_problems(section.rope_parameters, dict(section)),
+            *rules.temperature_problems(section),
             *rules.convolution_problems(section),
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),

@@ -169,7 +169,17 @@ class CausalLanguageModel:
         """Prepare inputs as transformers does, the attention mask too if the cache is static.
 
         The convolution then gets the padding beside it.
+
+        Raises:
+            ValueError: flex attention with a static cache, whose block mask transformers copies as
+                if it were a tensor.
         """
+        is_static = getattr(kwargs.get("past_key_values"), "is_compileable", False)
+        if is_static and self.config._attn_implementation == "flex_attention":
+            raise ValueError(
+                "attn_implementation=flex_attention: does not generate with a static cache; use "
+                "cache_implementation='dynamic'"
+            )
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
         if prepared is not None and prepared is not given and prepared.ndim == 4:

@@ -14,15 +14,13 @@ from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,
     check_rope_parameters,
-    check_temperature,
 )
-from cat_lm.model.rules import rotation_problems
+from cat_lm.model.rules import given_once_problems, rotation_problems, temperature_problems
 from cat_lm.model.settings import (
     NUMBERS,
     SWITCHES,
     WHOLE_NUMBERS,
     AttentionSettings,
-    check_given_once,
     check_numbers,
     check_shape,
     refuse,
@@ -84,19 +82,14 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
         _check_rope_names(kwargs)
-        check_given_once(
-            self.rope_parameters,
-            kwargs,
-            {"rotary_pct": "partial_rotary_factor", "rope_theta": "rope_theta"},
-        )
+        refuse(given_once_problems(self.rope_parameters, kwargs))
         if "rope_theta" in kwargs:
             kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
         self.check_attention_settings()
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
-        check_temperature(self)
-        refuse(rotation_problems(self))
+        refuse([*temperature_problems(self), *rotation_problems(self)])
 
     @property
     def rotary_pct(self) -> float:

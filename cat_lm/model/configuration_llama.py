@@ -14,11 +14,12 @@ from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,
     check_rope_parameters,
-    check_temperature,
 )
 from cat_lm.model.rules import (
+    given_once_problems,
     key_value_problems,
     part_rotation_problems,
+    temperature_problems,
     unmixed_problems,
     whole_rotation_problems,
 )
@@ -27,7 +28,6 @@ from cat_lm.model.settings import (
     SWITCHES,
     WHOLE_NUMBERS,
     AttentionSettings,
-    check_given_once,
     check_numbers,
     check_shape,
     refuse,
@@ -61,14 +61,13 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
         _check_rope_names(kwargs)
-        check_given_once(self.rope_parameters, kwargs, {"rope_theta": "rope_theta"})
+        refuse(given_once_problems(self.rope_parameters, kwargs))
         self.check_attention_settings()
         refuse(unmixed_problems(self))
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
-        check_temperature(self)
-        refuse(whole_rotation_problems(self))
+        refuse([*temperature_problems(self), *whole_rotation_problems(self)])
 
 
 _NUMBERS = NUMBERS | {"rms_norm_eps": NORM_EPSILON}

@@ -68,8 +68,8 @@ _RANGES = {
 
 def is_scaled(config: PreTrainedConfig) -> bool:
     """Tell whether positions or attention differ from those of a model without any scaling."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled_rope = rope.get("rope_type", "default") != "default" and has_rope(config)
+    rope = getattr(config, "rope_parameters", None)
+    scaled_rope = rope_type_of(rope) != "default" and has_rope(config)
     return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1
 
 
@@ -154,44 +154,17 @@ def check_rope_number(name: str, value: Any) -> None:
     _check_range(name, value, prefix="")
 
 
-def check_temperature(config: AttentionSettings) -> None:
-    """Raises ValueError where temperature, its scope and the positions contradict each other."""
-    temperature, rotates = config.attention_temperature, has_rope(config)
-    check_scope(config.temperature_scope, rotates)
-    rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default" and not rotates:
-        raise ValueError(
-            f"rope_parameters.rope_type={rope_type!r} with position_embedding='none': there are no "
-            "positions to scale; attention_temperature alone exists for such a model"
-        )
-    if rope_type == "yarn" and temperature != 1:
-        magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
-        if magnitude != 1:
-            raise ValueError(
-                f"attention_temperature={temperature} and rope_parameters.attention_factor="
-                f"{magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a temperature "
-                "twice; set attention_factor to 1.0 or attention_temperature to 1"
-            )
-
-
-def check_scope(scope: str, rotates: bool) -> None:
-    """Raise ValueError for a `temperature_scope` that a model with or without positions lacks."""
-    if scope not in TEMPERATURE_SCOPES:
-        known = ", ".join(TEMPERATURE_SCOPES)
-        raise ValueError(f"temperature_scope={scope!r} is not supported; choose one of {known}")
-    if scope == "rotary" and not rotates:
-        raise ValueError(
-            "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
-            "use 'logits'"
-        )
-
-
 def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     problem = _RANGES[name].problem(value) if is_number else "must be a number"
     if problem:
         raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
+
+
+def rope_type_of(rope: Mapping[str, Any] | None) -> str:
+    """Give the type of `rope_parameters`, by its key or by the one that it had before."""
+    rope = rope or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def has_rope(config: PreTrainedConfig) -> bool:

@@ -6,12 +6,21 @@ neither torch nor transformers is imported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cat_lm.io.readers import short
+from cat_lm.model.rope_scaling import (
+    TEMPERATURE_SCOPES,
+    has_rope,
+    rope_type_of,
+    yarn_magnitude,
+)
 from cat_lm.ops.convolution import kinds
 
 STREAMS = "qkv"
+# Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
+_ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
 def head_problems(model: Any) -> list[str]:
@@ -36,6 +45,57 @@ def rotation_problems(model: Any) -> list[str]:
         f"rotary_pct={model.rotary_pct}: rotates {rotated} of a head's {channels} channels; "
         "must be an even number of at least 2 (position_embedding=none rotates nothing)"
     ]
+
+
+def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:
+    """Say which number of the rotary positions is given twice, as two numbers.
+
+    Args:
+        rope: `rope_parameters`.
+        given: the keys beside it, where those that are left out may have their defaults.
+    """
+    return [
+        f"rope_parameters.{key}={stored}: give it as {name}, which is {value}"
+        for name, key in _ROPE_NUMBERS.items()
+        if (stored := (rope or {}).get(key)) is not None
+        and (value := given.get(name)) is not None
+        and stored != value
+    ]
+
+
+def temperature_problems(model: Any) -> list[str]:
+    """Say where temperature, its scope and scaled positions contradict each other."""
+    temperature, rotates = model.attention_temperature, has_rope(model)
+    problems = scope_problems(model.temperature_scope, rotates)
+    rope = model.rope_parameters or {}
+    rope_type = rope_type_of(rope)
+    if rope_type != "default" and not rotates:
+        problems.append(
+            f"rope_parameters.rope_type={rope_type!r} with position_embedding='none': there are no "
+            "positions to scale; attention_temperature alone exists for such a model"
+        )
+    if rope_type == "yarn" and temperature != 1:
+        magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
+        if magnitude != 1:
+            problems.append(
+                f"attention_temperature={temperature} and rope_parameters.attention_factor="
+                f"{magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a temperature "
+                "twice; set attention_factor to 1.0 or attention_temperature to 1"
+            )
+    return problems
+
+
+def scope_problems(scope: str, rotates: bool) -> list[str]:
+    """Say whether a model with or without positions lacks a `temperature_scope`."""
+    if scope not in TEMPERATURE_SCOPES:
+        known = ", ".join(TEMPERATURE_SCOPES)
+        return [f"temperature_scope={scope!r} is not supported; choose one of {known}"]
+    if scope == "rotary" and not rotates:
+        return [
+            "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
+            "use 'logits'"
+        ]
+    return []
 
 
 def convolution_problems(model: Any) -> list[str]:

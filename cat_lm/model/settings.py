@@ -200,22 +200,3 @@ def refuse(problems: list[str]) -> None:
     """Raise ValueError with the first of the problems, if there are any."""
     if problems:
         raise ValueError(problems[0])
-
-
-def check_given_once(
-    rope: Mapping[str, Any] | None, given: Mapping[str, Any], names: Mapping[str, str]
-) -> None:
-    """Check that a number of the rotary positions is not given twice, as two numbers.
-
-    Args:
-        rope: the configuration's `rope_parameters`.
-        given: what was given beside it.
-        names: of the numbers there, each with its key in `rope`.
-
-    Raises:
-        ValueError: two values contradict each other.
-    """
-    for name, key in names.items():
-        stored, value = (rope or {}).get(key), given.get(name)
-        if stored is not None and value is not None and stored != value:
-            raise ValueError(f"{name}={value} contradicts rope_parameters[{key!r}]={stored}")

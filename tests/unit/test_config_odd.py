@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,79 @@ def test_what_cannot_be_meant_is_named(overrides, said):
     with pytest.raises(UserError) as raised:
         load_config(QUICKSTART, overrides)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+YARN = "rope_type: yarn, factor: 2, original_max_position_embeddings: 32"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["position_embedding=none", "rope_parameters={rope_type: linear, factor: 2}"],
+            "rope_parameters.rope_type='linear' with position_embedding='none': there are no posit",
+        ),
+        (
+            ["position_embedding=none", "rope_parameters={type: linear, factor: 2}"],
+            "rope_parameters.rope_type='linear' with position_embedding='none': there are no posit",
+        ),
+        (
+            ["position_embedding=none", "temperature_scope=rotary"],
+            "temperature_scope='rotary' with position_embedding='none': nothing is rotated",
+        ),
+        (
+            ["attention_temperature=0.5", f"rope_parameters={{{YARN}}}"],
+            "attention_temperature=0.5 and rope_parameters.attention_factor=1.06931",
+        ),
+        (
+            ["rope_parameters={rope_theta: 500.0}"],
+            "rope_parameters.rope_theta=500.0: give it as rope_theta, which is 10000.0",
+        ),
+        (["rope_parameters={partial_rotary_factor: 0.5}"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_rotary_positions_that_contradict_each_other(family, overrides, said):
+    """Before the run begins, and in the words of the model's own configuration."""
+    part = {
+        "gpt_neox": "give it as rotary_pct, which is 0.25",
+        "llama": "all channels of a head are rotated; leave it out",
+    }
+    said = said or f"rope_parameters.partial_rotary_factor=0.5: {part[family]}"
+    family = f"model.architecture={family}"
+    with pytest.raises(UserError) as raised:
+        load_config(QUICKSTART, [family, *(f"model.{text}" for text in overrides)])
+    assert f": model.{said}" in str(raised.value) and "\n" not in str(raised.value)
+    values = readers.parse_yaml(
+        "\n".join(text.replace("=", ": ", 1) for text in overrides), "overrides"
+    )
+    run = load_config(QUICKSTART, [family])
+    fields = run.architecture.fields(run.model, 512, 64)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        run.architecture.config_class()(**fields | values)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("{rope_theta: 500.0}", {"rope_theta": 500.0}),
+        ("{rope_theta: null, rope_type: null}", {}),
+        (f"{{{YARN}, attention_factor: null}}", readers.parse_yaml(f"{{{YARN}}}", "yarn")),
+    ],
+)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_rotary_positions_that_agree_are_built(family, given, kept, tmp_path):
+    """A base given twice alike, as resolved configurations have it, and keys without a value."""
+    more = [f"model.architecture={family}", f"model.rope_parameters={given}"]
+    run = load_config(QUICKSTART, [*more, "model.rope_theta=500"])
+    assert run.model.rope_parameters == kept
+    run.save(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == run
+    kind = run.architecture.config_class()
+    built = kind(**run.architecture.fields(run.model, 512, 64))
+    assert built.rope_parameters["rope_theta"] == 500
+    assert built.rope_parameters["rope_type"] == kept.get("rope_type", "default")
 
 
 def test_window_of_a_model_without_convolutions_is_free():

@@ -320,7 +320,7 @@ def test_each_stream_has_its_state():
         ),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
-            "rope_theta=5.0 contradicts",
+            r"rope_parameters.rope_theta=7.0: give it as rope_theta, which is 5.0",
         ),
         ({"temperature_scope": "rotary", "position_embedding": "none"}, "nothing is rotated"),
         ({"conv_type": "heads"}, "conv_type='heads' is not supported"),

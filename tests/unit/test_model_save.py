@@ -71,7 +71,7 @@ def test_parameter_counts():
         ({"rotary_pct": 1.5}, "rotary_pct=1.5"),
         (
             {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
-            "rotary_pct=0.5 contradicts",
+            "partial_rotary_factor=0.25: give it as rotary_pct, which is 0.5",
         ),
     ],
     ids=str,
