@@ -318,6 +318,11 @@ class Architecture:
         return name
 
 
+def gated_width(hidden_size: int) -> int:
+    """Give the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
+    return -(-8 * hidden_size // (3 * 256)) * 256
+
+
 def layer_channels(model: Any) -> int:
     """Count a token's numbers in a layer of a transformer, as a forward pass holds them at once.
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from cat_lm import limits
-from cat_lm.architectures.base import Classes
+from cat_lm.architectures.base import Classes, gated_width
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_MULTIPLE = 256  # of which the MLP's width is by default
 
 
 class LlamaSection(ConvolutionKeys, AttentionKeys):
@@ -39,8 +37,7 @@ class LlamaSection(ConvolutionKeys, AttentionKeys):
     @property
     def inner_size(self) -> int:
         """The width of the MLP."""
-        width = -(-8 * self.hidden_size // 3)
-        return self.intermediate_size or -(-width // _MULTIPLE) * _MULTIPLE
+        return self.intermediate_size or gated_width(self.hidden_size)
 
 
 class Llama(Transformer):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits, mixers
-from cat_lm.architectures.base import Architecture, Classes, ModelSection
+from cat_lm.architectures.base import Architecture, Classes, ModelSection, gated_width
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-_MULTIPLE = 256  # of which the MLP's width is by default
 # Widths of a narrowed model, the narrowest first that the mixer's options fit.
 _NARROW = (32, 64, 128, 256, 512, 1024)
 # Options that change no weight's meaning, or only what it starts from.
@@ -53,8 +52,7 @@ class MixerSection(ModelSection):
     @property
     def inner_size(self) -> int:
         """The width of the MLP."""
-        width = -(-8 * self.hidden_size // 3)
-        return self.intermediate_size or -(-width // _MULTIPLE) * _MULTIPLE
+        return self.intermediate_size or gated_width(self.hidden_size)
 
 
 class MixerArchitecture(Architecture):

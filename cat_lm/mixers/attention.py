@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import attention_flops, attention_maps
+from cat_lm.mixers.shared import attention_flops, attention_maps, check_counts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +29,7 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads={self.heads}: must be at least 1")
+        check_counts(self, "heads")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.position not in ("learned", "rope", "none"):

@@ -7,8 +7,12 @@ The module that a mixer builds is causal and takes
 with x and y [B, T, C] and of the others those that its kind `supports`:
 
 - documents: `document_ids` [B, T]; where the id changes a document starts, which reads no other.
-- padding: `padding_mask` [B, T] bool, False at padding, on any side: no real token reads it, and
-  it leaves the state exactly as it was. What comes out at padding is anything finite.
+- padding: `padding_mask` [B, T] bool, False at padding: no real token reads what is there, and it
+  leaves the state exactly as it was. To the left and the right of a call's real tokens it is as if
+  it were not there. Between them it keeps its place: convolutions read zeros there, so that such a
+  row is neither the row without the gap nor the same row cut into calls, which closes a gap at the
+  end of a call. It is not refused: to look would make the host wait for the GPU. What comes out at
+  padding is anything finite.
 - state: `state`, a dict that is empty before the first tokens and holds the module's decoding
   state after each call: tensors by name, rows first, so that rows can be chosen and copied. Calls
   with the parts of a sequence give what one call with all of it gives. Not with documents.

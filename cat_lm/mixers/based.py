@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import convolution_flops
+from cat_lm.mixers.shared import check_counts, convolution_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +29,7 @@ class Options:
     window: int = 3
 
     def __post_init__(self) -> None:
-        if self.features < 1 or self.window < 1:
-            raise ValueError("features and window must be at least 1")
+        check_counts(self, "features", "window")
 
     @property
     def mapped(self) -> int:

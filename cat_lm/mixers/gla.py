@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import check_operator, check_positive
+from cat_lm.mixers.shared import check_counts, check_operator, check_positive
+from cat_lm.ops.recurrence import EVERY
 
 if TYPE_CHECKING:
     from torch import nn
-
-EVERY = 16  # steps between the states that the scan keeps
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Options:
     operator: str = "torch"
 
     def __post_init__(self) -> None:
+        check_counts(self, "heads")
         check_operator(self.operator)
         check_positive(self, "expand_k", "expand_v")
 
@@ -54,8 +54,7 @@ class GatedLinearAttention(MixerKind):
 
     def check(self, options: Options, setting: Setting) -> None:
         keys, values = options.sizes(setting.d_model)
-        divided = options.heads >= 1 and not (keys % options.heads or values % options.heads)
-        if not divided or min(keys, values) < 1:
+        if keys % options.heads or values % options.heads or min(keys, values) < 1:
             raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
 
     def build(self, options: Options, setting: Setting) -> nn.Module:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import MixerKind, Setting
-from cat_lm.mixers.shared import fft_flops
+from cat_lm.mixers.shared import check_counts, fft_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,8 +38,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.state < 2 or self.state % 2:
             raise ValueError(f"state={self.state}: must be even and at least 2")
-        if self.head_dim < 1:
-            raise ValueError(f"head_dim={self.head_dim}: must be at least 1")
+        check_counts(self, "head_dim")
 
 
 class HungryHungryHippos(MixerKind):

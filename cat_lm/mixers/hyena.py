@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import MixerKind, Setting
-from cat_lm.mixers.shared import convolution_flops, fft_flops
+from cat_lm.mixers.shared import check_counts, convolution_flops, fft_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,8 +41,9 @@ class Options:
     features: int = 3
 
     def __post_init__(self) -> None:
-        if self.length < 2 or self.window < 1 or self.hidden < 1:
-            raise ValueError("length must be at least 2, window and hidden at least 1")
+        check_counts(self, "window", "hidden")
+        if self.length < 2:
+            raise ValueError(f"length={self.length}: must be at least 2")
         if self.features < 3 or self.features % 2 == 0:
             raise ValueError(f"features={self.features}: must be odd and at least 3")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.mixers import lincat
 from cat_lm.mixers.base import ALL, MixerKind, Setting
+from cat_lm.mixers.shared import check_counts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,8 +26,7 @@ class Options:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads={self.heads}: must be at least 1")
+        check_counts(self, "heads")
 
     @property
     def plain(self) -> lincat.Options:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import convolution_flops
+from cat_lm.mixers.shared import check_counts, convolution_flops
+from cat_lm.ops.recurrence import EVERY
 
 if TYPE_CHECKING:
     from torch import nn
-
-EVERY = 16  # steps between the states that the scan keeps
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Options:
     init: str = "own"
 
     def __post_init__(self) -> None:
-        if min(self.state, self.window, self.expand) < 1:
-            raise ValueError("state, window and expand must be at least 1")
+        check_counts(self, "state", "window", "expand")
         if self.init not in ("own", "zoology"):
             raise ValueError(f"init={self.init!r}: must be own or zoology")
 

@@ -6,10 +6,11 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
+from cat_lm.ops.recurrence import CHUNK
+
 STREAMS = "qkv"
 INITS = ("uniform", "identity")
 OPERATORS = ("torch", "fla")
-CHUNK = 64  # of the delta rule
 
 
 def check_operator(name: str) -> None:
@@ -24,6 +25,13 @@ def check_operator(name: str) -> None:
         raise ValueError(
             "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
         )
+
+
+def check_counts(options: object, *names: str) -> None:
+    """Check options that count something. Raises ValueError."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)}: must be at least 1")
 
 
 def check_positive(options: object, *names: str) -> None:
@@ -63,8 +71,7 @@ class ConvolutionOptions:
 
     def __post_init__(self) -> None:
         check_streams(self.streams)
-        if self.window < 1 or self.heads < 1:
-            raise ValueError("window and heads must be at least 1")
+        check_counts(self, "window", "heads")
         if self.init not in INITS:
             raise ValueError(f"init={self.init!r}: choose one of {', '.join(INITS)}")
         if self.place not in ("after", "before"):
@@ -98,8 +105,7 @@ class DeltaOptions:
 
     def __post_init__(self) -> None:
         check_streams(self.streams)
-        if self.window < 1 or self.heads < 1:
-            raise ValueError("window and heads must be at least 1")
+        check_counts(self, "window", "heads")
 
     def sizes(self, width: int, expand_v: float) -> dict[str, int]:
         """Give the channels of each stream."""

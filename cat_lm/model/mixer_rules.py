@@ -33,7 +33,7 @@ def mixer_problems(model: Any) -> list[str]:
         for setting in settings_of(model)[:2]:  # all that a mixer may tell apart by
             mixer.check(setting)
     except UserError as error:
-        return [f"hidden_size={model.hidden_size}: {error}"]
+        return [f"mixer_options: {error} (hidden_size={model.hidden_size})"]
     rows = model.learned_positions
     if mixer.learned_positions and rows is None:
         return [

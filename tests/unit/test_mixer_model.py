@@ -322,7 +322,8 @@ train: {max_steps: 4, global_batch_size: 4, micro_batch_size: 4, output_dir: out
     [
         ("model.mixer=dog", "model.mixer='dog': must be one of attention, based"),
         ("model.mixer_options={head: 2}", "unknown option 'head'; did you mean heads?"),
-        ("model.mixer_options={heads: 3}", "model.hidden_size=32: mixer gla:heads=3: heads=3 do"),
+        ("model.mixer_options={heads: 3}", "model.mixer_options: mixer gla:heads=3: heads=3 do"),
+        ("model.mixer_options={heads: -1}", "model.mixer_options: mixer gla: heads=-1: must be"),
         ("model.mixer=attention", "model.learned_positions: mixer attention needs a table"),
         ("model.learned_positions=64", "learned_positions=64: has no effect with mixer gla"),
         ("model.num_attention_heads=4", "num_attention_heads"),
@@ -356,7 +357,7 @@ def test_a_table_of_positions_covers_a_training_sequence(tmp_path):
     ("changes", "said"),
     [
         ({"mixer": "dog"}, "mixer 'dog': choose one of"),
-        ({"mixer_options": {"heads": 5}}, "hidden_size=16: mixer gla:heads=5"),
+        ({"mixer_options": {"heads": 5}}, "mixer_options: mixer gla:heads=5"),
         ({"mixer_options": {"window": 5}}, "unknown option 'window'"),
         ({"hidden_size": 0}, "hidden_size=0: must be from 1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),

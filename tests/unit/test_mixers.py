@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import CAPABILITIES, Mixer, MixerKind, Setting, make, make_mixer
-from cat_lm.mixers.shared import CHUNK
+from cat_lm.mixers.modules.context import short_convolution
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.ops.recurrence import delta_rule
-from cat_lm.ops.recurrence.decaying_scan import EVERY
 from tests.conftest import REPOSITORY
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
@@ -93,6 +91,14 @@ def test_packed_documents_are_documents_alone(specification, layer, borders):
         assert not torch.allclose(mixer(x), packed, atol=1e-3)  # the ids do something
 
 
+@pytest.mark.parametrize(("specification", "layer"), that("documents"))
+@torch.no_grad()
+def test_an_id_that_comes_back_starts_another_document(specification, layer):
+    mixer, x = built(specification, layer), rows(2, 6)
+    packed = mixer(x, document_ids=torch.tensor([[0, 0, 1, 1, 0, 0]] * 2))
+    same(packed, torch.cat([mixer(part) for part in x.split(2, dim=1)], dim=1))
+
+
 # Where a row has padding: the real tokens of two rows.
 PADDINGS = {
     "left": [slice(0, TIME), slice(9, TIME)],
@@ -115,6 +121,31 @@ def test_padding_is_as_if_it_were_not_there(specification, layer, where):
         same(y[row, real], mixer(x[row : row + 1, real])[0])
     other = torch.where(mask[..., None], x, 1e3 * torch.randn_like(x))
     same(mixer(other, padding_mask=mask)[mask], y[mask])
+
+
+@pytest.mark.parametrize(("specification", "layer"), that("padding"))
+@torch.no_grad()
+def test_nothing_reads_padding_inside_a_row(specification, layer):
+    mixer, x = built(specification, layer), rows()
+    mask = torch.ones(2, TIME, dtype=torch.bool)
+    mask[0, 30:33] = mask[1, 5] = False
+    y = mixer(x, padding_mask=mask)
+    other = torch.where(mask[..., None], x, 1e3 * torch.randn_like(x))
+    same(mixer(other, padding_mask=mask)[mask], y[mask])
+
+
+def test_padding_inside_a_call_is_zeros_and_at_its_end_no_gap():
+    """As cat_lm/mixers/base.py says."""
+    x, filters = torch.randn(1, 8, 1, 2), torch.randn(1, 3)
+    mask = torch.arange(8)[None] // 2 != 1  # at 2 and 3
+    zeros, alone = x * mask[..., None, None], x[mask][None]
+    whole = short_convolution(x, filters, name="inputs", padding_mask=mask)
+    same(whole, short_convolution(zeros, filters, name="inputs"))
+    state: dict[str, Tensor] = {}
+    short_convolution(x[:, :4], filters, name="inputs", padding_mask=mask[:, :4], state=state)
+    after = short_convolution(x[:, 4:], filters, name="inputs", state=state)
+    same(after, short_convolution(alone, filters, name="inputs")[:, 2:])
+    assert not torch.allclose(after, whole[:, 4:], atol=1e-3)
 
 
 PARTS = [[1] * TIME, [TIME - 1, 1], [3, 1, 2, TIME - 6], [1, TIME - 1]]
@@ -222,12 +253,6 @@ def test_what_training_keeps_is_estimated(specification):
         # A map stands for itself in fp32 and for itself again, rounded: here in fp32 too.
         counted += 2 * mixer.kind.saved_maps(mixer.options, setting) * time / 64
         assert 0.8 < counted / kept_numbers(mixer, setting, 2, time) < 1.25
-
-
-def test_counts_speak_of_the_same_steps_as_the_operators():
-    from cat_lm.mixers import gla, mamba
-
-    assert delta_rule.CHUNK == CHUNK and gla.EVERY == mamba.EVERY == EVERY
 
 
 def test_flops_grow_with_what_is_mixed():
@@ -370,7 +395,7 @@ def test_values_and_text_are_the_same_options():
         ("cat", {"window": None}, "mixer cat: window='none': must be a whole number"),
         ("cat", {"window": [3]}, "mixer cat: window=[3]: must be one value, not a list"),
         ("cat", {"bias": 1}, "mixer cat: bias='1': must be true or false"),
-        ("cat", {"window": 0}, "mixer cat: window and heads must be at least 1"),
+        ("cat", {"window": 0}, "mixer cat: window=0: must be at least 1"),
         ("linear-attention", {"heads": 0}, "heads=0: must be at least 1"),
         ("gla", {"expand_k": float("inf")}, "expand_k=inf: must be a number above 0"),
     ],
@@ -379,6 +404,16 @@ def test_wrong_options_are_one_clear_line(name, options, said):
     with pytest.raises(UserError) as error:
         make(name, options)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(n, f.name) for n in mixers.names() for f in fields(mixers.get(n).Options) if f.type == "int"],
+)
+def test_a_count_that_counts_nothing_is_named(name, option, value):
+    with pytest.raises(UserError, match=rf"^mixer {name}: {option}={value}: must be "):
+        make(name, {option: value})
 
 
 def test_asking_for_mixers_imports_no_torch():

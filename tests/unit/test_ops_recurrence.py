@@ -121,6 +121,43 @@ def test_documents_leave_the_gradient_of_a_finite_and_right(backend):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("kind", SCANS)
+def test_documents_in_half_precision_have_finite_and_right_gradients(kind, backend):
+    """Of a too: what cuts documents apart is larger than fp16 can hold."""
+    *streams, a = [s.detach().half() for s in (*streams_of(kind, 40), -torch.rand(1, 1, 1))]
+    ids, found = torch.arange(40)[None] // 7, []
+    if kind == "gla":
+        streams[3] = -streams[3]  # so that r ⊙ a ≤ 0
+    for cast in (Tensor.half, Tensor.float):
+        leaves = [cast(s).requires_grad_() for s in (*streams, a)]
+        y = decaying_scan(*leaves, document_ids=ids)
+        found.append(torch.autograd.grad(y.float().sum(), leaves))
+    for one, other in zip(*found, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("decay", [-1e6, -1e30, -torch.inf])
+@pytest.mark.parametrize("at", [0, 5, CHUNK - 1, CHUNK, CHUNK + 3])
+def test_a_total_decay_is_a_document_and_spoils_no_other(at, decay):
+    """Of fp32, beside the rest in fp64; gradients too."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        streams = [s.detach() for s in streams_of("gated delta", 2 * CHUNK, dtype=torch.float64)]
+        streams[4] = streams[4] / 2000  # at most 1e-3
+        how = {}
+        if dtype == torch.float32:
+            streams[4][:, at] = decay
+        else:
+            ids = (torch.arange(2 * CHUNK) >= at).long()[None]
+            how = {"document_ids": ids} if at else {}
+        leaves = [s.to(dtype).requires_grad_() for s in streams]
+        y, last = delta_rule.delta_rule(*leaves, **how, return_state=True)
+        found.append([y, last, *gradients([y, last], leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_document_reaches_another(kind):
     """Not even where what it leaves is as large as fp32 can hold."""

@@ -70,7 +70,7 @@ RUNS = {
     "--mixer kat": "--mixer 'kat': choose one of attention",
     "--mixer cat:stream=k": "did you mean streams?",
     "--mixer cat:streams=qx": "streams='qx'",
-    "--mixer cat:window=0": "window and heads must be at least 1",
+    "--mixer cat:window=0": "window=0: must be at least 1",
     "--mixer cat:heads=3": "heads=3 do not divide d_model=16",
     "--mixer cat:heads=1.5": "must be a whole number",
     "--mixer cat:init=zeros": "init='zeros'",

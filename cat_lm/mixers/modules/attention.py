@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State
 from cat_lm.mixers.modules.projections import ConvolvedProjections
+from cat_lm.ops.documents import document_runs
 
 if TYPE_CHECKING:
     from cat_lm.mixers import attention, cat
@@ -39,7 +40,8 @@ def softmax_attention(
     if real is not None or document_ids is not None or (past and time > 1):
         mask = torch.ones(time, past + time, dtype=torch.bool, device=q.device).tril(past)[None]
         if document_ids is not None:
-            mask = mask & (document_ids[:, :, None] == document_ids[:, None])
+            runs = document_runs(document_ids)
+            mask = mask & (runs[:, :, None] == runs[:, None])
         if real is not None:
             itself = torch.eye(time, past + time, dtype=torch.bool, device=q.device).roll(past, 1)
             mask = (mask & real[:, None]) | itself

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State, without_padding
 from cat_lm.mixers.modules.projections import ConvolvedProjections
+from cat_lm.ops.documents import document_runs
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime.precision import without_autocast
 
@@ -40,7 +41,8 @@ def linear_attention(
     with without_autocast(q):
         scores = torch.einsum("bthf,bshf->bhts", q.to(widest), k.to(widest)).tril()
         if document_ids is not None:
-            scores = scores * (document_ids[:, :, None] == document_ids[:, None])[:, None]
+            runs = document_runs(document_ids)
+            scores = scores * (runs[:, :, None] == runs[:, None])[:, None]
         y = torch.einsum("bhts,bshd->bthd", scores, v.to(widest))
     return (y / (scores.sum(dim=-1).transpose(1, 2)[..., None] + eps)).to(v.dtype)
 

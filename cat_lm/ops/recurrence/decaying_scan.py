@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.documents import check_document_ids, document_starts
-from cat_lm.ops.recurrence import decaying_scan_torch
+from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -30,7 +30,6 @@ from cat_lm.ops.runtime.triton_launch import INSTALLED
 if INSTALLED:
     from cat_lm.ops.recurrence import decaying_scan_triton
 
-EVERY = 16  # steps between states that are kept
 # A rate of this size times any |a| above 1e-28 is a total decay. Not infinity: its gradient is NaN.
 TOTAL = 1e30
 
@@ -70,12 +69,14 @@ def decaying_scan(
         initial_state = q.new_zeros(state)
     elif initial_state.shape != state:
         raise ValueError(f"initial_state is {list(initial_state.shape)}, not {list(state)}")
+    given = (q, k, v, rate, a, initial_state)
+    widest = functools.reduce(torch.promote_types, (s.dtype for s in given), torch.float32)
+    q, k, values, rate, a, initial_state = (s.to(widest) for s in given)
     if document_ids is not None:
         check_document_ids(document_ids, *q.shape[:2])
-        rate = _cut(rate, a, document_ids)
-    inputs = (q, k, v, rate, a, initial_state)
-    widest = functools.reduce(torch.promote_types, (s.dtype for s in inputs), torch.float32)
-    out, last, _ = _Scan.apply(*(s.to(widest)[None] for s in inputs))
+        rate = _cut(rate, a, document_ids)  # after the cast: half precision has no TOTAL
+    inputs = (q, k, values, rate, a, initial_state)
+    out, last, _ = _Scan.apply(*(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)
     return (out, last.squeeze(0)) if return_state else out
 

@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.documents import check_document_ids, document_runs
+from cat_lm.ops.recurrence import CHUNK
 from cat_lm.ops.runtime.precision import without_autocast
 
-CHUNK = 64
+# The exp of these is 0 exactly, as of all that is less.
+_TOTAL = {torch.float32: -104.0, torch.float64: -746.0}
 
 
 def delta_rule(
@@ -46,7 +48,7 @@ def delta_rule(
         q, k: [B, T, H, K].
         v: [B, T, H, V].
         beta: [B, T, H].
-        log_decay: log α, [B, T, H], at most 0; none: α = 1.
+        log_decay: log α, [B, T, H], at most 0, −inf for none of the state; none: α = 1.
         document_ids: [B, T] integers; no document reads another. The first one of a row goes on
             from `initial_state`.
         initial_state: S_0 with its keys first, [B, H, K, V]; none: zeros.
@@ -117,7 +119,8 @@ def _decays(
     number, chunk = like.shape[2:4]
     within = before = None
     if log_decay is not None:
-        before = log_decay.cumsum(dim=3)
+        # A sum that a very large one is part of would round the others away, and −inf give NaN.
+        before = log_decay.clamp(min=_TOTAL[log_decay.dtype]).cumsum(dim=3)
         time = torch.arange(chunk, device=like.device)
         within = before - before.mT
         within = within.masked_fill(time[:, None] < time, -torch.inf).exp()

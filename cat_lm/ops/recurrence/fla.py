@@ -13,7 +13,6 @@ package has a rule for torch.func.vmap: models trained in a stack need `operator
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,22 +22,6 @@ from torch.nn import functional as F
 
 from cat_lm.errors import UserError
 from cat_lm.ops.documents import document_starts
-
-OPERATORS = ("torch", "fla")
-
-
-def check_operator(name: str) -> None:
-    """For options.
-
-    Raises:
-        ValueError: an unknown operator, or one of a package that is not here.
-    """
-    if name not in OPERATORS:
-        raise ValueError(f"operator={name!r}: must be torch or fla")
-    if name == "fla" and importlib.util.find_spec("fla") is None:
-        raise ValueError(
-            "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
-        )
 
 
 def gated_linear_attention(
