@@ -231,7 +231,7 @@ def _continue_earlier(
             f"{marker.work}; continue it with its arguments, or remove it and give these again"
         )
     work.take_up(unmarked=True)
-    planned = (read_record(work.path / ASSEMBLY) or {}).get("shards", [])
+    planned = (read_record(work.path / ASSEMBLY, ["shards"]) or {}).get("shards", [])
     names = shard_names(f"{shard['split']}-{shard['number']:05d}" for shard in planned)
     files = [*tokenizer_names(), MALFORMED, *names]
     Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files).save(folder)

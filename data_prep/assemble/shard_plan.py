@@ -149,7 +149,7 @@ def token_counts_path(work: Path, name: str) -> Path:
 
 def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
     """Describe a finished shard; None where it is not there, not whole, or of another plan."""
-    record = read_record(shard_record_path(work, name))
+    record = read_record(shard_record_path(work, name), ("key", "shard"))
     if record is None or record["key"] != key:
         return None
     info = ShardInfo(**record["shard"])

@@ -67,7 +67,7 @@ def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Nam
 
 
 def _load(job: Job) -> Assembly | None:
-    record = read_record(job.work / ASSEMBLY)
+    record = read_record(job.work / ASSEMBLY, Assembly.__dataclass_fields__)
     if record is None:
         return None
     assembly = Assembly.from_json(record)

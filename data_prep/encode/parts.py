@@ -15,7 +15,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,19 +125,20 @@ def write_record(path: Path, record: dict) -> None:
     write_sealed(path, record)
 
 
-def read_record(path: Path) -> dict | None:
-    """A record as it was written; None where there is none, or a damaged one."""
+def read_record(path: Path, keys: Iterable[str]) -> dict | None:
+    """Read a record with `keys`; None where none is, a damaged one, or one of another kind."""
     try:
         record = read_object(path)
     except UserError:
         return None
     record, whole = opened(record)
-    return record if whole else None
+    return record if whole and record.keys() >= set(keys) else None
 
 
 def finished_part(work: Path, unit: int, round_number: int, key: str) -> dict | None:
     """The record of a part that is done for this key and has files of the right sizes, or None."""
-    record = read_record(part_path(work, unit, round_number, "json"))
+    path = part_path(work, unit, round_number, "json")
+    record = read_record(path, ("key", "bytes", "sha256", "sets"))
     if record is None or record["key"] != key:
         return None
     for kind in KINDS:

@@ -58,7 +58,7 @@ class Plan:
     @classmethod
     def load(cls, work: Path, tokenizer_folder: Path) -> Plan | None:
         """The plan in the work folder; None where there is none, or its tokenizer is damaged."""
-        value = read_record(work / PLAN)
+        value = read_record(work / PLAN, cls.__dataclass_fields__)
         file = tokenizer_folder / "tokenizer.json"
         if value is None or not file.is_file() or sha256(file) != value["tokenizer"]["sha256"]:
             return None

@@ -393,7 +393,7 @@ class TestSettings:
             ),
             ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
             ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
-            ({"model_type": 3}, "model_type is 3, must be the name"),
+            ({"model_type": 3}, "model_type is 3, must be a name"),
             ({"model_type": "unheard_of"}, "unheard_of"),
         ],
     )

@@ -29,6 +29,15 @@ def test_a_damaged_part_is_noticed_and_made_again(tmp_path, sets, expected, prep
     assert digests(out) == expected
 
 
+def test_whole_records_of_another_kind_are_not_taken(tmp_path, sets, expected, prepare):
+    out = tmp_path / "out"
+    prepare(out, *set_flags(sets, *WISHES, "--stage", "encode"))
+    shutil.copy(out / "parts" / "plan.json", out / "parts" / "part-00001.0.json")
+    shutil.copy(out / "parts" / "part-00002.0.json", out / "parts" / "assembly.json")
+    prepare(out, *set_flags(sets, *WISHES))
+    assert digests(out) == expected
+
+
 def test_a_part_that_is_damaged_while_shards_are_written_is_made_again(
     tmp_path, sets, expected, prepare, monkeypatch
 ):
