@@ -52,6 +52,12 @@ class TokenIds(Record):
     pad_token_id: int | None = None
 
 
+class TokenizerSettings(Record):
+    """Hold what transformers uses of `tokenizer_config.json` without looking at it."""
+
+    model_max_length: int | float | None = None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Find the files that transformers reads the weights from, in name order; none without any.
 

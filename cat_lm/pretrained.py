@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.export_record import CARD, finite_as_listed, verify, verifying
-from cat_lm.io.readers import read_object, short
+from cat_lm.io.readers import read_json, read_object, short
 from cat_lm.model_files import (
     WEIGHTS,
     Naming,
+    TokenizerSettings,
     asks_for_code,
     check_fit,
     read_headers,
@@ -282,7 +283,10 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     found = [name for name in names if (folder / name).is_file()]
     if not found:
         raise UserError(f"tokenizer {folder}: missing (no {', no '.join(names)})")
-    settings = read_object(folder / names[1]) if names[1] in found else {}
+    settings = {}
+    if names[1] in found:
+        settings = read_object(folder / names[1])
+        read_json(folder / names[1], TokenizerSettings)
     verify(folder, is_of_tokenizer)
     return _tokenizer(folder, settings)
 

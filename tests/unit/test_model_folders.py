@@ -440,6 +440,11 @@ class TestSettings:
         (foreign / name).write_text(content)
         assert_one_line(monkeypatch, capsys, str(foreign), foreign, "x")
 
+    def test_a_length_of_the_tokenizer_that_is_no_number(self, foreign, monkeypatch, capsys):
+        change_settings(foreign, "tokenizer_config.json", model_max_length="")
+        said = "tokenizer_config.json: model_max_length"
+        assert_one_line(monkeypatch, capsys, said, foreign, "the cat")
+
     @pytest.mark.parametrize("token", ["x", [1.5], 1.5, {"a": 1}])
     def test_tokens_of_the_generation(self, foreign, token):
         change_settings(foreign, "generation_config.json", eos_token_id=token)
