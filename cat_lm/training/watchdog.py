@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
+from cat_lm.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError
 from cat_lm.training.ancestors import Launcher
 from cat_lm.training.stop import StopSignal
 
@@ -82,9 +82,10 @@ class Watchdog:
         """
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:
+            # Bad input has no other cause; ranks that did not meet may have lost the launcher.
+            if isinstance(error, UserError) and not isinstance(error, TemporaryError):
+                raise
             launcher, tries = self._launcher, 20
             # Its connections are closed a moment before it counts as ended.
             while launcher is not None and not launcher.is_gone() and tries:
