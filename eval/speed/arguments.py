@@ -9,6 +9,9 @@ from cat_lm import limits
 from cat_lm.cli import whole_numbers
 from cat_lm.io.readers import clipped
 
+# Names that an error line has room for.
+_NAMED = 10
+
 
 def shape(text: str) -> tuple[int, ...]:
     """Four numbers: B,T,H,D."""
@@ -29,9 +32,10 @@ def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], t
         found = tuple(part.strip() for part in text.split(","))
         for name in found:
             if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{clipped(name)!r} is not one of {', '.join(known)}"
-                )
+                raise argparse.ArgumentTypeError(f"{clipped(name)!r} is not one of {first}")
         return found
 
+    first = ", ".join(known[:_NAMED])
+    if len(known) > _NAMED:
+        first += f", … (--help has all {len(known)})"
     return parse

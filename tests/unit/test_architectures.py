@@ -204,7 +204,7 @@ def test_families_by_the_type_of_a_model():
 def test_a_part_of_llamas_rotation_is_refused_before_there_is_a_model():
     part = "model.rope_parameters={rope_type: default, partial_rotary_factor: 0.5}"
     assert "partial_rotary_factor=0.5: all channels" in error_of("model.architecture=llama", part)
-    load_config(QUICKSTART, [part])
+    load_config(QUICKSTART, [part, "model.rotary_pct=0.5"])
 
 
 def test_files_of_before_the_key_and_what_is_written_now(tmp_path):

@@ -541,7 +541,7 @@ def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
         (("checkpoint", "--model", "llama-stock"), "invalid choice: 'llama-stock'"),
         (
             ("train", "--models", "mixer-gla", "--hidden-size", "36", "--heads", "12"),
-            "model mixer-gla: hidden_size=36",
+            "model mixer-gla: mixer_options: mixer gla:heads=12: heads=12 do not divide 18 keys",
         ),
         (("stacks", "--mixers", "none,rnn"), "'rnn' is not one of"),
         (("stacks", "--task", "sing"), "sing"),

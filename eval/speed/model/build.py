@@ -50,7 +50,8 @@ class ModelSize:
         own = {k: value for k, value in sizes.items() if k in family.Section.model_fields}
         own |= family.variant_keys(model.variant, self.heads, positions)
         section = family.Section(**own)
-        for problem in family.problems(section, positions):
+        # A filter may reach beyond a short prompt, as it does in decoding.
+        for problem in family.problems(section, max(positions, self.window)):
             raise UserError(f"model {name}: {problem}")
         return section
 
