@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from cat_lm.errors import describe_os_error
+from cat_lm.errors import UserError, describe_os_error
 
 # What only a write can meet; a read inside of `naming` may be of another file.
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -76,8 +76,11 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path | str) -> None:
+        """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow."""
         self.error: str | None = None
         self._path = path
+        if os.path.islink(path):
+            raise UserError(f"{path}: is a link, must be a run's own file; remove it")
         # Without a buffer: it would be written again, and fail again, whenever it is let go.
         self._stream = open(path, "ab", buffering=0)  # noqa: SIM115
         self._size = self._stream.tell()

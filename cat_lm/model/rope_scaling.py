@@ -145,7 +145,7 @@ def check_rope_numbers(rope: Mapping[str, Any]) -> None:
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
     for name in ("rope_theta", "partial_rotary_factor"):
-        if rope.get(name) is not None:
+        if name in rope:
             _check_range(name, rope[name])
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
 from cat_lm.io.own_files import make_marked, remove_marked
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
@@ -66,7 +65,6 @@ def measure(study: Study, workers: Workers) -> Estimate:
         trained = config.total_steps * config.tokens_per_step
         # Three processes: training, export, sweep.
         seconds[model] = (trained + FORWARD * scored) / rate + 3 * start
-    write_json(study.out / "estimate.json", {"seconds": seconds, "parallel": workers.parallel})
     remove_marked(folder, TRIALS)
     return Estimate(seconds)
 

@@ -43,7 +43,9 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
     yield Finding("run model", f"{precision}: {reason}", "precision", precision)
     with torch.device("meta"):
         parameters = count_parameters(build_model(config, vocabulary(config)[0]))
-    yield Finding("run model", f"{parameters:,} parameters", "parameters", parameters)
+    words = f"{config.model.architecture}, {config.architecture.words(config.model)}"
+    text = f"{parameters:,} parameters, {words}"
+    yield Finding("run model", text, "parameters", parameters)
 
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ def _about(run: Run, found: Sequence[Costs]) -> list[str]:
     return [
         *_labelled(
             "model",
+            f"{config.model.architecture} ({config.architecture.words(config.model)}), "
             f"{run.parameters:,} parameters, {run.flops_per_token / 1e9:.2f} GFLOPs a token "
             f"(forward and backward), {config.train.precision}, ZeRO-{config.train.zero_stage}"
             + (", activation checkpointing" if config.train.activation_checkpointing else ""),

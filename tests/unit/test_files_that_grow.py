@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
 from cat_lm.io.files import AppendedFile, write_json
 from cat_lm.training import metrics
 from cat_lm.training.distributed import describe_error
@@ -46,6 +47,14 @@ def test_what_does_not_fit_leaves_nothing_behind(tmp_path):
     file.sync()
     file.close()
     assert (tmp_path / "x").read_bytes() == b"first\n"
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("their words\n")
+    (tmp_path / "x").symlink_to("theirs")
+    with pytest.raises(UserError, match="x: is a link, must be a run's own file"):
+        AppendedFile(tmp_path / "x")
+    assert (tmp_path / "theirs").read_text() == "their words\n"
 
 
 def test_a_flush_that_fails_is_noted(tmp_path, monkeypatch):

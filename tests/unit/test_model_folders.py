@@ -405,7 +405,7 @@ class TestSettings:
         line = str(refused.value)
         assert said in line and "config.json" in line and "\n" not in line
 
-    @pytest.mark.parametrize("theta", [math.nan, math.inf, 1e-320, "big", -1])
+    @pytest.mark.parametrize("theta", [math.nan, math.inf, 1e-320, "big", -1, None])
     @pytest.mark.parametrize("kind", ["cat_neox", "gpt_neox"])
     def test_the_base_of_the_frequencies(self, foreign, kind, theta):
         config = json.loads((foreign / "config.json").read_text())
