@@ -16,7 +16,9 @@ from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
+from cat_lm.training.fragments import stepped_tensors
 from cat_lm.training.optimizer_state import full_precision_weights
+from cat_lm.training.preflight.dry_run import absent_moments
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
@@ -60,12 +62,14 @@ def losses_with_and_without(ranks, data, cases):
             config = RunConfig.model_validate(values)
             _, _, loader = open_data(config)
             engine = Engine(build_model(config, 257), config, ranks)
-            found = []
+            found, stepped = [], sum(t.numel() for t in stepped_tensors(engine))
             for step in range(STEPS):
                 # Also between steps, as after a checkpoint: moments and counters are there then.
                 if dry and step != 1:
                     line = preflight.dry_run_batch(engine, loader)
                     assert line.startswith("preflight: dry-run batch of 2 x 32 tokens in "), line
+                    reserved = [t.numel() for t in absent_moments(engine)]
+                    assert sum(reserved) == (0 if step else 2 * stepped), (stage, step)
                 result = engine.train_step(loader.batch(step, ranks.rank, ranks.world_size), 1e-2)
                 assert not result.skipped
                 found.append((result.loss, result.grad_norm))

@@ -15,6 +15,8 @@ from cat_lm.errors import UserError
 from cat_lm.host import GIB
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, memory_per_rank
+from cat_lm.training.fragments import stepped_tensors
+from cat_lm.training.optimizer_state import MOMENTS
 from cat_lm.training.watchdog import host_name
 
 # What DeepSpeed counts in a step, skipped or not.
@@ -44,7 +46,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     start = time.perf_counter()
     try:
         with _restored(engine):
-            _skipped_step(engine, batch, parameters)
+            _skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -61,21 +63,28 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     )
 
 
-def _skipped_step(engine: Engine, batch: dict, parameters: int) -> None:
-    deepspeed, device = engine.deepspeed, engine.ranks.device
-    plain = engine.config.train.zero_stage == 0
-    # Without ZeRO the moments come with the first update; their room must be there too.
-    absent = plain and not engine.optimizer.state
-    moments = torch.empty(2 * parameters if absent else 0, device=device)
+def _skipped_step(engine: Engine, batch: dict) -> None:
+    deepspeed = engine.deepspeed
+    moments = absent_moments(engine)
     (micro_batch,) = engine._micro_batches(batch)
     # One micro-batch is the whole step, so that gradients are reduced and then dropped.
     deepspeed.set_gradient_accumulation_boundary(True)
     loss = engine._loss(micro_batch, num_items_in_batch=1)
     deepspeed.backward(loss * math.nan)
-    if plain:
+    if engine.config.train.zero_stage == 0:
         engine._clip()
     deepspeed.step()
     del moments
+
+
+def absent_moments(engine: Engine) -> list[torch.Tensor]:
+    """Take the room of the moments that this rank's optimizer makes with its first update.
+
+    No ZeRO stage makes them earlier, and every later batch must find its room beside them.
+    """
+    state = engine.optimizer.state
+    absent = [tensor for tensor in stepped_tensors(engine) if not state.get(tensor)]
+    return [torch.empty_like(tensor) for tensor in absent for _ in MOMENTS]
 
 
 @contextmanager
