@@ -16,7 +16,7 @@ from cat_lm import __version__
 from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
-from cat_lm.errors import SharedError, UserError, command
+from cat_lm.errors import SharedError, UserError, command, hard_exit
 from cat_lm.io.folders import check_output
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
@@ -69,7 +69,7 @@ def main() -> None:
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
-    distributed.hard_exit(exit_code)
+    hard_exit(exit_code)
 
 
 class Trainer:
