@@ -78,12 +78,15 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
         from cat_lm.training.checkpoint import Checkpoints
+        from cat_lm.training.determinism import make_deterministic
         from cat_lm.training.engine import resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
 
         self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
+        if config.train.deterministic:
+            make_deterministic()
         precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.

@@ -177,6 +177,9 @@ class TrainSection(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     activation_checkpointing: bool = False
     compile: bool = False
+    deterministic: bool = Field(
+        False, description="the same bits each time on a GPU, where attention is then slower"
+    )
     conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="what computes convolutions; a name that cannot serve ends the run"
     )
