@@ -128,11 +128,11 @@ class Trainer:
         skip = ranks.local_rank != 0 or not config.train.init_checksums
         with comparing_files(skip):
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
-        model = build_model(config, vocabulary)
+        model = build_model(config, vocabulary, weights=ranks.is_first)
         self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
         if config.train.init_from is not None and start_from is None:
             with comparing_files(skip):
-                ranks.on_all_ranks(lambda: load_initial_weights(model, config.train.init_from))
+                ranks.on_rank_zero(lambda: load_initial_weights(model, config.train.init_from))
             self.log.line(f"weights: from {config.train.init_from}")
         self.engine = Engine(model, config, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -16,6 +17,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 if TYPE_CHECKING:
@@ -43,13 +45,19 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
 
 
-def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
-    """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
+def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
+    """A freshly initialised model in fp32 on the CPU, the same each time.
+
+    Args:
+        weights: whether it has any; without them its parameters are on the meta device, and the
+            Engine has them filled with the first rank's.
+    """
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
         check_classes(config.architecture)
-        model = config.architecture.classes().causal_lm(fields)
+        with contextlib.nullcontext() if weights else without_weights():
+            model = config.architecture.classes().causal_lm(fields)
         check_model(config.architecture, config.model, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
@@ -106,6 +114,8 @@ def _check_compiler(device: torch.device) -> None:
 class Engine:
     """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
 
+    Every rank begins with the first one's parameters, whatever its own were.
+
     The loss is the sum over the scored tokens of the whole global batch, over all ranks and
     accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
     """
@@ -116,6 +126,7 @@ class Engine:
         self._plain = config.train.zero_stage == 0
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
+        give_memory(model, ranks.device)
         model.to(ranks.device).train()
         optimizer = torch.optim.AdamW(
             parameter_groups(model, config.optimizer.weight_decay),

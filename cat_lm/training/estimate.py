@@ -86,7 +86,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def building_bytes(parameters: int) -> int:
-    """Bytes of its host's memory that a rank takes to build the model: whole, in fp32."""
+    """Bytes of its host's memory that the first rank takes to build the model: whole, in fp32."""
     return 4 * parameters
 
 
