@@ -166,7 +166,8 @@ class Trainer:
                 self.validate()
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
-            exit_code = self.stop.agreed_exit_code(self.ranks) if not is_last else 0
+            alone = self.ranks.world_size == 1
+            exit_code = self.stop.agreed_exit_code(self.votes, alone) if not is_last else 0
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
@@ -221,7 +222,8 @@ class Trainer:
         start = time.perf_counter()
         self.step += 1
         lr = learning_rate(self.config, self.step)
-        result = self.engine.train_step(batch, lr)
+        result = self.engine.train_step(batch, lr, self.stop.votes())
+        self.votes = result.flags
         record = self.report.record(
             self.step, result, lr, waited, waited + time.perf_counter() - start
         )

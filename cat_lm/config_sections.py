@@ -175,6 +175,9 @@ class TrainSection(Section):
         "auto", description="auto: bf16 where the device computes it natively, otherwise fp32"
     )
     zero_stage: Literal[0, 1, 2, 3] = 1
+    gradient_communication: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what ranks sum gradients in; bf16: half the bytes, rounded"
+    )
     activation_checkpointing: bool = False
     compile: bool = False
     deterministic: bool = Field(

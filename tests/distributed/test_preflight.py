@@ -66,10 +66,10 @@ def losses_with_and_without(ranks, data, cases):
             for step in range(STEPS):
                 # Also between steps, as after a checkpoint: moments and counters are there then.
                 if dry and step != 1:
+                    reserved = sum(t.numel() for t in absent_moments(engine))
+                    assert reserved == (0 if step else 2 * stepped), (stage, step)
                     line = preflight.dry_run_batch(engine, loader)
                     assert line.startswith("preflight: dry-run batch of 2 x 32 tokens in "), line
-                    reserved = [t.numel() for t in absent_moments(engine)]
-                    assert sum(reserved) == (0 if step else 2 * stepped), (stage, step)
                 result = engine.train_step(loader.batch(step, ranks.rank, ranks.world_size), 1e-2)
                 assert not result.skipped
                 found.append((result.loss, result.grad_norm))
