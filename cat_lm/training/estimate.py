@@ -160,8 +160,9 @@ def memory_per_rank(
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
     activations = _activations(config) + _loss_memory(config, vocab_size)
-    # Gradients of earlier passes lie beside the activations; else they come as those go.
-    absent = 0.0 if held else gradients * parameters
+    # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
+    # activations; else they come as those go.
+    absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
     peak = reserved + max(activations + beside - absent, sent)
     shown = min(activations, peak)
     return Memory(

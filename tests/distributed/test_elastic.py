@@ -79,7 +79,8 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def save(self):
-            if self.step in save_at or self.votes[0]:
+            alone = ranks.world_size == 1
+            if self.step in save_at or self.stop.agreed_exit_code(self.votes, alone):
                 super().save()
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
