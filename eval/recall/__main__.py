@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -220,8 +221,9 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "theory",
         help="compute the theorems and propositions",
-        description="Computes each claim of the paper, prints it with what was measured, and "
-        "writes theory.json, theory.md, theory.html and the pictures.",
+        description="Computes each claim of the paper and puts something wrong to the same check, "
+        "prints both, and writes theory.json, theory.md, theory.html and the pictures. Exit "
+        "status 1 if a claim does not hold or a wrong one passes.",
     )
     parser.add_argument("--out", type=path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=_whole("seed"), default=0)
@@ -236,7 +238,11 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
 def _theory(arguments: argparse.Namespace) -> None:
     from eval.recall.theory.report import theory
 
-    theory(arguments.out, seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)
+    options = dict(seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)
+    if fallen := theory(arguments.out, **options):
+        what = "do not hold or have a control that passes"
+        print(f"error: theory: {what}: {'; '.join(fallen)}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
