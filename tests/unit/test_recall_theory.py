@@ -343,7 +343,9 @@ def test_what_is_untrained_exceeds_the_bound_even_at_the_largest_error_admitted(
         for control in claim["controls"]:
             if control["what"] == "untrained":
                 assert "condition not met" in control["measured"]
-                assert float(control["measured"].split("; ")[1].split()[0]) > 1
+                # Its attention alone may be fair: it starts at a multiple of the identity.
+                if "filter" in claim["source"] or "generalization" in claim["source"]:
+                    assert float(control["measured"].split("; ")[1].split()[0]) > 1
 
 
 def test_the_tables_rows_are_those_of_the_command(run):
