@@ -219,8 +219,8 @@ def test_set_thresholds_of_a_sphere_are_those_of_its_subspace(monkeypatch):
         assert abs(np.quantile(found, share) / np.quantile(expected, share) - 1) < 0.05
 
 
-def test_the_exponential_rate_is_the_filters(monkeypatch):
-    """Twice the rate in blocks of B is the proposition's filter of half the length."""
+def test_the_exponential_rate_is_the_filters():
+    """A state over blocks at twice the rate, against the recursion."""
     noise = np.random.default_rng(0).standard_normal((2, 200))
     state = np.zeros(2)
     for column in noise.T:
