@@ -17,6 +17,7 @@ from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
+    PAGES,
     Cells,
     Protocol,
     Subject,
@@ -26,7 +27,7 @@ from eval.length_sweep.cells import (
     trained_length,
 )
 from eval.length_sweep.memory import NotEnoughMemory
-from eval.length_sweep.text import sweep_streams
+from eval.length_sweep.text import WIKITEXT, sweep_streams
 from eval.length_sweep.token_stream import REASONS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ COLUMNS = (
     "perplexity",
     "loss",
     "word_perplexity",
+    "byte_perplexity",
     "bits_per_byte",
     "standard_error",
     "tokens",
@@ -68,6 +70,8 @@ COLUMNS = (
     "text_tokens",
     *(f"left_out_{reason}" for reason in REASONS),
 )
+# In the JSON alone; the latter two are not in cells of earlier versions.
+LISTS = ("positions", "document_nlls", "document_tokens")
 
 
 def sweep(
@@ -77,6 +81,7 @@ def sweep(
     *,
     text: Path | str | None = None,
     data: Path | str | None = None,
+    data_dir: Path | str | None = None,
     document_separator: str | None = None,
     methods: Sequence[str] = ("none",),
     max_tokens: int | None = None,
@@ -93,7 +98,8 @@ def sweep(
     """Fills every cell (model, length, method) and writes the result files into `out`.
 
     Args:
-        text, data: a text file or prepared data; exactly one of them.
+        text, data: a text file (or `WIKITEXT`), or prepared data; exactly one of them.
+        data_dir: with WIKITEXT, the folder that holds its rows; None: the Hub.
         document_separator: regular expression between the documents of `text`; None for one.
         methods: see `resolve_methods`, which knows the sets ("all",) and ("paper",).
         max_tokens: to score at most.
@@ -108,19 +114,27 @@ def sweep(
         UserError: bad input, before anything is computed where that is possible; or lengths that
             did not fit into memory, after everything else is done and written.
     """
+    if text == WIKITEXT:
+        documents = PAGES
     protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     lengths = sorted(set(lengths))
     choose_device(device)  # an absent one ends the sweep before anything is read
     subjects = _subjects(models, tuple(methods), protocol, training_length)
-    streams = sweep_streams(
-        subjects,
-        lengths[-1],
-        text=text,
-        data=data,
-        separator=document_separator,
-        max_tokens=max_tokens,
-        document_tokens=(min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None,
-    )
+    if documents == PAGES:
+        from eval.length_sweep.wikitext import page_streams
+
+        streams = page_streams(subjects, lengths[-1], data_dir)
+    else:
+        whole = (min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None
+        streams = sweep_streams(
+            subjects,
+            lengths[-1],
+            text=text,
+            data=data,
+            separator=document_separator,
+            max_tokens=max_tokens,
+            document_tokens=whole,
+        )
     for account in dict.fromkeys(stream.account for stream in streams):
         print(account, file=sys.stderr)
     names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
@@ -204,7 +218,7 @@ def _write_tables(
         {
             "text": stream.source,
             "protocol": protocol.describe(),
-            "rows": [{name: row[name] for name in (*COLUMNS, "positions")} for row in rows],
+            "rows": [{name: row.get(name) for name in (*COLUMNS, *LISTS)} for row in rows],
             **provenance(),
         },
     )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from eval.length_sweep.cells import Subject
     from eval.length_sweep.token_stream import TokenStream
 
+WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
+
 
 def sweep_streams(
     subjects: Sequence[Subject],
@@ -40,13 +42,13 @@ def sweep_streams(
         # Every tokenizer is compared with the data's own.
         streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
         if document_tokens is not None:
-            return [_long_enough(stream, largest) for stream in streams]
+            return [long_enough(stream, largest) for stream in streams]
         return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
     stream = text_stream(split_documents(read_text(text), separator), first, str(text))
     if document_tokens is None:
         stream = _whole_windows(stream, largest, max_tokens, first)
     else:
-        stream = _long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
+        stream = long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
     scored = None
     streams = []
     for subject, tokenizer in zip(subjects, tokenizers, strict=True):
@@ -58,7 +60,7 @@ def sweep_streams(
         other = text_stream(scored, tokenizer, f"model {subject.label}: {text}")
         if document_tokens is None:
             _whole_windows(other, largest, None, tokenizer)
-        streams.append(other if document_tokens is None else _long_enough(other, largest))
+        streams.append(other if document_tokens is None else long_enough(other, largest))
     return streams
 
 
@@ -79,11 +81,12 @@ def _whole_windows(
     return stream.cut(limit, tokenizer, multiple_of=largest)
 
 
-def _long_enough(stream: TokenStream, largest: int) -> TokenStream:
+def long_enough(stream: TokenStream, largest: int) -> TokenStream:
     """Raises UserError where no document fills a window of the largest length."""
     from eval.length_sweep.perplexity import document_spans
 
-    longest = max(stop - start for start, stop in document_spans(stream.tokens, stream.eod_id))
+    spans = stream.spans or document_spans(stream.tokens, stream.eod_id)
+    longest = max(stop - start for start, stop in spans)
     if longest < largest:
         raise UserError(
             f"{stream.source}: too short for length {largest}: the longest document has "

@@ -39,7 +39,9 @@ class TokenStream:
         eod_id: the token after every document but the last.
         source: what the tokens came from, for people.
         left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
-        sha256: of the tokens, so that equal streams are known to be equal.
+        spans: (start, stop) of each document whose inputs tokens[start:stop] predict it, where only
+            these are scored; None: all tokens after the first.
+        sha256: of what is scored, so that equal streams are known to be equal.
     """
 
     tokens: np.ndarray
@@ -48,10 +50,13 @@ class TokenStream:
     eod_id: int
     source: str
     left_out: Mapping[str, int] = field(default_factory=dict)
+    spans: tuple[tuple[int, int], ...] | None = None
 
     @property
     def scored(self) -> int:
-        """Tokens that a model's score is taken over: all but the first."""
+        """Tokens that a model's score is taken over."""
+        if self.spans is not None:
+            return sum(stop - start for start, stop in self.spans)
         return len(self.tokens) - 1
 
     @property
@@ -70,10 +75,15 @@ class TokenStream:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes()).hexdigest()
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes())
+        if self.spans is not None:  # words and bytes are not of these tokens then
+            digest.update(repr((self.spans, self.num_words, self.num_bytes)).encode())
+        return digest.hexdigest()
 
     @property
     def num_documents(self) -> int:
+        if self.spans is not None:
+            return len(self.spans)
         return 1 + int((self.tokens[1:-1] == self.eod_id).sum())
 
     def cut(
