@@ -30,6 +30,10 @@ from eval.length_sweep.cells import DOCUMENTS
 from eval.length_sweep.sweep import sweep, table
 from eval.length_sweep.text import WIKITEXT
 
+# Options that choose among a text's tokens.
+OTHER_TEXT = ("documents", "document_separator", "min_document_tokens", "max_document_tokens")
+OTHER_TEXT += ("max_tokens",)
+
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -93,6 +97,12 @@ def _add_protocol(group: argparse._ArgumentGroup) -> None:
         type=whole(limits.SCORED_TOKENS),
         metavar="N",
         help="per-document: leave shorter documents out (default: the largest length)",
+    )
+    group.add_argument(
+        "--max-document-tokens",
+        type=whole(limits.SCORED_TOKENS),
+        metavar="N",
+        help="per-document: of longer documents score the first N tokens (default: all)",
     )
 
 
@@ -164,8 +174,16 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--max-tokens {arguments.max_tokens}: must be at least the largest of --lengths, "
             f"{largest}"
         )
-    if arguments.min_document_tokens and arguments.documents != "per-document":
-        raise UserError("--min-document-tokens: only with --documents per-document")
+    for name in ("min", "max"):
+        given = getattr(arguments, f"{name}_document_tokens")
+        if given and arguments.documents != "per-document":
+            raise UserError(f"--{name}-document-tokens: only with --documents per-document")
+    least = max(largest, arguments.min_document_tokens or 0)
+    if arguments.max_document_tokens is not None and arguments.max_document_tokens < least:
+        raise UserError(
+            f"--max-document-tokens {arguments.max_document_tokens}: must be at least {least}, the "
+            "largest of --lengths and --min-document-tokens"
+        )
     if arguments.document_separator is not None and arguments.text is None:
         raise UserError(
             "--document-separator: only with --text; prepared data know their documents"
@@ -174,7 +192,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_wikitext(arguments: argparse.Namespace) -> None:
     """Raises UserError for an option that would score other text than the harness does."""
-    for name in ("documents", "document_separator", "min_document_tokens", "max_tokens"):
+    for name in OTHER_TEXT:
         value = getattr(arguments, name)
         if value is not None:
             raise UserError(

@@ -68,6 +68,7 @@ class Protocol:
             below it have windows that do not overlap.
         documents: `concatenated` (windows cross the ends of documents), `per-document`, or `pages`
             (per document, none of whose ends is scored).
+        max_document_tokens: of longer documents only the beginning is among the tokens.
         factor: of every scaling; None for test length over training length, at least 1.
         temperature_scope: `logits` or `rotary`, see cat_lm.model.rope_scaling.
     """
@@ -79,6 +80,7 @@ class Protocol:
     dtype: str = "float32"
     device: str = "auto"
     batch_tokens: int = 8192
+    max_document_tokens: int | None = None
 
     def describe(self) -> dict[str, str]:
         """For people, beside the numbers."""
@@ -88,10 +90,12 @@ class Protocol:
             if self.documents == PAGES
             else "every token after the first"
         )
+        most = self.max_document_tokens
+        cut = f"of each the first {most} tokens" if most else "none is truncated"
         return {
             "scored": f"{scored}, once; the same ones at every length",
             "windows": f"{stride} their whole length; the last one reaches back to be full",
-            "documents": f"{self.documents}; none is truncated",
+            "documents": f"{self.documents}; {cut}",
             "factor": str(self.factor or "test length over training length, at least 1"),
         }
 

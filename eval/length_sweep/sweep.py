@@ -28,7 +28,7 @@ from eval.length_sweep.cells import (
 )
 from eval.length_sweep.memory import NotEnoughMemory
 from eval.length_sweep.text import WIKITEXT, sweep_streams
-from eval.length_sweep.token_stream import REASONS
+from eval.length_sweep.token_stream import REASONS, Documents
 
 if TYPE_CHECKING:
     from eval.length_sweep.token_stream import TokenStream
@@ -86,6 +86,7 @@ def sweep(
     methods: Sequence[str] = ("none",),
     max_tokens: int | None = None,
     min_document_tokens: int | None = None,
+    max_document_tokens: int | None = None,
     training_length: int | None = None,
     stride: int | None = None,
     documents: str = "concatenated",
@@ -104,6 +105,7 @@ def sweep(
         methods: see `resolve_methods`, which knows the sets ("all",) and ("paper",).
         max_tokens: to score at most.
         min_document_tokens: of documents="per-document"; default: the largest length.
+        max_document_tokens: of the same; longer documents are scored up to there.
         training_length: in place of what each model's folder says.
         stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
 
@@ -116,7 +118,16 @@ def sweep(
     """
     if text == WIKITEXT:
         documents = PAGES
-    protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
+    protocol = Protocol(
+        stride,
+        documents,
+        factor,
+        temperature_scope,
+        dtype,
+        device,
+        batch_tokens,
+        max_document_tokens,
+    )
     lengths = sorted(set(lengths))
     choose_device(device)  # an absent one ends the sweep before anything is read
     subjects = _subjects(models, tuple(methods), protocol, training_length)
@@ -125,7 +136,7 @@ def sweep(
 
         streams = page_streams(subjects, lengths[-1], data_dir)
     else:
-        whole = (min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None
+        chosen = Documents(min_document_tokens or lengths[-1], max_document_tokens)
         streams = sweep_streams(
             subjects,
             lengths[-1],
@@ -133,7 +144,7 @@ def sweep(
             data=data,
             separator=document_separator,
             max_tokens=max_tokens,
-            document_tokens=whole,
+            choice=None if documents == DOCUMENTS[0] else chosen,
         )
     for account in dict.fromkeys(stream.account for stream in streams):
         print(account, file=sys.stderr)
