@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, path, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
@@ -17,32 +20,65 @@ from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
 from eval.common.outputs import PICTURES, claim_outputs, named
-from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
+from eval.small_study.plan import ROOT, SEEDS, SIZES, TUNING_SEED, Job, Study, check, claim
+from eval.small_study.questions import QUESTIONS
+
+if TYPE_CHECKING:
+    from eval.small_study.execute import Workers
+    from eval.small_study.progress import Estimate
+    from eval.small_study.tune import Tuned
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="bash eval/small_study.sh",
-        description="Trains nine models at the same size, data, seeds and budget, sweeps their "
-        "context length, and compares them. A stopped study goes on where it was.",
+        description="Trains models at the same size, data, seeds and budget, sweeps their context "
+        "length, and compares them. A stopped study goes on where it was.",
     )
     add = parser.add_argument
     add("--size", choices=SIZES, default="cpu", help="cpu: under an hour on two cores; gpu: larger")
-    add("--out", type=path, metavar="DIR", help="default: runs/small_study-SIZE")
+    add(
+        "--question",
+        choices=QUESTIONS,
+        default="variants",
+        help="; ".join(f"{name}: {question.text}" for name, question in QUESTIONS.items()),
+    )
+    add("--out", type=path, metavar="DIR", help="default: runs/small_study-SIZE (-QUESTION)")
     add(
         "--data",
         type=path,
         metavar="DIR",
         help="prepared text of your own (default: the standard library's source, prepared in "
-        "data/small_study-SIZE)",
+        "data/small_study_text-SIZE)",
     )
-    add("--models", default=",".join(MODELS), help="some of: %(default)s")
+    add(
+        "--held-out",
+        type=_folders,
+        default=(),
+        metavar="DIR,…",
+        help="further prepared text with the same tokenizer, scored beside the data's",
+    )
+    add(
+        "--documents",
+        type=whole(limits.ROWS.at_least(2)),
+        metavar="N",
+        help="held-out documents that are scored of each text (default: cpu: 200; gpu: 100)",
+    )
+    add("--models", help="some of the question's (default: all)")
     add(
         "--seeds",
         type=whole_numbers(limits.SEED, "0,1,2", distinct=True),
         default=SEEDS,
         metavar="N,N,…",
         help=f"default: {','.join(map(str, SEEDS))}",
+    )
+    add(
+        "--rates",
+        type=_rates,
+        default=(),
+        metavar="R,R,R",
+        help=f"choose each model's learning rate among these by runs of seed {TUNING_SEED}, which "
+        "are not reported (default: the config's rate for all)",
     )
     add(
         "--tokens",
@@ -71,6 +107,25 @@ def _tokens(text: str) -> int:
     return count
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    one = number(limits.LEARNING_RATE, above=0)
+    try:
+        found = tuple(one(part) for part in text.split(","))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give a list such as 1e-3,3e-3,1e-2") from None
+    if len({f"{rate:g}" for rate in found}) < max(3, len(found)):
+        raise argparse.ArgumentTypeError(f"{clipped(text)!r} must be three or more different rates")
+    return tuple(sorted(found))
+
+
+def _folders(text: str) -> tuple[Path, ...]:
+    found = tuple(path(part) for part in text.split(","))
+    names = [folder.name for folder in found]
+    if len(set(names)) < len(names) or "" in names:
+        raise argparse.ArgumentTypeError(f"{clipped(text)!r} must be folders of different names")
+    return found
+
+
 @command
 def main() -> None:
     arguments = parse_arguments()
@@ -81,92 +136,151 @@ def main() -> None:
     # Only now: what follows needs the libraries that --help and wrong arguments do without.
     from eval.small_study.execute import held
 
-    fingerprint = prepared(study, own=arguments.data is not None)
+    fingerprints = prepared(study, own=arguments.data is not None)
     with held(study) as lock:
         if not arguments.estimate:
             claim_outputs(study.out, "summary.json", named("small_study", ".md", ".csv", *PICTURES))
-        if run_missing(study, fingerprint, lock, arguments.parallel, arguments.estimate):
-            print(write_results(study))
+        rates = run_missing(study, fingerprints, lock, arguments.parallel, arguments.estimate)
+        if rates is not None:
+            print(write_results(with_rates(study, rates), rates))
 
 
 def run_missing(
-    study: Study, fingerprint: str, lock: Lock, parallel: int | None, estimate_only: bool
-) -> bool:
-    """Runs what is not finished; whether there may be results to write.
+    study: Study,
+    fingerprints: dict[str, str],
+    lock: Lock,
+    parallel: int | None,
+    estimate_only: bool,
+) -> dict[str, Tuned] | None:
+    """Runs what is not finished; the rates that were chosen, None where there are no results.
 
     Args:
+        fingerprints: of `prepared`.
         lock: of the study's folder.
         parallel: runs at once; None: as suits the study's size.
 
     Raises UserError where the folder is another study's, and where runs failed.
     """
-    from eval.small_study.execute import Workers, complete_run, unfinished
-    from eval.small_study.progress import Progress, measure
+    from eval.small_study.execute import Workers, unfinished
+    from eval.small_study.progress import measure
+    from eval.small_study.tune import tuned
 
-    (check if estimate_only else claim)(study, fingerprint)
-    jobs = study.jobs()
-    todo = unfinished(jobs)
-    print(f"{len(jobs)} runs of {len(study.models)} models in {study.out}, {len(todo)} to do")
-    if not todo:
-        return not estimate_only
-    cores = len(os.sched_getaffinity(0))
-    parallel = min(parallel or (cores if study.size.parallel else 1), len(todo))
-    threads = max(1, cores // parallel)
-    workers = Workers(study, parallel, threads, lock)
-    estimate = measure(study, workers)
-    print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
+    (check if estimate_only else claim)(study, fingerprints)
+    jobs, tuning = study.jobs(), study.tuning_jobs()
+    todo = unfinished([*tuning, *jobs])
+    choosing = f" and {len(tuning)} that choose rates" if tuning else ""
+    models = f"{len(jobs)} runs of {len(study.models)} models{choosing}"
+    print(f"{models} in {study.out}, {len(todo)} to do")
+    estimate = workers = None
+    if todo:
+        cores = len(os.sched_getaffinity(0))
+        parallel = min(parallel or (cores if study.size.parallel else 1), len(todo))
+        threads = max(1, cores // parallel)
+        workers = Workers(study, parallel, threads, lock)
+        estimate = measure(study, workers)
+        print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
     if estimate_only:
-        return False
+        return None
+    run = functools.partial(_finish, study, workers, estimate)
+    rates = tuned(study, run) if study.rates else {}
+    _finish(with_rates(study, rates), workers, estimate, jobs)
+    return rates
+
+
+def with_rates(study: Study, rates: dict[str, Tuned]) -> Study:
+    """The study with the rates that were chosen."""
+    chosen = {model: found.rate for model, found in rates.items()}
+    return dataclasses.replace(study, chosen=chosen)
+
+
+def _finish(
+    study: Study, workers: Workers | None, estimate: Estimate | None, jobs: list[Job]
+) -> None:
+    """Runs those of the jobs that are not finished. Raises UserError where some fail."""
+    from eval.small_study.execute import complete_run, unfinished
+    from eval.small_study.progress import Progress
+
+    todo = unfinished(jobs)
+    if not todo:
+        return
+    workers.study = study
     with Progress(jobs, todo, estimate, study) as progress:
         failures = workers.run(todo, complete_run, progress.finished)
     if failures:
         count = f"{len(failures)} of {len(todo)} runs failed"
         raise UserError(f"{count}, the others are kept; the same command tries again")
-    return True
 
 
 def study_of(arguments: argparse.Namespace) -> Study:
     """The study that the command line asks for. Raises UserError where it makes no sense."""
-    size = SIZES[arguments.size]
-    models = tuple(arguments.models.split(","))
+    size, asked = SIZES[arguments.size], QUESTIONS[arguments.question]
+    models = tuple(arguments.models.split(",")) if arguments.models else asked.models
     for model in models:
-        if model not in MODELS:
-            raise UserError(f"--models {clipped(model)}: unknown; known: {', '.join(MODELS)}")
+        if model not in asked.models:
+            known = f"--question {arguments.question}, which has {', '.join(asked.models)}"
+            raise UserError(f"--models {clipped(model)}: is not of {known}")
+    if TUNING_SEED in arguments.seeds and arguments.rates:
+        raise UserError(f"--seeds {TUNING_SEED}: chooses the rates, and is not reported")
+    suffix = "" if arguments.question == "variants" else f"-{arguments.question}"
     return Study(
         size=size,
-        models=tuple(model for model in MODELS if model in models),
+        models=tuple(model for model in asked.models if model in models),
         seeds=arguments.seeds,
-        out=_from_root(arguments.out or ROOT / f"runs/small_study-{size.name}"),
-        data=_from_root(arguments.data or ROOT / f"data/small_study-{size.name}"),
+        out=_from_root(arguments.out or ROOT / f"runs/small_study-{size.name}{suffix}"),
+        data=_from_root(arguments.data or ROOT / f"data/small_study_text-{size.name}"),
         tokens=arguments.tokens,
+        question=arguments.question,
+        documents=arguments.documents,
+        held_out=tuple(map(_from_root, arguments.held_out)),
+        rates=arguments.rates,
     )
 
 
-def prepared(study: Study, own: bool) -> str:
-    """Prepares the text where it is missing; returns the data's fingerprint.
+def prepared(study: Study, own: bool) -> dict[str, str]:
+    """Prepares the text where it is missing; returns the fingerprints of `Study.texts`.
 
     Args:
         own: the data are the user's and are not made here.
+
+    Raises UserError where a text has too few long documents or another tokenizer than the data.
     """
+    import numpy as np
+
     from cat_lm.data.opening import open_verified
 
     if not own:
-        flags = ["--source", "python-stdlib", "--validation-fraction", "0.04"]
+        # Half of the library: it has some 380 files that are long enough.
+        flags = ["--source", "python-stdlib", "--validation-fraction", "0.55"]
         flags += ["--tokenizer", f"train:sentencepiece:{study.size.vocabulary}"]
         call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
         if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(code)
-    corpus = open_verified(ROOT / study.data, "train")
-    held_out = open_verified(ROOT / study.data, "validation")
-    if held_out.num_tokens <= max(study.lengths()):
-        raise UserError(
-            f"--data {study.data}: {held_out.num_tokens} held-out tokens are too few for length "
-            f"{max(study.lengths())}"
-        )
-    return corpus.fingerprint
+    corpora = {
+        name: open_verified(ROOT / data, "validation") for name, data in study.texts().items()
+    }
+    fingerprints = {name: corpus.fingerprint for name, corpus in corpora.items()}
+    fingerprints[""] = open_verified(ROOT / study.data, "train").fingerprint
+    ours = corpora[""].manifest["tokenizer"]["sha256"]
+    needed, length = study.documents or study.size.documents, max(study.lengths())
+    for name, corpus in corpora.items():
+        option = "--held-out" if name else "--data"
+        if corpus.manifest["tokenizer"]["sha256"] != ours:
+            raise UserError(
+                f"{option} {study.texts()[name]}: was prepared with another tokenizer than "
+                f"{study.data}; prepare it with --tokenizer {study.data / 'tokenizer'}"
+            )
+        tokens = corpus.tokens(0, corpus.num_tokens)
+        ends = np.flatnonzero(tokens == corpus.eod_id) + 1
+        long = int((np.diff(ends, prepend=0) >= length).sum())
+        if long < needed:
+            raise UserError(
+                f"{option} {study.texts()[name]}: holds out {long} documents of {length} tokens or "
+                f"more, {needed} are scored; hold out more text, or give --documents"
+            )
+    return fingerprints
 
 
-def write_results(study: Study) -> Path:
+def write_results(study: Study, rates: dict[str, Tuned]) -> Path:
     """summary.json, the tables, the figure and a page of the first seed's runs."""
     from eval.common.style import save_figure
     from eval.report.write import report
@@ -174,7 +288,7 @@ def write_results(study: Study) -> Path:
     from eval.small_study.figure import study_figure
     from eval.small_study.tables import markdown, write_tables
 
-    summary = collect(study)
+    summary = collect(study, rates)
     write_json(study.out / "summary.json", summary)
     write_tables(summary, study.out)
     save_figure(study_figure(summary), study.out / "small_study")
