@@ -28,7 +28,8 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
-from eval.small_study.__main__ import main, parse_arguments, study_of
+from eval.small_study.__main__ import main
+from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
@@ -104,6 +105,15 @@ class TestPlan:
         for a, b in positions[:4]:
             assert DEFINITION[a][:3] == DEFINITION[b][:3] and DEFINITION[a][3] == "none"
         assert QUESTIONS["length"].factors[-1] == 32
+
+    def test_the_readme_has_the_questions(self):
+        text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
+        table = text.split("<!-- questions -->\n")[1].split("<!-- /questions -->")[0]
+        lines = [
+            f"| `{name}` | {asked.text} | {len(asked.models)} | {len(asked.contrasts)} |"
+            for name, asked in QUESTIONS.items()
+        ]
+        assert table.splitlines()[2:] == lines
 
     def test_jobs_are_seed_by_seed_and_their_commands_are_a_person_s(self, tmp_path):
         study = Study(SIZES["cpu"], NINE, (0, 1, 2), tmp_path / "out", tmp_path / "data")
