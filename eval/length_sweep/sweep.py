@@ -110,7 +110,7 @@ def sweep(
         stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
 
     Returns:
-        One row per cell, with the keys `COLUMNS` and `positions` (see `position_curve`).
+        One row per cell, with the keys `COLUMNS` and `LISTS` (see `position_curve` and `Score`).
 
     Raises:
         UserError: bad input, before anything is computed where that is possible; or lengths that

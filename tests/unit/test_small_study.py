@@ -148,6 +148,17 @@ class TestPlan:
         with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1433600, now 8192\)"):
             claim(other, F)
 
+    def test_a_study_from_before_questions_is_not_continued(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
+        claim(study, F)
+        path = tmp_path / "settings.json"
+        settings = json.loads(path.read_text())
+        for key in ("question", "contrasts", "held_out"):
+            del settings[key]
+        write_json(path, settings | {"sweep_tokens": 65_536})
+        with pytest.raises(UserError, match=r"another sweep_tokens \(65536, now 204800\)"):
+            claim(study, F)
+
     def test_a_key_that_becomes_null_or_ceases_to_be_it_is_another_setting(self, tmp_path):
         study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
         claim(study, F)
