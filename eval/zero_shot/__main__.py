@@ -16,7 +16,6 @@ The harness's own command gives the same numbers:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
+from eval.zero_shot.harness import require_harness
 
 RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
 
@@ -111,8 +111,7 @@ def _main(arguments: argparse.Namespace) -> None:
         raise UserError("MODEL: missing; give a transformers folder or a run folder")
     if arguments.prefetch is not None:
         check_output(arguments.prefetch, "--prefetch")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
+    require_harness()
     if arguments.prefetch is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--prefetch: one process writes the folder; run it without torchrun first")
     first = int(os.environ.get("RANK", "0")) == 0

@@ -14,9 +14,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import logging
 import math
-import os
 import random
 import sys
 import time
@@ -35,6 +33,7 @@ from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.outputs import claim_outputs
 from eval.common.provenance import provenance
+from eval.zero_shot.harness import quiet
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
     RESULT,
@@ -91,7 +90,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
     Raises UserError on all ranks: for bad input, before the first task is computed; and for tasks
     that could not be computed, after all others are done and written.
     """
-    with _quiet():
+    with quiet():
         accelerator = launched_accelerator(settings.device)
         with agreed(accelerator):
             folder = model_folder(model)
@@ -370,16 +369,3 @@ def _provenance() -> dict[str, Any]:
     values = provenance()
     values["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     return values
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the harness's notes and prints out of this command's output."""
-    import datasets
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    # Its bootstrap would fork this process, which has threads and perhaps a GPU.
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
