@@ -144,7 +144,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     _add_grid_options(parser)
     parser.add_argument(
         "--seeds",
-        type=whole(limits.TRIALS.at_least(1)),
+        type=whole(limits.SAMPLES),
         help="runs of each model at its rate (default: the scale's); more are added to those there",
     )
     parser.set_defaults(run=_figure)
