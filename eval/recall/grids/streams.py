@@ -165,7 +165,7 @@ def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
     """
     found: dict[tuple, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, record in rows:
-        value = record["best_accuracy"] if run.row == RECALL else record["loss"]
+        value = record["accuracy"] if run.row == RECALL else record["loss"]
         found[run.row, run.column, run.line][run.cell.lr].append(value)
     lines = []
     for (row, column, line), rates in found.items():

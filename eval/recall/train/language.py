@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class LanguageCell:
     weight_decay: float = 0.1
     validation_windows: int = 256
     task: str = "language"
+    protocol: ClassVar[int] = 1  # see trial.py
 
     @property
     def all_steps(self) -> int:
