@@ -73,6 +73,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         default=0.99,
         help="test accuracy to stop at; above 1: never",
     )
+    add(
+        "--embedding-dropout",
+        type=number(RANGES["embedding_dropout"]),
+        help="of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
+    )
     steps = _whole("eval_steps")
     add("--eval-steps", type=steps, help="test within epochs too, every so many steps")
     lengths = whole_numbers(RANGES["seq_len"], "64,256")

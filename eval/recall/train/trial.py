@@ -23,7 +23,7 @@ from tqdm import tqdm
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
-from eval.recall.model import RecallModel, learned_filters, parameters
+from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.train.measuring import free_running, measure, scored_positions
@@ -45,6 +45,7 @@ class Cell:
         eval_steps: also test (and perhaps stop) every so many steps; none: after epochs alone.
         test_lengths: further lengths to test at, with the task's items in proportion.
         fixed_items: test longer lengths also with as many items as in training.
+        embedding_dropout: none for the block's own, as Zoology has it: 0.1, of Mamba's none.
     """
 
     task: str
@@ -63,6 +64,7 @@ class Cell:
     eval_steps: int | None = None
     test_lengths: tuple[int, ...] = ()
     fixed_items: bool = False
+    embedding_dropout: float | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -92,6 +94,7 @@ class Cell:
             "task": self.make_task().describe(),
             "mixer": mixer.describe(),
             "layers": self.layers or mixer.layers,
+            "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
         }
 
     @property
@@ -156,6 +159,7 @@ class Trial:
             d_model=cell.d_model,
             positions=max(cell.seq_len, *(t.seq_len for t in self.tests.values())),
             layers=cell.layers,
+            dropout=cell.embedding_dropout,
         ).to(device)
         train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
         self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
