@@ -22,6 +22,7 @@ import numpy as np
 
 from cat_lm.errors import UserError
 from cat_lm.memory import LOGIT_ELEMENTS
+from eval.common.comparison import ratio_error
 from eval.length_sweep.memory import NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:
@@ -192,24 +193,16 @@ def token_nlls(
 def standard_error(nlls: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
     """The standard error of the mean over tokens when tokens of one group hang together.
 
-    The mean is a ratio of sums over G groups, m = sum s_g / sum n_g; its linearised standard
-    error is sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g.
-
     Args:
         nlls: [N] nats.
         groups: [N] the group of each token, as integers.
 
     Returns:
-        The standard error in nats per token (nan for one group), and G.
+        The standard error in nats per token (nan for one group; see `ratio_error`), and the groups.
     """
     _, index = np.unique(groups, return_inverse=True)
     counts = np.bincount(index)
-    sums = np.bincount(index, weights=nlls)
-    total = len(counts)
-    if total < 2:
-        return math.nan, total
-    residuals = sums - sums.sum() / counts.sum() * counts
-    return math.sqrt(total / (total - 1) * (residuals**2).sum()) / counts.sum(), total
+    return ratio_error(np.bincount(index, weights=nlls), counts), len(counts)
 
 
 def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str, Any]]:

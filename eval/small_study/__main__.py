@@ -17,7 +17,6 @@ from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import clipped
 from eval.common.outputs import PICTURES, claim_outputs, named
-from eval.small_study.comparison import MAX_SEEDS
 from eval.small_study.plan import MODELS, ROOT, SEEDS, SIZES, Study, check, claim
 
 
@@ -133,8 +132,6 @@ def study_of(arguments: argparse.Namespace) -> Study:
     for model in models:
         if model not in MODELS:
             raise UserError(f"--models {clipped(model)}: unknown; known: {', '.join(MODELS)}")
-    if len(arguments.seeds) > MAX_SEEDS:
-        raise UserError(f"--seeds: {len(arguments.seeds)} of them; must be up to {MAX_SEEDS}")
     return Study(
         size=size,
         models=tuple(model for model in MODELS if model in models),

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cat_lm.errors import UserError
+from eval.common import comparison
 from eval.common.provenance import provenance
 from eval.common.runs import EVALUATION, Run, read_run, unigram_loss
-from eval.small_study import comparison
 from eval.small_study.execute import commands, read_result, result_path, unfinished
 from eval.small_study.plan import BASELINE, MODELS, Job, Study
 

@@ -11,7 +11,6 @@ from eval.common.style import short_count
 from eval.common.text_table import markdown_table
 
 WORDS = {
-    "within spread": "within spread",
     "unclear": "unclear",
     "lower": "**lower**",
     "higher": "**higher**",
@@ -126,39 +125,28 @@ def _scaled_table(summary: dict[str, Any]) -> str:
 
 
 def _findings(summary: dict[str, Any]) -> str:
-    """Say in words what the rule finds at the training length and at the longest."""
+    """Say in words what the intervals carry at the training length and at the longest."""
     lines = []
-    for length in dict.fromkeys(
-        (summary["training_length"], max((c["length"] for c in summary["cells"]), default=0))
-    ):
+    for length in dict.fromkeys(pair["length"] for pair in summary["comparisons"]):
         pairs = [pair for pair in summary["comparisons"] if pair["length"] == length]
-        if not pairs:
-            continue
-        counts = {word: sum(pair["verdict"] == word for pair in pairs) for word in WORDS}
-        clear = counts["lower"] + counts["higher"]
-        line = f"- At length {length:,}, {clear} of {len(pairs)} pairs of models differ clearly"
-        for word, text in (
-            ("within spread", "no more than the spread over seeds"),
-            ("unclear", "more than the spread, but the 95% interval over seeds holds zero"),
-        ):
-            if counts[word]:
-                names = "; ".join(_pair(summary, p) for p in pairs if p["verdict"] == word)
-                line += f". {counts[word]} differ by {text}: {names}"
-        lines.append(line + ".")
+        clear = [pair for pair in pairs if pair["verdict"] in ("lower", "higher")]
+        said = "; ".join(_said(summary, pair) for pair in clear)
+        line = f"- At length {length:,}, {len(clear)} of {len(pairs)} comparisons say something"
+        lines.append(f"{line}: {said}." if said else f"{line}.")
     if summary["diverged"]:
         lines.append(f"- Training diverged in {', '.join(summary['diverged'])}.")
     rule = (
-        "Verdicts: *within spread* when the mean difference is at most the pooled standard "
-        "deviation over seeds; *lower* and *higher* when beyond it the paired 95% interval over "
-        "seeds (in brackets) leaves out zero; otherwise *unclear*. No correction for several "
-        "comparisons."
+        "Verdicts: *lower* and *higher* where the paired interval (in brackets) leaves out zero, "
+        "otherwise *unclear*. The intervals are widened so that the chance of any wrong word among "
+        "all comparisons is at most 5%."
     )
     return "\n".join([rule, "", *lines])
 
 
-def _pair(summary: dict[str, Any], pair: dict[str, Any]) -> str:
+def _said(summary: dict[str, Any], pair: dict[str, Any]) -> str:
     labels = {model["model"]: model["label"] for model in summary["models"]}
-    return f"{labels[pair['model']]} and {labels[pair['minus']]}"
+    interval = f"{pair['mean']:+.3f} [{pair['low']:+.3f}, {pair['high']:+.3f}]"
+    return f"{labels[pair['model']]} {pair['verdict']} than {labels[pair['minus']]}: {interval}"
 
 
 def _value(summary: dict[str, Any] | None, places: int) -> str:

@@ -29,7 +29,6 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main, parse_arguments, study_of
-from eval.small_study.comparison import T_QUANTILES, compare, summarise
 from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
 
@@ -130,7 +129,6 @@ class TestPlan:
         ("arguments", "message"),
         [
             (["--models", "pythia,cats"], "--models cats: unknown; known: pythia"),
-            (["--seeds", ",".join(map(str, range(11)))], "--seeds: 11 of them; must be up to 10"),
         ],
     )
     def test_bad_arguments_are_one_line(self, arguments, message):
@@ -163,52 +161,6 @@ class TestPlan:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         assert "--size" in result.stdout
-
-
-class TestStatistics:
-    def test_difference_by_hand(self):
-        a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
-        found = compare(a, b)
-        # d = -0.3, -0.4, -0.2: mean -0.3, sd 0.1; variances 0.01 and 0.03
-        assert found.mean == pytest.approx(-0.3)
-        assert found.spread == pytest.approx(math.sqrt(0.02))
-        half = 4.303 * 0.1 / math.sqrt(3)
-        assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
-        assert found.verdict == "lower"
-        assert compare(b, a).verdict == "higher"
-
-    @pytest.mark.parametrize(
-        ("differences", "noise", "verdict"),
-        [
-            ((-0.10, -0.11, -0.09), 0.0, "lower"),
-            ((0.10, 0.11, 0.09), 0.0, "higher"),
-            ((0.10, 0.11, 0.09), 0.2, "within spread"),
-            ((0.10, 0.30, 0.01), 0.0, "unclear"),
-            ((0.0, 0.0, 0.0), 0.0, "within spread"),
-        ],
-    )
-    def test_verdicts(self, differences, noise, verdict):
-        base = {seed: 3.0 + noise * shift for seed, shift in enumerate((-1, 1, 0))}
-        other = {seed: base[seed] + d for seed, d in enumerate(differences)}
-        assert compare(other, base).verdict == verdict
-
-    def test_seeds_are_paired_and_one_says_nothing(self):
-        found = compare({0: 1.0, 5: 9.0}, {0: 2.0, 7: 1.0})
-        assert (found.mean, found.n, found.verdict, found.spread) == (-1.0, 1, "one seed", None)
-        assert compare({0: 1.0}, {1: 1.0}) is None
-        assert summarise([2.0]).sd is None
-        assert summarise([1.0, 2.0, 3.0]).sd == pytest.approx(1.0)
-
-    def test_quantiles_are_student_s(self):
-        def density(x: float, df: int) -> float:
-            scale = math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
-            return scale * (1 + x * x / df) ** (-(df + 1) / 2)
-
-        for df, quantile in enumerate(T_QUANTILES, 1):
-            steps = 4000
-            width = quantile / steps
-            inner = sum(density((i + 0.5) * width, df) for i in range(steps)) * width
-            assert 0.5 + inner == pytest.approx(0.975, abs=2e-5), df
 
 
 class Imitation:
