@@ -94,9 +94,7 @@ def compare(
     half *= math.hypot(seed_error, document_error or 0.0)
     low, high = mean - half, mean + half
     verdict = UNCLEAR if low <= 0 <= high else LOWER if mean < 0 else HIGHER
-    return Difference(
-        mean, spread, low, high, n, verdict, comparisons, seed_error, document_error
-    )
+    return Difference(mean, spread, low, high, n, verdict, comparisons, seed_error, document_error)
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:

@@ -17,19 +17,21 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cat_lm.data.manifest import read_manifest
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
+from eval.common.comparison import compare, ratio_error
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.plan import Place, Run
-from eval.recall.grids.tuning import run_tuned
+from eval.recall.grids.tuning import Choice, run_tuned
 from eval.recall.show import streams as page
 from eval.recall.train.execution import Execution
 from eval.recall.train.held_out import check_documents
@@ -46,7 +48,8 @@ MIXERS = {
     "DeltaNet": f"deltanet:heads={HEADS},activation=none",
     "Gated DeltaNet": f"gated-deltanet:heads={HEADS},activation=none,expand_v=1.0",
 }
-RECALL, TEXT = "MQAR", "text"
+SUMS = ("softmax attention", "linear attention")  # over positions, which know no order
+RECALL, TEXT = page.RECALL, "text"
 
 
 class Line(NamedTuple):
@@ -139,3 +142,139 @@ def plan(scale: Scale, texts: Sequence[str]) -> list[Place]:
         for kind in CONV_TYPES
         for line in LINES
     ]
+
+
+def _recall(scale: Scale) -> Callable[[str], Cell]:
+    """The call that makes a cell of recall for a mixer."""
+    return lambda mixer: Cell(
+        f"mqar:vocab_size={scale.vocab_size}",
+        mixer,
+        scale.d_model,
+        scale.seq_len,
+        layers=1,
+        epochs=scale.epochs,
+        train_examples=scale.examples,
+        test_examples=1_000,
+        batch_size=scale.batch_size,
+    )
+
+
+def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
+    """The call that makes a cell of a text for a mixer; raises UserError where data do not do."""
+    manifest = read_manifest(data)
+    documents = manifest["splits"]["validation"]["documents"]
+    check_documents(f"--data {data}", documents, scale.documents)
+    return lambda mixer: LanguageCell(
+        data,
+        manifest["fingerprint"],
+        mixer,
+        scale.d_model,
+        scale.text_len,
+        scale.layers,
+        scale.text_steps,
+        scale.text_rates[0],
+        documents=scale.documents,
+    )
+
+
+def ablation(
+    scale_name: str,
+    texts: Sequence[str],
+    out: Path,
+    execution: Execution,
+    seeds: int | None = None,
+) -> dict[str, Any] | None:
+    """Estimates, runs what is not finished, and writes streams.json, .csv, .md and a picture.
+
+    Args:
+        seeds: runs of each model at its rate; none: the scale's.
+
+    Returns:
+        What streams.json got, or none after an estimate alone.
+    """
+    scale = SCALES[scale_name]
+    places = plan(replace(scale, seeds=seeds or scale.seeds), texts)
+    if not execution.estimate_only:
+        claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
+    rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
+    if rows is None:
+        return None
+    lines = summary(rows)
+    record = {"scale": scale_name, "data": list(texts), "lines": lines, "provenance": provenance()}
+    write_json(out / "streams.json", record)
+    write_text(out / "streams.md", page.markdown(lines))
+    write_text(out / "streams.csv", page.csv_text(lines))
+    save_figure(page.draw(lines), out / "streams")
+    print(page.markdown(lines))
+    return record
+
+
+def summary(rows: Sequence[tuple[Run, dict[str, Any], Choice]]) -> list[dict[str, Any]]:
+    """Give each row, column and line its values over the seeds, and how it differs from no filters.
+
+    `value` is accuracy for recall, where more is better, and nats a token for text, where less is.
+    Comparisons made together are those of a column: of one mixer with one kind of filter on one
+    task.
+    """
+    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    choices: dict[tuple[str, str, str], Choice] = {}
+    for run, record, choice in rows:
+        place = (run.row, run.column, run.line)
+        found[place][run.cell.seed], choices[place] = record, choice
+    return [_line(place, found, choices[place]) for place in found]
+
+
+def _line(
+    place: tuple[str, str, str], found: Mapping[Any, dict[int, dict[str, Any]]], choice: Choice
+) -> dict[str, Any]:
+    row, column, name = place
+    values = {seed: _value(record) for seed, record in found[place].items()}
+    line = next(line for line in LINES if line.name == name)
+    of_column = [other for other in LINES if other.streams != "none"]
+    difference = None
+    if line in of_column:
+        plain = found[row, column, line.baseline]
+        difference = compare(
+            values,
+            {seed: _value(record) for seed, record in plain.items()},
+            len(of_column),
+            _document_error(found[place], plain),
+        )
+    return {
+        "row": row,
+        "mixer": column,
+        "streams": name,
+        "by_algebra": row == RECALL and column.startswith(SUMS) and line.streams in ("none", "q"),
+        "rate": choice.rate,
+        "rates_tried": {f"{rate:g}": score for rate, score in choice.tried.items()},
+        "rate_on_grid_edge": choice.on_edge,
+        "mean": sum(values.values()) / len(values),
+        "min": min(values.values()),
+        "max": max(values.values()),
+        "runs": {str(seed): value for seed, value in values.items()},
+        "standard_error_of_documents": next(iter(found[place].values())).get("standard_error"),
+        "less_no_filters": None if difference is None else asdict(difference),
+    }
+
+
+def _value(record: dict[str, Any]) -> float:
+    return record["loss"] if "loss" in record else record["accuracy"]
+
+
+def _document_error(
+    these: Mapping[int, dict[str, Any]], others: Mapping[int, dict[str, Any]]
+) -> float | None:
+    """The standard error, over documents, of the mean difference; none without documents."""
+    seeds = these.keys() & others.keys()
+    first = next(iter(these.values()))
+    if "documents" not in first or len(first["documents"]["tokens"]) < 2:
+        return None
+    differences = [
+        [a - b for a, b in zip(_nats(these[s]), _nats(others[s]), strict=True)] for s in seeds
+    ]
+    sums = [sum(of_document) / len(seeds) for of_document in zip(*differences, strict=True)]
+    return ratio_error(sums, first["documents"]["tokens"])
+
+
+def _nats(record: dict[str, Any]) -> list[float]:
+    return record["documents"]["nats"]

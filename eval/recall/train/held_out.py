@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
+from eval.common.comparison import ratio_error
 
 
 class HeldOut(NamedTuple):
@@ -64,13 +64,11 @@ def check_documents(name: str, there: int, count: int) -> None:
 
 
 def over_documents(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
-    """Give the mean loss a token, and its standard error over documents.
+    """Give the mean loss a token of documents' sums, and its standard error over documents.
 
-    The error is that of a ratio of sums over documents: √(n/(n−1) Σ (L_d − loss·t_d)²) / Σ t_d for
-    the nats L_d and tokens t_d of n documents; none for one document.
+    Returns:
+        `loss`, `standard_error` (none for one document), `tokens_scored`.
     """
-    count, total = len(tokens), sum(tokens)
-    loss = sum(nats) / total
-    squares = sum((n - loss * t) ** 2 for n, t in zip(nats, tokens, strict=True))
-    error = math.sqrt(squares * count / (count - 1)) / total if count > 1 else None
-    return {"loss": loss, "standard_error": error, "tokens_scored": total}
+    error = ratio_error(nats, tokens) if len(tokens) > 1 else None
+    total = sum(tokens)
+    return {"loss": sum(nats) / total, "standard_error": error, "tokens_scored": total}
