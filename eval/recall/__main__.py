@@ -63,16 +63,18 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--epochs", type=_whole("epochs"), default=64)
     add("--train-examples", type=_whole("train_examples"), default=100_000)
     add("--test-examples", type=_whole("test_examples"), default=3_000)
+    add("--validation-examples", type=_whole("validation_examples"), default=1_000)
     add("--layers", type=_whole("layers"), help="blocks (default: the mixer's in the paper)")
     add("--batch-size", type=_whole("batch_size"), help="rows (default: Zoology's at that length)")
     decay = number(RANGES["weight_decay"])
     add("--weight-decay", type=decay, default=0.1, help="on all parameters")
-    accuracy = number(RANGES["stop_above"])
     add(
         "--stop-above",
-        type=accuracy,
+        type=_stop_above,
         default=0.99,
-        help="test accuracy to stop at; above 1: never",
+        metavar="ACCURACY|none",
+        help="on validation rows, which then also choose the step whose model is tested; above 1: "
+        "choose alone; none: a fixed budget, whose last model is tested",
     )
     add(
         "--embedding-dropout",
@@ -80,7 +82,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
     )
     steps = _whole("eval_steps")
-    add("--eval-steps", type=steps, help="test within epochs too, every so many steps")
+    add("--eval-steps", type=steps, help="validate within epochs too, every so many steps")
     lengths = whole_numbers(RANGES["seq_len"], "64,256")
     add("--test-lengths", type=lengths, default=(), metavar="32,64,…", help="also test there")
     parser.add_argument(
@@ -95,6 +97,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _whole(name: str) -> Callable[[str], int]:
     """Make the kind of a cell's whole number."""
     return whole(RANGES[name])
+
+
+def _stop_above(text: str) -> float | None:
+    """An accuracy, or none."""
+    if text == "none":
+        return None
+    try:
+        return number(RANGES["stop_above"])(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or none") from None
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -136,6 +148,11 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
+    parser.add_argument(
+        "--seeds",
+        type=whole(limits.TRIALS.at_least(1)),
+        help="runs of each model at its rate (default: the scale's); more are added to those there",
+    )
     parser.set_defaults(run=_figure)
 
 
@@ -183,8 +200,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
-        if arguments.workers is not None:
-            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers")
+        if arguments.workers is not None or arguments.seeds is not None:
+            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
         from eval.recall.theory.report import landmark_tradeoff
 
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
@@ -192,9 +209,9 @@ def _figure(arguments: argparse.Namespace) -> None:
         return
     from eval.recall.grids.figure import figure
 
-    record = figure(arguments.name, arguments.scale, arguments.out, _execution(arguments))
-    if record:
-        print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
+    execution, out = _execution(arguments), arguments.out
+    if figure(arguments.name, arguments.scale, out, execution, arguments.seeds):
+        print(out / f"{arguments.name}.md")
 
 
 def _add_streams(commands: argparse._SubParsersAction) -> None:

@@ -15,6 +15,7 @@ RANGES = {
     "epochs": limits.EPOCHS,
     "train_examples": limits.ROWS,
     "test_examples": limits.ROWS,
+    "validation_examples": limits.ROWS,
     "layers": limits.SMALL_DEPTH,
     "batch_size": limits.BATCH,
     "weight_decay": limits.WEIGHT_DECAY,

@@ -29,6 +29,7 @@ BASE = Cell(
     epochs=2,
     train_examples=80,  # the last batch of an epoch is a short one
     test_examples=40,
+    validation_examples=24,
     batch_size=32,
     eval_steps=2,
     stop_above=None,
@@ -51,7 +52,7 @@ def no_dropout(monkeypatch):
 def assert_same(stacked, alone, rtol=1e-4):
     """Two records of a cell, up to the rounding of fp32."""
     assert set(stacked) == {*alone, "stacked"}
-    for name in ("cell", "task", "mixer", "layers", "parameters", "steps"):
+    for name in ("cell", "task", "mixer", "layers", "parameters", "steps", "protocol"):
         assert stacked[name] == alone[name]
     assert len(stacked["history"]) == len(alone["history"])
     for point, expected in zip(stacked["history"], alone["history"], strict=True):

@@ -96,7 +96,7 @@ def test_the_best_rate_is_the_highest_accuracy_and_the_lowest_loss(tiny_corpus):
     for run in streams.plan(scale, str(tiny_corpus)):
         good = (run.cell.lr == 1e-3) == (run.row == streams.LANGUAGE)
         value = 0.25 * (run.cell.seed + 1) if good else 0.1
-        rows.append((run, {"best_accuracy": value, "loss": 1 - value}))
+        rows.append((run, {"accuracy": value, "loss": 1 - value}))
     lines = streams.summary(rows)
     recall = next(x for x in lines if x["row"] == streams.RECALL)
     text = next(x for x in lines if x["row"] == streams.LANGUAGE)
@@ -113,7 +113,7 @@ def test_the_best_rate_is_the_highest_accuracy_and_the_lowest_loss(tiny_corpus):
 
 def rows_of(row: str, mixer: str, subset: str, found: dict[float, tuple[float, ...]]) -> list:
     """Runs with the accuracies or losses of each learning rate."""
-    name = "best_accuracy" if row == streams.RECALL else "loss"
+    name = "accuracy" if row == streams.RECALL else "loss"
     return [
         (Run(row, mixer, subset, SimpleNamespace(lr=rate)), {"accuracy": 0.0, name: value})
         for rate, values in found.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class LanguageCell:
     documents: int = 200
     document_tokens: int = 256
     task: str = "language"
+    protocol: ClassVar[int] = 1  # see trial.py
 
     @property
     def all_steps(self) -> int:
