@@ -148,11 +148,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
-    parser.add_argument(
-        "--seeds",
-        type=whole(limits.TRIALS.at_least(1)),
-        help="runs of each model at its rate (default: the scale's); more are added to those there",
-    )
+    _add_seeds(parser)
     parser.set_defaults(run=_figure)
 
 
@@ -173,6 +169,14 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
+
+
+def _add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole(limits.TRIALS.at_least(1)),
+        help="runs of each model at its rate (default: the scale's); more are added to those there",
+    )
 
 
 def _stack(text: str) -> int | None:
@@ -234,11 +238,6 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
     _add_grid_options(parser)
     _add_seeds(parser)
     parser.set_defaults(run=_streams)
-
-
-def _add_seeds(parser: argparse.ArgumentParser) -> None:
-    kind = whole(limits.TRIALS.at_least(1))
-    parser.add_argument("--seeds", type=kind, help="runs of each model (default: the scale's)")
 
 
 def _streams(arguments: argparse.Namespace) -> None:

@@ -246,7 +246,7 @@ def _line(
         "streams": name,
         "by_algebra": row == RECALL and column.startswith(SUMS) and line.streams in ("none", "q"),
         "rate": choice.rate,
-        "rates_tried": {f"{rate:g}": score for rate, score in sorted(choice.tried.items())},
+        "rates_tried": {f"{rate:g}": choice.tried[rate] for rate in sorted(choice.tried)},
         "rate_on_grid_edge": choice.on_edge,
         "mean": sum(values.values()) / len(values),
         "min": min(values.values()),

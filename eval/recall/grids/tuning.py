@@ -1,9 +1,10 @@
 """Choosing a learning rate for each place of a figure, on a seed that is not reported.
 
-Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken, of a
-language model, which has none, by the loss on its held-out documents; of those that are as good, the one nearest to the middle of what was tried. Where the best lies on the
-grid's edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may
-be beyond. Then the reported seeds run, at this rate alone.
+Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken (of a
+language model, which has none, by the loss on its held-out documents); of those that are as good,
+the one nearest to the middle of what was tried. Where the best lies on the grid's edge, one rate
+beyond is tried too, and if that is the best it stays marked: a better one may be beyond. Then the
+reported seeds run, at this rate alone.
 """
 
 from __future__ import annotations

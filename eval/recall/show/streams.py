@@ -39,10 +39,11 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
             text += ["", f"Standard error of a loss over the documents: {error:.3f} (first model)."]
         text += ["", _edges(of_row.values()), ""]
         compared = [name for name in names if of_row[mixers[0], name]["less_no_filters"]]
+        together = of_row[mixers[0], compared[0]]["less_no_filters"]["comparisons"]
         text += [
             f"{row}: less the same without filters [95% interval over seeds"
             f"{'' if row == RECALL else ' and documents'}, corrected for the column's "
-            f"{len(compared)} comparisons]; a word only where the interval leaves out 0",
+            f"{together} comparisons]; a word only where the interval leaves out 0",
             "",
             _table(of_row, mixers, compared, _difference),
             "",
