@@ -82,7 +82,8 @@ def test_the_papers_grids():
     one_layer = [p.run for p in plan("one-layer", SCALES["paper"]) if p.run.row != CONTROL]
     assert all((r.cell.layers or make_mixer(r.cell.mixer).layers) == 1 for r in one_layer)
     # What has one layer anyway is the same run in both figures.
-    of_both = {p.run.cell for p in accuracy if p.run.line in ("cat", "lincat")}
+    shown = [p.run for p in accuracy if p.run.row != CONTROL]
+    of_both = {run.cell for run in shown if run.line in ("cat", "lincat")}
     assert of_both <= {run.cell for run in one_layer}
     assert "attention:position=none" in {p.run.line for p in accuracy}
     widths = {p.run.cell.d_model for p in plan("width", SCALES["cpu"])}

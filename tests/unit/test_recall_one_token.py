@@ -26,7 +26,7 @@ def queries(inputs: list[int], labels: list[int], k: int, n: int):
 @pytest.mark.parametrize("unmatched", [0, 2])
 @pytest.mark.parametrize("name", ["mqnar", "hard-mqnar"])
 def test_groups_are_what_the_rows_show(name, unmatched):
-    options = {"vocab_size": "24", "unmatched": str(unmatched), "ngram": "2"}
+    options = {"vocab_size": "24", "unmatched": str(unmatched)}
     task = make_task(name, 48, options)
     examples = generate(task, 200, seed=0, split="test")
     assert generate(task, 3, seed=0, split="train").groups == {}
@@ -62,7 +62,7 @@ def test_queries_without_a_match_are_asked_and_answered_with_the_token_for_it():
         # Nothing else asks for them, and nothing else is asked.
         assert all(inputs.count(token) == 1 for token in asked)
         assert all(inputs.count(token) == 2 for token in keys)
-    assert task.at_length(80).unmatched == 6 and task.at_length(80).num_keys == 17
+    assert task.at_length(27).unmatched == 2 and task.at_length(27).num_keys == (27 // 2 - 2) // 2
     fixed = task.with_as_many_keys(80)
     assert (fixed.num_keys, fixed.unmatched) == (8, 3)
 

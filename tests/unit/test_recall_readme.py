@@ -32,7 +32,7 @@ SMALL = replace(
     examples=64,
     bigram_examples=64,
     epochs=1,
-    control_epochs=1,
+    rates=(1e-2,),
 )
 SHORT = {
     "run": ["--train-examples", "64", "--epochs", "1", "--test-examples", "20"],

@@ -69,7 +69,7 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [
         {
             "row": run.row,
-            "column": f"d = {run.cell.d_model}",
+            "column": run.column + (f", d = {run.cell.d_model}" * (run.across == "width")),
             "mixer": run.line,
             "seq_len": run.cell.seq_len,
             "lr": run.cell.lr,
