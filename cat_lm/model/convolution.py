@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
-from cat_lm.model.map_mixing import mixed_values
 from cat_lm.model.rules import STREAMS
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
@@ -20,6 +19,7 @@ from cat_lm.ops import (
     rotate,
 )
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 from cat_lm.ops.convolution.reference import check_kind
 

@@ -31,6 +31,7 @@ def main() -> None:
     _add_run(commands)
     _add_figure(commands)
     _add_streams(commands)
+    _add_mamba(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     check_output(arguments.out)
@@ -75,6 +76,11 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar="ACCURACY|none",
         help="on validation rows, which then also choose the step whose model is tested; above 1: "
         "choose alone; none: a fixed budget, whose last model is tested",
+    )
+    add(
+        "--embedding-dropout",
+        type=number(RANGES["embedding_dropout"]),
+        help="of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
     )
     steps = _whole("eval_steps")
     add("--eval-steps", type=steps, help="validate within epochs too, every so many steps")
@@ -143,11 +149,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
-    parser.add_argument(
-        "--seeds",
-        type=whole(limits.SAMPLES),
-        help="runs of each model at its rate (default: the scale's); more are added to those there",
-    )
+    _add_seeds(parser)
     parser.set_defaults(run=_figure)
 
 
@@ -168,6 +170,14 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
+
+
+def _add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole(limits.SAMPLES),
+        help="runs of each model at its rate (default: the scale's); more are added to those there",
+    )
 
 
 def _stack(text: str) -> int | None:
@@ -214,24 +224,52 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
         "streams",
         help="which of q, k and v needs the convolution, on recall and on text",
         description="Trains softmax attention, linear attention, DeltaNet and Gated DeltaNet with "
-        "a convolution on every subset of their streams, with separate and with shared keys and "
-        "values, on MQAR and as small language models. Finished runs in OUT are kept. OUT gets "
-        "streams.json, streams.csv, streams.md and a picture.",
+        "a convolution on every subset of their streams, with one filter a head and one a channel, "
+        "with separate and with shared keys and values, on MQAR and as small language models. A "
+        "learning rate is chosen for each on a seed of its own. Finished runs in OUT are kept. OUT "
+        "gets streams.json, streams.csv, streams.md and a picture.",
     )
     parser.add_argument(
-        "--data", required=True, metavar="DIR", help="text prepared by data_prep.prepare"
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="DIR",
+        help="texts prepared by data_prep.prepare, told beside each other by their folders' names",
     )
     _add_grid_options(parser)
+    _add_seeds(parser)
     parser.set_defaults(run=_streams)
 
 
 def _streams(arguments: argparse.Namespace) -> None:
     from cat_lm.data.manifest import read_manifest
 
-    read_manifest(arguments.data)  # an error before torch loads
+    for data in arguments.data:
+        read_manifest(data)  # an error before torch loads
     from eval.recall.grids.streams import ablation
 
-    ablation(arguments.scale, arguments.data, arguments.out, _execution(arguments))
+    execution, out = _execution(arguments), arguments.out
+    ablation(arguments.scale, arguments.data, out, execution, arguments.seeds)
+
+
+def _add_mamba(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "mamba",
+        help="when Mamba learns to recall, by dropout, start and learning rate",
+        description="Trains Mamba on MQAR with and without dropout of its embeddings, from its own "
+        "start and from the one that Zoology gave it, at several learning rates and seeds, and "
+        "tells when each run leaves its plateau. Finished runs in OUT are kept. OUT gets "
+        "mamba.json, mamba.md and a picture.",
+    )
+    _add_grid_options(parser)
+    _add_seeds(parser)
+    parser.set_defaults(run=_mamba)
+
+
+def _mamba(arguments: argparse.Namespace) -> None:
+    from eval.recall.grids.mamba import study
+
+    study(arguments.scale, arguments.out, _execution(arguments), arguments.seeds)
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

@@ -21,6 +21,7 @@ RANGES = {
     "weight_decay": limits.WEIGHT_DECAY,
     "stop_above": limits.STOP_ACCURACY,
     "eval_steps": limits.STEPS.at_least(1),
+    "embedding_dropout": limits.DROPOUT,
 }
 # Rows times their length, of which each takes 8 bytes.
 MOST_TOKENS = 2**36

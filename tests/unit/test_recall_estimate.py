@@ -56,7 +56,7 @@ def test_a_language_models_start_is_no_part_of_its_steps(fixed, monkeypatch):
     cell = LanguageCell("data", "0", "cat", 16, 32, 1, 100, 1e-3, batch_size=8)
     assert estimate._language(cell.timed(1), 1, "cpu") == pytest.approx((0.8, 0.1))
     hours = estimate.hours_by_mixer([[cell]], "cpu")
-    rows = cell.validation_windows / 3
+    rows = cell.scored_rows / 3
     assert hours == pytest.approx({"cat": (100 * 0.8 + rows * 0.1) / 3600})
 
 

@@ -1,9 +1,10 @@
 """Choosing a learning rate for each place of a figure, on a seed that is not reported.
 
-Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken; of
-those that are as good, the one nearest to the middle of what was tried. Where the best lies on the
-grid's edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may
-be beyond. Then the reported seeds run, at this rate alone.
+Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken (of a
+language model, which has none, by the loss on its held-out documents); of those that are as good,
+the one nearest to the middle of what was tried. Where the best lies on the grid's edge, one rate
+beyond is tried too, and if that is the best it stays marked: a better one may be beyond. Then the
+reported seeds run, at this rate alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from eval.recall.train.execution import Execution, run_unfinished
 
 TUNING_SEED = 10_000
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-_AS_GOOD = 0.005  # accuracies of validation that differ by no more are as good
+_AS_GOOD = 0.005  # scores that differ by no more, accuracies or nats a token, are as good
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Choice:
     """A place's rate.
 
     Attributes:
-        tried: rate -> validation accuracy with the tuning seed; empty where there was one rate.
+        tried: rate -> score with the tuning seed; empty where there was one rate.
         on_edge: whether it is the least or the largest of several that were tried.
     """
 
@@ -38,7 +39,7 @@ class Choice:
 
 
 def choose(tried: Mapping[float, float]) -> Choice:
-    """The best of rates by their validation accuracies; see above."""
+    """The best of rates by their scores; see above."""
     rates = sorted(tried)
     best = max(tried.values())
     middle = (math.log(rates[0]) + math.log(rates[-1])) / 2
@@ -91,11 +92,17 @@ def _reported(place: Place, rate: float) -> list[Run]:
 
 
 def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
-    """Rate -> validation accuracy; none if not all are finished."""
+    """Rate -> score; none if not all are finished."""
     found = {run.cell.lr: cells.finished(out, run.cell) for run in runs}
     if not all(found.values()):
         return None
-    return {rate: record["validation"]["accuracy"] for rate, record in found.items()}
+    return {rate: score(record) for rate, record in found.items()}
+
+
+def score(record: Mapping[str, Any]) -> float:
+    """What a rate is chosen by, more being better; a model that diverged is the last choice."""
+    found = -record["loss"] if "loss" in record else record["validation"]["accuracy"]
+    return -math.inf if math.isnan(found) else found
 
 
 def _beyond(place: Place, out: Path) -> list[Run]:

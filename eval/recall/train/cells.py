@@ -91,7 +91,7 @@ def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
         {
             "task": values.get("task", {}),
             "mixer": values.get("mixer", {}).get("options", {}),
-            "model": {"layers": values.get("layers")},
+            "model": {name: values.get(name) for name in ("layers", "embedding_dropout")},
         }
         for values in (json.loads(json.dumps(cell.resolved())), record)
     )

@@ -75,7 +75,7 @@ def _shortest(cell: AnyCell) -> AnyCell:
 def _tested_rows(cell: AnyCell) -> float:
     """Rows of the trained length that cost as much as those of all tests do."""
     if not isinstance(cell, Cell):
-        return cell.validation_windows
+        return cell.scored_rows
     validations = sum(step.tested for step in cell.steps())
     lengths = sum(t / cell.seq_len * (1 + cell.fixed_items) for t in cell.test_lengths)
     return cell.validation_examples * validations + cell.test_examples * (1 + lengths)

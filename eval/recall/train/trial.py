@@ -28,7 +28,7 @@ from tqdm import tqdm
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
-from eval.recall.model import RecallModel, learned_filters, parameters
+from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.train.measuring import free_running, measure, scored_positions
@@ -56,6 +56,7 @@ class Cell:
         eval_steps: also validate (and perhaps stop) every so many steps; none: after epochs alone.
         test_lengths: further lengths to test at, with the task's items in proportion.
         fixed_items: test longer lengths also with as many items as in training.
+        embedding_dropout: none for the block's own, as Zoology has it: 0.1, of Mamba's none.
     """
 
     task: str
@@ -75,6 +76,7 @@ class Cell:
     eval_steps: int | None = None
     test_lengths: tuple[int, ...] = ()
     fixed_items: bool = False
+    embedding_dropout: float | None = None
     protocol: ClassVar[int] = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class Cell:
             "task": self.make_task().describe(),
             "mixer": mixer.describe(),
             "layers": self.layers or mixer.layers,
+            "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
         }
 
     @property
@@ -169,6 +172,7 @@ class Trial:
             d_model=cell.d_model,
             positions=max(cell.seq_len, *(t.seq_len for t in self.tests.values())),
             layers=cell.layers,
+            dropout=cell.embedding_dropout,
         ).to(device)
         train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
         self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
