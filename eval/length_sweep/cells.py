@@ -65,6 +65,7 @@ class Protocol:
         documents: `concatenated` (windows cross the ends of documents) or `per-document`.
         factor: of every scaling; None for test length over training length, at least 1.
         temperature_scope: `logits` or `rotary`, see cat_lm.model.rope_scaling.
+        dtype: of weights and activations; softmax is in fp32, sums over tokens in fp64.
     """
 
     stride: int | None = None

@@ -14,6 +14,7 @@ from cat_lm.io.files import atomic_write, write_json
 from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
+from eval.common.precision import evaluation_dtype
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
@@ -86,7 +87,7 @@ def sweep(
     documents: str = "concatenated",
     factor: float | None = None,
     temperature_scope: str = "logits",
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "auto",
     batch_tokens: int = 8192,
 ) -> list[dict[str, Any]]:
@@ -99,7 +100,8 @@ def sweep(
         max_tokens: to score at most.
         min_document_tokens: of documents="per-document"; default: the largest length.
         training_length: in place of what each model's folder says.
-        stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
+        stride, documents, factor, temperature_scope, device, batch_tokens: see `Protocol`.
+        dtype: see `eval.common.precision`.
 
     Returns:
         One row per cell, with the keys `COLUMNS` and `positions` (see `position_curve`).
@@ -108,9 +110,10 @@ def sweep(
         UserError: bad input, before anything is computed where that is possible; or lengths that
             did not fit into memory, after everything else is done and written.
     """
-    protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     lengths = sorted(set(lengths))
     choose_device(device)  # an absent one ends the sweep before anything is read
+    dtype = evaluation_dtype(dtype, models, device)
+    protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     streams = sweep_streams(
         subjects,
