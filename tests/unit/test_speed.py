@@ -370,7 +370,7 @@ def steps_of_runs(ranks) -> dict:
         mock.patch.object(Engine, "train_step", train_step),
     ):
         start.return_value.__enter__.return_value = ranks
-        record = train.train_speed(case, ("cat", "llama-stock"), 1, peak_memory=False)
+        record = train.train_speed(case, ("llama-stock",), 1, peak_memory=False)
     return {**record, "rates": rates}
 
 
@@ -378,10 +378,8 @@ def test_a_run_s_own_step_is_timed():
     """Of transformers' own class too, whose norms do not say what decays."""
     (record,) = run_on_ranks(steps_of_runs, 1)
     assert record["step"].startswith("a run's own")
-    assert set(record["rates"]) == {(0.0, 1.0, 1)} and len(record["rates"]) == 2 * (1 + WARM_UPS)
-    rows = record["results"]
-    assert rows.keys() == {"cat", "llama-stock"}
-    assert all(row["peak_memory_bytes"] is None for row in rows.values())
+    assert set(record["rates"]) == {(0.0, 1.0, 1)} and len(record["rates"]) == 1 + WARM_UPS
+    assert record["results"]["llama-stock"]["peak_memory_bytes"] is None
 
 
 def test_a_run_s_step_is_where_training_is(speed):
@@ -465,7 +463,7 @@ def test_every_model_is_stock_with_identity_filters_and_another_with_drawn_ones(
     assert models.check_logits(pair, ids, "float32")[name] < 1e-5
     models.randomize_filters(pair[name])
     same = torch.allclose(pair[name](input_ids=ids).logits, pair[stock](input_ids=ids).logits)
-    assert same == (name == MODELS[name].plain)
+    assert same == (name == MODELS[name].plain or MODELS[name].compiled_rotation)
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.stock is None])

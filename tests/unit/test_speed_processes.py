@@ -46,7 +46,7 @@ def conv_record(seconds: dict[str, float], refused: str | None = None) -> dict:
 
 
 def test_each_row_is_taken_under_its_own_policy():
-    """PASSIVE slows the rival five times, and helps ours a little; neither suffers for the other."""
+    """PASSIVE slows the rival five times, and helps ours; neither suffers for the other."""
     records = {
         "default": [conv_record({"ours": 1.25, "conv1d": t}) for t in (10.0, 8.0, 12.0)],
         "passive": [conv_record({"ours": t, "conv1d": 50.0}) for t in (1.0, 1.0, 2.0)],
@@ -172,7 +172,7 @@ def test_a_process_has_its_policy_and_nobody_else(monkeypatch):
 
 def test_a_process_that_dies_is_one_line(monkeypatch):
     monkeypatch.setattr(processes, "measure", speed_child.die)
-    with pytest.raises(UserError, match="^--processes: a measuring process died"):
+    with pytest.raises(UserError, match=r"^--processes: a measuring process died"):
         processes._measure_apart(ASKED, "default")
 
 
@@ -182,5 +182,5 @@ def test_what_has_rivals_takes_processes():
         assert options.processes == int(given)
         assert _parser().parse_args([benchmark]).processes is None
     for arguments in (["conv", "--processes", "0"], ["stacks", "--processes", "5"]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError):
             _parser().parse_args(arguments)
