@@ -25,7 +25,8 @@ from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, who
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
-from cat_lm.pretrained import DTYPES, quiet_transformers
+from cat_lm.pretrained import quiet_transformers
+from eval.common.precision import DTYPES, HELP
 from eval.length_sweep.cells import DOCUMENTS
 from eval.length_sweep.sweep import sweep, table
 from eval.length_sweep.text import WIKITEXT
@@ -128,7 +129,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_computing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", choices=DTYPES, default="float32")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help=HELP)
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     group.add_argument(
         "--batch-tokens",

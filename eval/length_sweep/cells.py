@@ -71,6 +71,7 @@ class Protocol:
         max_document_tokens: of longer documents only the beginning is among the tokens.
         factor: of every scaling; None for test length over training length, at least 1.
         temperature_scope: `logits` or `rotary`, see cat_lm.model.rope_scaling.
+        dtype: of weights and activations; softmax is in fp32, sums over tokens in fp64.
     """
 
     stride: int | None = None

@@ -14,6 +14,7 @@ from cat_lm.io.files import atomic_write, write_json
 from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
+from eval.common.precision import evaluation_dtype
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
@@ -92,7 +93,7 @@ def sweep(
     documents: str = "concatenated",
     factor: float | None = None,
     temperature_scope: str = "logits",
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "auto",
     batch_tokens: int = 8192,
 ) -> list[dict[str, Any]]:
@@ -107,7 +108,8 @@ def sweep(
         min_document_tokens: of documents="per-document"; default: the largest length.
         max_document_tokens: of the same; longer documents are scored up to there.
         training_length: in place of what each model's folder says.
-        stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
+        stride, documents, factor, temperature_scope, device, batch_tokens: see `Protocol`.
+        dtype: see `eval.common.precision`.
 
     Returns:
         One row per cell, with the keys `COLUMNS` and `LISTS` (see `position_curve` and `Score`).
@@ -118,6 +120,9 @@ def sweep(
     """
     if text == WIKITEXT:
         documents = PAGES
+    lengths = sorted(set(lengths))
+    choose_device(device)  # an absent one ends the sweep before anything is read
+    dtype = evaluation_dtype(dtype, models, device)
     protocol = Protocol(
         stride,
         documents,
@@ -128,8 +133,6 @@ def sweep(
         batch_tokens,
         max_document_tokens,
     )
-    lengths = sorted(set(lengths))
-    choose_device(device)  # an absent one ends the sweep before anything is read
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     if documents == PAGES:
         from eval.length_sweep.wikitext import page_streams

@@ -73,6 +73,8 @@ class Scorer(HFLM):
             batch_size=batch_size or "auto",
             max_batch_size=_LARGEST_BATCH,
             max_length=max_length,
+            # Those of narrow logits would be rounded before a choice's are summed.
+            softmax_dtype=torch.float32,
         )
         self.ranks = accelerator
         if accelerator is not None:

@@ -32,6 +32,7 @@ from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.outputs import claim_outputs
+from eval.common.precision import evaluation_dtype
 from eval.common.provenance import provenance
 from eval.zero_shot.harness import quiet
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
@@ -157,7 +158,9 @@ def _task_values(
 
 
 def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
-    dtype = _stored_dtype(folder) if settings.dtype == "auto" else settings.dtype
+    dtype = settings.dtype
+    if dtype == "auto" and (dtype := _stored_dtype(folder)) == "float32":
+        dtype = evaluation_dtype("auto", [folder], settings.device)
     return Scorer(
         folder,
         dtype=dtype,
@@ -293,7 +296,9 @@ def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
 
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """All else that they depend on; not the batch size and not the number of ranks."""
-    return {
+    # Earlier results in narrow dtypes summed rounded log-probabilities; those in fp32 are the same.
+    narrow = {} if model["dtype"] == "float32" else {"log_softmax": "float32"}
+    return narrow | {
         "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
         "bootstrap_iterations": settings.bootstrap_iterations,
