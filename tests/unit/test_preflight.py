@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from cat_lm.errors import UserError
 from cat_lm.host import GIB
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
-from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
+from cat_lm.training.preflight import bandwidth, check, dry_run, facts, node, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
+from cat_lm.training.preflight.node import NodeFacts
 from tests.runs import run_values
 
 
@@ -40,6 +42,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             free_memory=80 * GIB,
             host_memory=500 * GIB,
             matmul_seconds=1e-3,
+            node=NodeFacts(cores=tuple(range(8 * (rank % per_host), 8 * (rank % per_host) + 8))),
             data=DataFacts("f" * 64, "p", 257) if leads else None,
             folder=FolderFacts(None, 100 * GIB) if leads else None,
         )
@@ -159,6 +162,34 @@ def test_what_only_slows_is_a_warning():
     assert "n001 rank 11: the driver is 535.2" in lines[1]
     assert "n001 rank 9: the device multiplies 5.0 times as slowly" in lines[2]
     assert "all ranks: the all-reduce's 0.002 GB/s are very little" in lines[3]
+
+
+def warnings(found: list[Facts]) -> list[str]:
+    return [line for line in rules.judge(config(), found).lines() if "warning" in line]
+
+
+@pytest.mark.parametrize(
+    ("cores", "says"),
+    [
+        (lambda rank: (rank,), "1 core for a GPU's rank"),
+        (lambda rank: range(24), "3 cores for a GPU's rank"),  # not bound: 8 ranks share 24
+        (lambda rank: range(4 * (rank % 8), 4 * (rank % 8) + 4), None),
+        (lambda rank: range(32), None),
+    ],
+)
+def test_few_cores_are_a_warning(cores, says):
+    found = [replace(fact, node=NodeFacts(cores=tuple(cores(fact.rank)))) for fact in sound(16)]
+    lines = warnings(found)
+    assert len(lines) == (says is not None)
+    for line in lines:
+        assert line.startswith(f"preflight: warning: all ranks: {says}")
+        assert "--cpus-per-task" in line
+    on_cpu = [replace(fact, on_gpu=False) for fact in found]
+    assert not [line for line in warnings(on_cpu) if "core" in line]
+
+
+def test_the_node_s_share_of_this_process():
+    assert 1 <= len(node.collect().cores) <= os.cpu_count()
 
 
 def test_bus_bandwidth():

@@ -21,6 +21,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.host import available_memory
 from cat_lm.training.distributed import Ranks, describe_error
+from cat_lm.training.preflight import node
 from cat_lm.training.preflight.folder import FolderFacts, Probe
 from cat_lm.training.watchdog import host_name
 
@@ -47,6 +48,7 @@ class Facts:
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         host_memory: bytes that are free on its host, whatever the device.
         matmul_seconds: of a small matrix product, to tell a slow device from the others.
+        node: its share of its node: cores, limits.
         data: None where another rank of the host opened them, or where `data_problem` says why.
         folder: None where another rank of the host looked.
     """
@@ -61,6 +63,7 @@ class Facts:
     free_memory: int
     host_memory: int
     matmul_seconds: float
+    node: node.NodeFacts
     data: DataFacts | None = None
     data_problem: str | None = None
     folder: FolderFacts | None = None
@@ -84,6 +87,7 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         free_memory=free_memory(ranks.device),
         host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
+        node=node.collect(),
         data=data,
         data_problem=data_problem,
         folder=folder,

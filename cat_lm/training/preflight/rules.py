@@ -18,6 +18,7 @@ from cat_lm.training.estimate import (
     checkpoint_bytes,
     memory_per_rank,
 )
+from cat_lm.training.preflight import node
 from cat_lm.training.preflight.bandwidth import Transport
 from cat_lm.training.preflight.facts import Facts
 
@@ -105,6 +106,7 @@ def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
     )
     for check in (_versions, _configurations, _batch, _data, _needs, _devices):
         check(verdict, config)
+    node.judge(verdict)
     return verdict
 
 
