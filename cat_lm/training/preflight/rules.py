@@ -226,8 +226,8 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)
-    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
     _building(verdict, parameters)
+    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
 
 
 def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
@@ -270,15 +270,21 @@ def _memory(verdict: PreflightReport, memory: Memory) -> None:
 def _building(verdict: PreflightReport, parameters: int) -> None:
     """Every rank builds the whole model on its host, whatever it keeps of it."""
     of_host = Counter(fact.host for fact in verdict.facts)
-    one = building_bytes(parameters)
+    one, most = building_bytes(parameters), max(of_host.values())
     for fact in verdict.facts:
         free = fact.host_memory / of_host[fact.host]
         if one > free:
             verdict.problems[
                 f"the model of {parameters:,} parameters is built on each rank's host, which takes "
                 f"{size(one)} a rank, but {size(free)} of memory are free there for each; take a "
-                "smaller model, a larger host or fewer ranks a host"
+                "smaller model, a larger host or fewer ranks a host; a SLURM job gets all of its "
+                "nodes' memory by --mem=0"
             ].append(fact.rank)
+    verdict.notes.append(
+        f"host memory: {size(most * one)} a node for {most} cop{'y' if most == 1 else 'ies'} of "
+        f"the model while it is built, at least {size(min(f.host_memory for f in verdict.facts))} "
+        "free"
+    )
 
 
 def _devices(verdict: PreflightReport, config: RunConfig) -> None:
