@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
+from cat_lm.ops.convolution.triton import trial
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, node, rules
@@ -62,8 +64,8 @@ def test_nothing_wrong():
     assert lines[0] == (
         "preflight: 32 ranks on 4 hosts (n000, n001, n002, n003); python 3.11.7, torch 2.13.0"
     )
-    assert lines[-1].startswith("preflight: memory: about ")
-    assert "at least 80.00 GiB free" in lines[-1]
+    (line,) = [line for line in lines if line.startswith("preflight: memory: about ")]
+    assert "at least 80.00 GiB free" in line
 
 
 def test_ranks_are_named_by_host():
@@ -196,6 +198,70 @@ def test_few_cores_are_a_warning(cores, says):
         assert "--cpus-per-task" in line
     on_cpu = [replace(fact, on_gpu=False) for fact in found]
     assert not [line for line in warnings(on_cpu) if "core" in line]
+
+
+def test_a_kernel_that_does_not_run_ends_it():
+    found = sound(16)
+    found[9] = replace(found[9], kernel_problem="there is no C compiler")
+    (line,) = problems(found)
+    assert line.startswith("n001 rank 9: there is no C compiler (train.conv_backend=reference and")
+
+
+@pytest.mark.parametrize(
+    ("train", "device", "launched"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"conv_backend": "reference"}, "cuda", False),
+        ({"conv_backend": "reference", "compile": True}, "cuda", True),
+    ],
+)
+def test_a_kernel_is_launched_where_the_run_needs_some(train, device, launched, monkeypatch):
+    monkeypatch.setattr(facts, "INSTALLED", True)
+    monkeypatch.setattr(trial, "why_no_kernel", lambda where: f"tried on {where}")
+    said = facts.kernel_problem(config(**train), torch.device(device))
+    assert said == ("tried on cuda" if launched else None)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A node's temporary folder; nothing said of Triton's cache."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # restored afterwards
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return tmp_path
+
+
+def test_triton_s_cache_of_a_slurm_job_is_on_the_node(temporary, monkeypatch):
+    usual = temporary / f"cat_lm-triton-{os.getuid()}"
+    node.keep_triton_cache_here()
+    assert os.environ["TRITON_CACHE_DIR"] == str(usual) == node.collect().triton_cache
+    assert usual.stat().st_mode & 0o777 == 0o700
+    on_gpu = [replace(fact, node=node.collect()) for fact in sound(2)]
+    assert f"preflight: Triton's cache: {usual}" in rules.judge(config(), on_gpu).lines()
+    del os.environ["TRITON_CACHE_DIR"]
+    node.keep_triton_cache_here()  # of an earlier job
+    assert os.environ["TRITON_CACHE_DIR"] == str(usual)
+    # Code is loaded from it: one that others may write to, or a link, is not taken.
+    for spoil in (lambda: usual.chmod(0o777), lambda: (usual.rmdir(), usual.symlink_to("/tmp"))):
+        spoil()
+        del os.environ["TRITON_CACHE_DIR"]
+        node.keep_triton_cache_here()
+        other = Path(os.environ["TRITON_CACHE_DIR"])
+        assert (
+            other != usual and other.parent == temporary and other.stat().st_mode & 0o777 == 0o700
+        )
+
+
+@pytest.mark.parametrize(("job", "own", "expected"), [(None, None, None), ("7", "/mine", "/mine")])
+def test_triton_s_cache_stays_where_it_is(temporary, job, own, expected, monkeypatch):
+    for name, value in (("SLURM_JOB_ID", job), ("TRITON_CACHE_DIR", own)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    node.keep_triton_cache_here()
+    assert os.environ.get("TRITON_CACHE_DIR") == expected and not list(temporary.iterdir())
 
 
 def test_the_node_s_share_of_this_process():

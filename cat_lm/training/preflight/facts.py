@@ -20,6 +20,7 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.host import available_memory
+from cat_lm.ops.runtime.triton_launch import INSTALLED
 from cat_lm.training.distributed import Ranks, describe_error
 from cat_lm.training.preflight import node
 from cat_lm.training.preflight.folder import FolderFacts, Probe
@@ -51,6 +52,7 @@ class Facts:
         node: its share of its node: cores, limits.
         data: None where another rank of the host opened them, or where `data_problem` says why.
         folder: None where another rank of the host looked.
+        kernel_problem: why a Triton kernel does not run here, where the run needs some.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Facts:
     data: DataFacts | None = None
     data_problem: str | None = None
     folder: FolderFacts | None = None
+    kernel_problem: str | None = None
 
 
 def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
@@ -91,7 +94,18 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         data=data,
         data_problem=data_problem,
         folder=folder,
+        kernel_problem=kernel_problem(config, ranks.device),
     )
+
+
+def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
+    """Launches a Triton kernel where the run may need them: it would fail in the first step."""
+    asked = config.train.conv_backend != "reference" or config.train.compile
+    if not (asked and INSTALLED and device.type == "cuda"):
+        return None
+    from cat_lm.ops.convolution.triton.trial import why_no_kernel
+
+    return why_no_kernel(device)
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -6,9 +6,13 @@ As in `facts` and `rules`: a rank says what it sees, and all ranks judge all of 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,19 +29,43 @@ class NodeFacts:
 
     Attributes:
         cores: the numbers of those that it may run on; ranks that are not bound share them.
+        triton_cache: the folder that Triton keeps compiled kernels in.
     """
 
     cores: tuple[int, ...]
+    triton_cache: str = ""
 
 
 def collect() -> NodeFacts:
     """Look at this process's share of its node."""
-    return NodeFacts(cores=tuple(sorted(os.sched_getaffinity(0))))
+    return NodeFacts(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        triton_cache=os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache"),
+    )
+
+
+def keep_triton_cache_here() -> None:
+    """Has Triton keep compiled kernels on the node's own disk, in a SLURM job that does not say.
+
+    Its default is the home folder, mostly one for all nodes, into which all ranks would compile at
+    once. What lies in the folder is loaded as code, so it must be this user's.
+    """
+    if "SLURM_JOB_ID" not in os.environ or "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = Path(tempfile.gettempdir()) / f"cat_lm-triton-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def judge(verdict: PreflightReport) -> None:
     """Warn of what GPUs' ranks lack; ranks on CPUs take what there is."""
-    if verdict.facts[0].on_gpu:
+    first = verdict.facts[0]
+    if first.on_gpu:
+        verdict.notes.append(f"Triton's cache: {first.node.triton_cache}")
         _cores(verdict)
 
 

@@ -288,8 +288,14 @@ def _building(verdict: PreflightReport, parameters: int) -> None:
 
 
 def _devices(verdict: PreflightReport, config: RunConfig) -> None:
-    """Note what runs, but only as fast as its slowest rank."""
+    """Name what cannot run; note what runs, but only as fast as its slowest rank."""
     facts = verdict.facts
+    for fact in facts:
+        if fact.kernel_problem is not None:
+            verdict.problems[
+                f"{fact.kernel_problem} (train.conv_backend=reference and train.compile=false do "
+                "without them, slowly)"
+            ].append(fact.rank)
     kinds = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")
     drivers = [fact.driver for fact in facts]
