@@ -18,9 +18,8 @@ from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
-from cat_lm.training.devices import Device, device_by_option
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device, device_by_option
 from launch.plan.costs import (
-    ASSUMED_INTERCONNECT,
     ASSUMED_MFU,
     ASSUMED_STORAGE,
     Cluster,

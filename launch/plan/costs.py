@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 # of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
 # this project: `eval.speed train --json` makes one, which `--measured` takes instead.
 ASSUMED_MFU = 0.40
-# GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
-# at least have.
-ASSUMED_INTERCONNECT = 25.0
 # The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
 LINK_EFFICIENCY = 0.7
 # GB/s that all nodes together write to the file system of the run's folder.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,7 @@ STUBS = {
     "srun": STUB
     + """
 env >"$STUBS/environment"
+ulimit -S -l >"$STUBS/locked"
 if [ -n "${SRUN_BUSY:-}" ]; then
     trap 'echo "$SRUN_BUSY" >>"$STUBS/signals"' USR1
     touch "$STUBS/waits"
@@ -250,6 +252,19 @@ def test_how_ranks_are_started(job, restarts, port):
 def test_threads_are_the_cores_that_slurm_gave(job, asked, threads):
     assert job.run(**asked) == 0
     assert f"OMP_NUM_THREADS={threads}" in job.environment
+
+
+def test_ranks_may_lock_what_the_node_allows(job):
+    """A low limit of the shell that submits, or of slurmd, would come with the job."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, hard))
+    try:
+        assert job.run() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    locked = (job.stubs / "locked").read_text(encoding="utf-8").strip()
+    unlimited = hard == resource.RLIM_INFINITY
+    assert locked == ("unlimited" if unlimited else str(hard // 1024))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 import pytest
 import torch
 
+import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError, UserError, command
@@ -158,6 +159,26 @@ def test_a_rank_s_gpu(seen, local_rank, number, variable, monkeypatch):
         device = distributed._own_device(local_rank)
         assert chosen == [device] == [torch.device("cuda", number)]
     assert os.environ["LOCAL_RANK"] == variable
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "a"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b"}, {"PYTORCH_CUDA_ALLOC_CONF": "b"}),
+    ],
+)
+def test_gpu_memory_is_allocated_in_blocks_that_grow(given, expected, monkeypatch):
+    """Unless somebody said otherwise, under the setting's new name or its old one."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, given.get(name, ""))  # restored afterwards
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["train.py", "no-such.yaml"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert {k: v for k, v in os.environ.items() if k.endswith("_ALLOC_CONF")} == expected
 
 
 @pytest.mark.parametrize("duplicate", [True, False])

@@ -64,7 +64,7 @@ def check(
             probe.remove()
     verdict = rules.judge(config, gathered)
     if not verdict.problems:
-        verdict.add_transport(bandwidth.measure(ranks), ranks.device.type)
+        verdict.add_transport(bandwidth.measure(ranks))
     try:
         if verdict.problems:
             raise SharedError(verdict.message())

@@ -90,7 +90,7 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         free_memory=free_memory(ranks.device),
         host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
-        node=node.collect(),
+        node=node.collect(ranks.device),
         data=data,
         data_problem=data_problem,
         folder=folder,
@@ -129,7 +129,16 @@ def versions(on_gpu: bool) -> dict[str, str]:
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["fp32 products"] = fp32_products()
     return found
+
+
+def fp32_products() -> str:
+    """How a GPU multiplies fp32: exactly, or in TF32, which has ten bits where fp32 has 23.
+
+    Images of NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which nobody sees.
+    """
+    return "exact" if torch.get_float32_matmul_precision() == "highest" else "TF32"
 
 
 @functools.cache
