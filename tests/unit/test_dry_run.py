@@ -146,7 +146,14 @@ def test_a_configuration_is_needed(command):
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "fp32")]
+    ("stage", "precision"),
+    [
+        (1, "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((0, "bf16"), (2, "bf16"), (3, "fp32"))
+        ),
+    ],
 )
 def test_deepspeed_partitions_as_computed(stage, precision):
     """The real engine on a fake group of 64; a wrong formula would be reported as broken."""
