@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.ops.convolution import triton as backend
 from cat_lm.ops.convolution.triton import trial
@@ -33,6 +34,28 @@ def test_says_why_it_cannot_serve(monkeypatch):
         assert backend.why_not("head", gpu, torch.bfloat16, *shape) is None
     monkeypatch.setattr(backend, "INSTALLED", False)
     assert backend.why_not("head", gpu, torch.float32, *shape) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.parametrize("function", ["flash", "cudnn"])
+def test_attention_s_output_needs_no_copy(function):
+    """transformers transposes and makes it contiguous; its layout is that of the queries."""
+    on_meta = {"dtype": torch.bfloat16, "device": "meta"}
+    filters = [torch.empty(4, 21, **on_meta) for _ in range(3)]
+    streams = backend.conv_qkv(torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4)
+    assert all(x.shape == (2, 64, 4, 16) and x.is_contiguous() for x in streams)
+    aten, on_gpu = torch.ops.aten, {"dtype": torch.bfloat16, "device": "cuda"}
+    with FakeTensorMode():
+        for shape, copied in (((2, 64, 4, 16), False), ((2, 4, 64, 16), True)):
+            x = torch.empty(shape, **on_gpu)
+            query = x if copied else x.transpose(1, 2)  # [B, H, T, D]
+            if function == "flash":
+                made = aten._scaled_dot_product_flash_attention(query, query, query, 0.0, True)
+            else:
+                made = aten._scaled_dot_product_cudnn_attention(
+                    query, query, query, None, True, 0.0, True
+                )
+            assert made[0].transpose(1, 2).is_contiguous() is not copied
 
 
 @pytest.fixture
