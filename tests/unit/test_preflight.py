@@ -17,6 +17,7 @@ from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_mo
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
+from cat_lm.training.preflight.node import NodeFacts
 from tests.runs import run_values
 
 
@@ -40,6 +41,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             free_memory=80 * GIB,
             host_memory=500 * GIB,
             matmul_seconds=1e-3,
+            node=NodeFacts(cores=tuple(range(8 * (rank % per_host), 8 * (rank % per_host) + 8))),
             data=DataFacts("f" * 64, "p", 257) if leads else None,
             folder=FolderFacts(None, 100 * GIB) if leads else None,
         )
@@ -59,8 +61,8 @@ def test_nothing_wrong():
     assert lines[0] == (
         "preflight: 32 ranks on 4 hosts (n000, n001, n002, n003); python 3.11.7, torch 2.13.0"
     )
-    assert lines[-1].startswith("preflight: memory: about ")
-    assert "at least 80.00 GiB free" in lines[-1]
+    (line,) = [line for line in lines if line.startswith("preflight: memory: about ")]
+    assert "at least 80.00 GiB free" in line
 
 
 def test_ranks_are_named_by_host():
@@ -144,6 +146,16 @@ def test_every_rank_builds_the_model_on_its_host():
     assert problems(sound(4, 4, host_memory=4 * need), zero_stage=3) == []
     (line,) = problems(sound(4, 4, host_memory=4 * need - 1), zero_stage=3)
     assert line.startswith("all ranks: the model of ") and "are free there for each" in line
+    assert "a SLURM job gets all of its nodes' memory by --mem=0" in line
+
+
+def test_the_node_s_copies_of_the_model_are_a_line():
+    """The ranks' copies are there at once; the GPU's memory says nothing of them."""
+    together = rules.size(8 * 4 * config().num_parameters(257))
+    for per_host, words in ((8, f" {together} a node for 8 copies of"), (1, "for 1 copy of")):
+        lines = rules.judge(config(), sound(8, per_host, host_memory=3 * GIB)).lines()
+        (line,) = [line for line in lines if "host memory: " in line]
+        assert words in line and line.endswith("at least 3.0 GiB free")
 
 
 def test_what_only_slows_is_a_warning():
@@ -152,13 +164,17 @@ def test_what_only_slows_is_a_warning():
     found[10] = replace(found[10], device="A100")
     found[11] = replace(found[11], driver="535.2")
     verdict = rules.judge(config(), found)
-    verdict.add_transport(bandwidth.Transport(2**20, 1.0, 32), "cuda")
+    verdict.add_transport(bandwidth.Transport(2**20, 1.0, 32))
     lines = [line for line in verdict.lines() if "warning" in line]
     assert not verdict.problems and len(lines) == 4
     assert "n001 rank 10: the device is A100, but H100 on 4 other hosts" in lines[0]
     assert "n001 rank 11: the driver is 535.2" in lines[1]
     assert "n001 rank 9: the device multiplies 5.0 times as slowly" in lines[2]
-    assert "all ranks: the all-reduce's 0.002 GB/s are very little" in lines[3]
+    assert "all ranks: the all-reduce's 0.00203 GB/s are very little, 20 or more" in lines[3]
+
+
+def warnings(found: list[Facts]) -> list[str]:
+    return [line for line in rules.judge(config(), found).lines() if "warning" in line]
 
 
 def test_bus_bandwidth():
