@@ -236,7 +236,7 @@ def kernels() -> Iterator[Finding]:
 
     if not (INSTALLED and torch.cuda.is_available()):
         return
-    from cat_lm.ops.convolution.triton.trial import why_no_kernel
+    from cat_lm.training.preflight.kernel_trial import why_no_kernel
 
     problem = why_no_kernel(torch.device("cuda"))
     text = "" if problem else "a Triton kernel was built, runs and computes the right numbers"

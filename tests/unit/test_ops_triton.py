@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.ops.convolution import triton as backend
-from cat_lm.ops.convolution.triton import trial
+from cat_lm.training.preflight import kernel_trial
 from tests.unit.triton_interpreter import run_cases
 
 PARTS = 3
@@ -62,7 +62,7 @@ def test_attention_s_output_needs_no_copy(function):
 def headers(tmp_path, monkeypatch):
     """A folder that has Python.h, in the place of Python's own."""
     (tmp_path / "Python.h").write_text("")
-    monkeypatch.setattr(trial, "_headers", lambda: str(tmp_path))
+    monkeypatch.setattr(kernel_trial, "_headers", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -71,21 +71,21 @@ def test_a_kernel_that_does_not_run_says_what_is_missing(headers, monkeypatch):
     """Triton builds with gcc or clang, against Python.h, what launches a kernel."""
     monkeypatch.delenv("CC", raising=False)
     cpu = torch.device("cpu")  # where none can run: what is missing comes first
-    if trial.what_is_missing() is None:
-        assert trial.why_no_kernel(cpu).startswith("a Triton kernel does not run: ")
+    if kernel_trial.what_is_missing() is None:
+        assert kernel_trial.why_no_kernel(cpu).startswith("a Triton kernel does not run: ")
     gcc = headers / "gcc"
     gcc.write_text("#!/bin/sh\n")
     gcc.chmod(0o755)
     monkeypatch.setenv("PATH", str(headers))
-    assert trial.what_is_missing() is None
+    assert kernel_trial.what_is_missing() is None
     gcc.unlink()
-    line = trial.why_no_kernel(cpu)
+    line = kernel_trial.why_no_kernel(cpu)
     assert line.startswith("there is no C compiler (clang or gcc)") and "\n" not in line
     monkeypatch.setenv("CC", "no-such-cc")
-    assert trial.what_is_missing().startswith("CC=no-such-cc: no such C compiler")
+    assert kernel_trial.what_is_missing().startswith("CC=no-such-cc: no such C compiler")
     monkeypatch.setenv("CC", "/bin/sh")
     (headers / "Python.h").unlink()
-    assert trial.what_is_missing().startswith(f"{headers}/Python.h is missing")
+    assert kernel_trial.what_is_missing().startswith(f"{headers}/Python.h is missing")
 
 
 @needs_triton
@@ -97,12 +97,12 @@ def test_what_is_missing_is_what_triton_itself_asks_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="Failed to find C compiler"):
         build.compile_module_from_src("int x;", "never_built")
-    assert "C compiler" in trial.what_is_missing()
+    assert "C compiler" in kernel_trial.what_is_missing()
     included = {}
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setattr(build.subprocess, "check_call", lambda cmd, **_: included.update(cmd=cmd))
     build._build("x", "x.c", str(tmp_path), [], [], [], [])
-    assert f"-I{trial._headers()}" in included["cmd"]
+    assert f"-I{kernel_trial._headers()}" in included["cmd"]
 
 
 @needs_triton

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cat_lm.ops.convolution.triton import trial
-from cat_lm.training.preflight import bandwidth, facts, node, rules
+from cat_lm.training.preflight import bandwidth, facts, kernel_trial, node, rules
 from cat_lm.training.preflight.facts import Facts
 from cat_lm.training.preflight.node import NodeFacts
 from tests.unit.test_preflight import config, problems, sound, warnings
@@ -58,7 +57,7 @@ def test_a_kernel_that_does_not_run_ends_it():
 )
 def test_a_kernel_is_launched_where_the_run_needs_some(train, device, launched, monkeypatch):
     monkeypatch.setattr(facts, "INSTALLED", True)
-    monkeypatch.setattr(trial, "why_no_kernel", lambda where: f"tried on {where}")
+    monkeypatch.setattr(kernel_trial, "why_no_kernel", lambda where: f"tried on {where}")
     said = facts.kernel_problem(config(**train), torch.device(device))
     assert said == ("tried on cuda" if launched else None)
 

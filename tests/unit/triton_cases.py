@@ -18,7 +18,7 @@ from cat_lm.ops.convolution.triton.multihead import (
     multihead_conv_dx,
 )
 from cat_lm.ops.convolution.triton.qkv import conv_qkv, conv_qkv_backward
-from cat_lm.ops.convolution.triton.trial import why_no_kernel
+from cat_lm.training.preflight.kernel_trial import why_no_kernel
 
 # Relative errors of whole tensors: fp32 sums; one rounding of a half-precision result, which the
 # interpreter does toward zero for bf16.

@@ -103,7 +103,7 @@ def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
     asked = config.train.conv_backend != "reference" or config.train.compile
     if not (asked and INSTALLED and device.type == "cuda"):
         return None
-    from cat_lm.ops.convolution.triton.trial import why_no_kernel
+    from cat_lm.training.preflight.kernel_trial import why_no_kernel
 
     return why_no_kernel(device)
 
