@@ -16,7 +16,7 @@ from cat_lm import __version__
 from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
-from cat_lm.errors import SharedError, UserError, command
+from cat_lm.errors import SharedError, UserError, command, hard_exit
 from cat_lm.io.folders import check_output
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
@@ -73,7 +73,7 @@ def main() -> None:
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
-    distributed.hard_exit(exit_code)
+    hard_exit(exit_code)
 
 
 class Trainer:
@@ -82,12 +82,15 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
         from cat_lm.training.checkpoint import Checkpoints
+        from cat_lm.training.determinism import make_deterministic
         from cat_lm.training.engine import resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
 
         self.ranks, self.stop, self.watchdog = ranks, stop, watchdog
+        if config.train.deterministic:
+            make_deterministic()
         precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
@@ -129,11 +132,11 @@ class Trainer:
         skip = ranks.local_rank != 0 or not config.train.init_checksums
         with comparing_files(skip):
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
-        model = build_model(config, vocabulary)
+        model = build_model(config, vocabulary, weights=ranks.is_first)
         self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
         if config.train.init_from is not None and start_from is None:
             with comparing_files(skip):
-                ranks.on_all_ranks(lambda: load_initial_weights(model, config.train.init_from))
+                ranks.on_rank_zero(lambda: load_initial_weights(model, config.train.init_from))
             self.log.line(f"weights: from {config.train.init_from}")
         self.engine = Engine(model, config, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0
@@ -167,7 +170,8 @@ class Trainer:
                 self.validate()
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
-            exit_code = self.stop.agreed_exit_code(self.ranks) if not is_last else 0
+            alone = self.ranks.world_size == 1
+            exit_code = self.stop.agreed_exit_code(self.votes, alone) if not is_last else 0
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
@@ -222,7 +226,8 @@ class Trainer:
         start = time.perf_counter()
         self.step += 1
         lr = learning_rate(self.config, self.step)
-        result = self.engine.train_step(batch, lr)
+        result = self.engine.train_step(batch, lr, self.stop.votes())
+        self.votes = result.flags
         record = self.report.record(
             self.step, result, lr, waited, waited + time.perf_counter() - start
         )

@@ -136,18 +136,26 @@ class RunConfig(Section):
         """
         stage = self.train.zero_stage
         bf16 = self.train.precision == "bf16"
+        # One rank sends nothing, and DeepSpeed would round all the same.
+        sent_as = self.train.gradient_communication if world_size > 1 else "fp32"
         return {
             "train_batch_size": self.train.global_batch_size,
             "train_micro_batch_size_per_gpu": self.train.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation_steps(world_size),
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": bf16 and stage > 0, "check_grad_overflow": True},
+            "zero_optimization": {"stage": stage, "overlap_comm": stage >= 2},
+            # Immediately: a gradient goes into its fp32 sum as it comes, and is kept no longer.
+            "bf16": {
+                "enabled": bf16 and stage > 0,
+                "check_grad_overflow": True,
+                "immediate_grad_update": True,
+            },
             "torch_autocast": {"enabled": bf16 and stage == 0, "dtype": "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
+            "communication_data_type": sent_as,
             # Stage 0's gradients are clipped by the engine, which must see their norm first.
             "gradient_clipping": self.optimizer.grad_clip if stage > 0 else 0.0,
             "steps_per_print": None,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a pass
         }
 
     def save(self, path: Path | str) -> Path | None:

@@ -175,8 +175,14 @@ class TrainSection(Section):
         "auto", description="auto: bf16 where the device computes it natively, otherwise fp32"
     )
     zero_stage: Literal[0, 1, 2, 3] = 1
+    gradient_communication: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what ranks sum gradients in; bf16: half the bytes, rounded"
+    )
     activation_checkpointing: bool = False
     compile: bool = False
+    deterministic: bool = Field(
+        False, description="the same bits each time on a GPU, where attention is then slower"
+    )
     conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="what computes convolutions; a name that cannot serve ends the run"
     )

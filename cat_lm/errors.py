@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -52,39 +53,74 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
     (A `TemporaryError` has `REQUEUE_EXIT_CODE`.) So does a file or a disk that cannot be read or
     written. What all ranks share, the first one prints. Ends quietly with code 130 on Ctrl-C, and
-    when the reader of a pipe has gone.
+    when the reader of a pipe has gone. A rank of several ends at once after its error's line or
+    traceback: see `hard_exit`.
     """
 
     @functools.wraps(main)
     def run() -> None:
         try:
-            _refuse_undecodable(sys.argv[1:])
-            main()
-            sys.stdout.flush()
-        except UserError as error:
-            if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
-                # Launchers end all ranks with the first that leaves, even in mid-word.
-                time.sleep(2)
-                raise SystemExit(2) from None
-            _end(f"error: {error}", REQUEUE_EXIT_CODE if isinstance(error, TemporaryError) else 2)
-        except KeyboardInterrupt:
-            _end("interrupted", 130)
-        except BrokenPipeError:
-            _discard_stdout()
-            raise SystemExit(1) from None
-        except OSError as error:
-            if error.filename is None and error.errno not in _DISK_ERRORS:
+            _run(main)
+        except BaseException as error:
+            if not _among_ranks():
                 raise
-            where = "standard output" if error.filename is None else error.filename
-            _end(f"error: {where}: {describe_os_error(error)}", 2)
-        except RuntimeError as error:
-            # What pathlib raises where a path is resolved, up to Python 3.12.
-            if not str(error).startswith("Symlink loop from "):
-                raise
-            path = str(error).removeprefix("Symlink loop from ").strip("'")
-            _end(f"error: {path}: {_REASONS[errno.ELOOP]}", 2)
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+                hard_exit(1)
+            hard_exit(error.code if isinstance(error.code, int) else int(error.code is not None))
 
     return run
+
+
+def _run(main: Callable[[], None]) -> None:
+    """Call `main`; what a user can mend becomes its line and SystemExit."""
+    try:
+        _refuse_undecodable(sys.argv[1:])
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
+            # Launchers end all ranks with the first that leaves, even in mid-word.
+            time.sleep(2)
+            raise SystemExit(2) from None
+        _end(f"error: {error}", REQUEUE_EXIT_CODE if isinstance(error, TemporaryError) else 2)
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except BrokenPipeError:
+        _discard_stdout()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.filename is None and error.errno not in _DISK_ERRORS:
+            raise
+        where = "standard output" if error.filename is None else error.filename
+        _end(f"error: {where}: {describe_os_error(error)}", 2)
+    except RuntimeError as error:
+        # What pathlib raises where a path is resolved, up to Python 3.12.
+        if not str(error).startswith("Symlink loop from "):
+            raise
+        path = str(error).removeprefix("Symlink loop from ").strip("'")
+        _end(f"error: {path}: {_REASONS[errno.ELOOP]}", 2)
+
+
+def _among_ranks() -> bool:
+    """Tell whether this process has joined others in a process group of torch's."""
+    group = sys.modules.get("torch.distributed")
+    # An interrupted import leaves half a module, and a build without ranks has no group at all.
+    is_initialized = getattr(group, "is_initialized", lambda: False)
+    return is_initialized() and group.get_world_size() > 1
+
+
+def hard_exit(exit_code: int) -> NoReturn:
+    """Ends this process with `exit_code`, without the interpreter's own teardown.
+
+    There a thread of the process group, still alive, was once seen to abort the process after its
+    work was done; a launcher would take a finished run for a failed one. After an error NCCL's
+    communicators may wait there for ranks that will never come.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _refuse_undecodable(arguments: list[str]) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed
@@ -163,18 +162,6 @@ def _own_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", 0 if seen == 1 else local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def hard_exit(exit_code: int) -> NoReturn:
-    """Ends this process with `exit_code`, without the interpreter's own teardown.
-
-    There a thread of the process group, still alive, was once seen to abort the process after its
-    work was done; a launcher would take a finished run for a failed one.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a closed terminal, a full disk: the work is done all the same
-            stream.flush()
-    os._exit(exit_code)
 
 
 def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:

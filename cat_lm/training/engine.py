@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.training.bf16_step import Bf16Step
+from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 
 if TYPE_CHECKING:
@@ -26,11 +30,15 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches."""
+    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches.
+
+    `flags` are the sums over all ranks of what each gave to `Engine.train_step`.
+    """
 
     loss: float
     grad_norm: float
     skipped: bool
+    flags: tuple[float, ...] = ()
 
 
 def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
@@ -43,13 +51,19 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
 
 
-def build_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
-    """A freshly initialised model, the same on every rank, in fp32 on the CPU."""
+def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
+    """A freshly initialised model in fp32 on the CPU, the same each time.
+
+    Args:
+        weights: whether it has any; without them its parameters are on the meta device, and the
+            Engine has them filled with the first rank's.
+    """
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
         check_classes(config.architecture)
-        model = config.architecture.classes().causal_lm(fields)
+        with contextlib.nullcontext() if weights else without_weights():
+            model = config.architecture.classes().causal_lm(fields)
         check_model(config.architecture, config.model, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
@@ -106,6 +120,8 @@ def _check_compiler(device: torch.device) -> None:
 class Engine:
     """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
 
+    Every rank begins with the first one's parameters, whatever its own were.
+
     The loss is the sum over the scored tokens of the whole global batch, over all ranks and
     accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
     """
@@ -116,6 +132,7 @@ class Engine:
         self._plain = config.train.zero_stage == 0
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
+        give_memory(model, ranks.device)
         model.to(ranks.device).train()
         optimizer = torch.optim.AdamW(
             parameter_groups(model, config.optimizer.weight_decay),
@@ -130,6 +147,8 @@ class Engine:
                 optimizer=optimizer,
                 config=config.deepspeed(ranks.world_size),
             )
+        if config.train.precision == "bf16" and config.train.zero_stage == 1:
+            Bf16Step(self.deepspeed, config.optimizer.grad_clip)
         self.model = model
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
@@ -138,18 +157,26 @@ class Engine:
             # In place: the names in the state dict stay the same.
             model.compile()
 
-    def train_step(self, batch: Batch, lr: float) -> StepResult:
-        """One optimizer step on this rank's rows of the global batch."""
+    def train_step(self, batch: Batch, lr: float, flags: Sequence[float] = ()) -> StepResult:
+        """One optimizer step on this rank's rows of the global batch.
+
+        The host reads the device's numbers once, at the end: loss, norm and flags together. (In
+        fp32 with ZeRO, and in stages 2 and 3, DeepSpeed reads some of its own before.)
+
+        Args:
+            flags: numbers to be summed over all ranks on the way, without a collective of theirs.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
-        (scored,) = self.ranks.sum(int((batch["labels"] != IGNORE_INDEX).sum()))
+        scored = self._summed(int((batch["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
-        share = max(scored, 1) / (self.ranks.world_size * self.accumulation_steps)
+        share = scored.clamp(min=1) / (self.ranks.world_size * self.accumulation_steps)
+        share = share.squeeze()
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        norm = math.inf
+        norm = total
         for number, micro_batch in enumerate(micro_batches, start=1):
-            loss = self._loss(micro_batch, num_items_in_batch=share)
+            loss = self._loss(micro_batch, num_items_in_batch=share.float())
             total += loss.detach().double() * share
             if number == self.accumulation_steps:
                 # One rank's bad loss makes every rank's gradient norm bad, so all skip the step;
@@ -160,25 +187,40 @@ class Engine:
                 norm = self._clip()
             self.deepspeed.step()
         if not self._plain:
-            norm = float(self.deepspeed.get_global_grad_norm())
-        skipped = not (self.deepspeed.was_step_applied() and math.isfinite(norm))
-        (total_loss,) = self.ranks.sum(total.item())
-        return StepResult(total_loss / max(scored, 1), norm, skipped)
+            norm = torch.as_tensor(self.deepspeed.get_global_grad_norm())
+        sums = self._summed(total, *flags)
+        parts = (scored, norm.to(sums).reshape(1), sums)
+        items, grad_norm, total_loss, *summed_flags = torch.cat(parts).tolist()
+        skipped = not (self.deepspeed.was_step_applied() and math.isfinite(grad_norm))
+        return StepResult(total_loss / max(items, 1), grad_norm, skipped, tuple(summed_flags))
+
+    def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
+        """Sum each number over all ranks, in float64 on the device, which the host goes on from."""
+        given = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in numbers]
+        sums = torch.cat([n.to(self.ranks.device, non_blocking=True) for n in given])
+        if self.ranks.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """(sum of the negative log-likelihoods in nats, scored tokens) of this rank's rows."""
         self.deepspeed.eval()
-        total, scored = 0.0, 0
+        total, scored, one = 0.0, 0, torch.ones((), device=self.ranks.device)
         for micro_batch in self._micro_batches(batch):
-            total += self._loss(micro_batch, num_items_in_batch=1).item()
+            total += self._loss(micro_batch, num_items_in_batch=one).item()
             scored += int((micro_batch["shift_labels"] != IGNORE_INDEX).sum())
         self.deepspeed.train()
         return total, scored
 
     def _loss(
-        self, micro_batch: dict[str, torch.Tensor], num_items_in_batch: float
+        self, micro_batch: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
     ) -> torch.Tensor:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            num_items_in_batch: a tensor, as torch.compile makes a graph for each plain number.
+        """
         return self.deepspeed(
             **micro_batch, num_items_in_batch=num_items_in_batch, skip_logits=True, use_cache=False
         ).loss
@@ -198,12 +240,9 @@ class Engine:
             for start in range(0, rows, size)
         ]
 
-    def _clip(self) -> float:
-        """Stage 0: clips the reduced gradients; drops them where their norm is not finite."""
+    def _clip(self) -> torch.Tensor:
+        """Stage 0: clip the reduced gradients; AdamW leaves out the step if they are not finite."""
         limit = self.config.optimizer.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
-        if not math.isfinite(norm):
-            # AdamW leaves a parameter without gradient alone, so the step does nothing.
-            for parameter in self.model.parameters():
-                parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.found_inf = (~norm.isfinite()).float()
         return norm

@@ -86,7 +86,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def building_bytes(parameters: int) -> int:
-    """Bytes of its host's memory that a rank takes to build the model: whole, in fp32."""
+    """Bytes of its host's memory that the first rank takes to build the model: whole, in fp32."""
     return 4 * parameters
 
 
@@ -145,19 +145,20 @@ def memory_per_rank(
     else:
         weights = compute * (whole if stage == 3 else 1)
         gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), 12.0 * whole
-        # ZeRO-1 in bf16 (DeepSpeed's BF16_Optimizer) keeps the rounded gradients beside the sums.
-        gradients += 2.0 if bf16 and stage == 1 else 0.0
         beside = compute * min(parameters, _LIVE_PARAMETERS) if stage == 3 else 0.0
     # The bucket's copy of the gradients, and the one in fp32 that is sent.
     buckets = stage >= 2 or (stage == 1 and not bf16)
     bucket_size = compute if buckets else 0.0
-    reserved = bucket_size * _BUCKET_ELEMENTS if on_gpu else 0.0
+    # ZeRO-2 fills one bucket while the other is being reduced.
+    reserved = bucket_size * _BUCKET_ELEMENTS * (2 if stage == 2 else 1) if on_gpu else 0.0
     in_bucket = min(parameters, _BUCKET_ELEMENTS)
     sent = in_bucket * (4.0 + (0.0 if on_gpu else bucket_size))
     if stage == 3 and world_size > 1:  # it holds both while the activations are there
         beside += in_bucket * ((4.0 if bf16 else 0.0) + (0.0 if on_gpu else bucket_size))
     if stage <= 1 and world_size == 1 and not buckets:
         sent = 0.0
+    elif stage == 1 and bf16:  # in place, or in a copy in bf16
+        sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
     activations = _activations(config) + _loss_memory(config, vocab_size)
     # Gradients of earlier passes lie beside the activations; else they come as those go.
     absent = 0.0 if held else gradients * parameters

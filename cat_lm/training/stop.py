@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from cat_lm.errors import REQUEUE_EXIT_CODE
 
-if TYPE_CHECKING:
-    from cat_lm.training.distributed import Ranks
-
 INTERRUPTED_EXIT_CODE = 130
+_CODES = (REQUEUE_EXIT_CODE, INTERRUPTED_EXIT_CODE)  # of two the later is agreed on
 
 
 class StopSignal:
-    """Notes TERM and USR1 from its making on; `agreed_exit_code` tells all ranks the same.
+    """Notes TERM and USR1 from its making on; by `votes` all ranks learn of it in the same step.
 
     A cluster may signal only one rank, and at any moment: a signal that comes while the ranks still
     start is answered after the first step. Ctrl-C ends a start at once, steps only at its second
@@ -47,6 +45,16 @@ class StopSignal:
         """As TERM does, but from within: the ranks stop after this step."""
         self._exit_code = self._exit_code or REQUEUE_EXIT_CODE
 
-    def agreed_exit_code(self, ranks: Ranks) -> int:
-        """The exit code to stop with after this step, or 0; equal on all ranks (a collective)."""
-        return int(ranks.maximum(self._exit_code))
+    def votes(self) -> tuple[int, ...]:
+        """This rank's wishes, to be summed over all ranks on a step's way: one for each code."""
+        return tuple(int(code == self._exit_code) for code in _CODES)
+
+    def agreed_exit_code(self, votes: Sequence[float], alone: bool) -> int:
+        """The exit code to stop with after this step, or 0; equal on all ranks.
+
+        Args:
+            votes: the sums of all ranks' `votes` of this step.
+            alone: whether there is one rank, whose newest wish counts: none has to agree.
+        """
+        votes = self.votes() if alone else votes
+        return max((code for code, vote in zip(_CODES, votes, strict=True) if vote), default=0)

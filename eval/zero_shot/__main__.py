@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cat_lm import limits
 from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
-from cat_lm.errors import UserError, command
+from cat_lm.errors import UserError, command, hard_exit
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import model_folder, quiet_transformers
@@ -103,8 +103,6 @@ def main() -> None:
             raise SystemExit(2) from None
         raise
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from cat_lm.training.distributed import hard_exit
-
         hard_exit(0)
 
 

@@ -177,18 +177,18 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
                 f"{asked.device.memory:g} GiB of {asked.device.name}; {memory.advice}"
             )
     yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
-    yield _host_memory(parameters, min(asked.ranks, asked.gpus_per_node))
+    yield _host_memory(parameters)
 
 
-def _host_memory(parameters: int, copies: int) -> Finding:
-    """The memory of a node that its ranks' copies of the model take while they are built."""
+def _host_memory(parameters: int) -> Finding:
+    """The memory of the first node that the model takes while its first rank builds it."""
     from cat_lm.training.estimate import building_bytes
 
-    needed = copies * building_bytes(parameters)
+    needed = building_bytes(parameters)
     text = (
-        f"{needed / GIB:.1f} GiB a node while its {copies} rank{'s' if copies > 1 else ''} "
-        f"build{'' if copies > 1 else 's'} the model, beside what the programs take themselves: "
-        "a SLURM job with more --mem than that, or --mem 0 for all"
+        f"{needed / GIB:.1f} GiB of the first node while its first rank builds the model, beside "
+        "what the programs take themselves: a SLURM job with more --mem than that, or --mem 0 for "
+        "all"
     )
     return Finding("host memory", text, "host_memory", needed)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.multiprocessing
 
+from cat_lm.errors import hard_exit
+
 
 def run_on_ranks(
     function: Callable, world_size: int, *arguments: Any, preloaded: bool = True
@@ -74,4 +76,4 @@ def _one_rank(
         traceback.print_exc()
         raise
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    distributed.hard_exit(0)
+    hard_exit(0)

@@ -87,8 +87,8 @@ def poisoned(step: int, kind: str):
     def hook(trainer) -> None:
         original = trainer.engine.train_step
 
-        def train_step(batch, lr):
-            result = original(batch, lr)
+        def train_step(*given):
+            result = original(*given)
             if trainer.step == step and trainer.ranks.is_first:
                 (tensor, *_), (state, *_) = (
                     trainer.engine.optimizer.param_groups[0]["params"],
@@ -109,10 +109,10 @@ def skipping(first: int, last: int):
     def hook(trainer) -> None:
         original = trainer.engine.train_step
 
-        def train_step(batch, lr):
+        def train_step(batch, lr, votes):
             if first <= trainer.step <= last:
-                return StepResult(float("nan"), float("nan"), True)
-            return original(batch, lr)
+                return StepResult(float("nan"), float("nan"), True, votes)
+            return original(batch, lr, votes)
 
         trainer.engine.train_step = train_step
 

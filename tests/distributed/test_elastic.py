@@ -78,7 +78,7 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def save(self):
-            if self.step in save_at or self.stop.agreed_exit_code(ranks):
+            if self.step in save_at or self.votes[0]:
                 super().save()
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.

@@ -16,7 +16,9 @@ from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
+from cat_lm.training.fragments import stepped_tensors
 from cat_lm.training.optimizer_state import full_precision_weights
+from cat_lm.training.preflight.dry_run import absent_moments
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
@@ -60,10 +62,12 @@ def losses_with_and_without(ranks, data, cases):
             config = RunConfig.model_validate(values)
             _, _, loader = open_data(config)
             engine = Engine(build_model(config, 257), config, ranks)
-            found = []
+            found, stepped = [], sum(t.numel() for t in stepped_tensors(engine))
             for step in range(STEPS):
                 # Also between steps, as after a checkpoint: moments and counters are there then.
                 if dry and step != 1:
+                    reserved = sum(t.numel() for t in absent_moments(engine))
+                    assert reserved == (0 if step else 2 * stepped), (stage, step)
                     line = preflight.dry_run_batch(engine, loader)
                     assert line.startswith("preflight: dry-run batch of 2 x 32 tokens in "), line
                 result = engine.train_step(loader.batch(step, ranks.rank, ranks.world_size), 1e-2)
@@ -154,7 +158,7 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     lines = error.splitlines()
     assert len(lines) == 4, error
     assert lines[1].startswith("  n1 rank 1: data: no such folder")
-    assert lines[3].startswith("  all ranks: the model of")
+    assert lines[3].startswith("  n0 rank 0: the model of")
     assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
 
 

@@ -46,6 +46,8 @@ def straight_and_interrupted(ranks, data: str, folder: str, settings: tuple):
             )
             for kind in ("straight", "interrupted")
         }
+        for one in values.values():
+            one["train"]["deterministic"] = stage == 2
         codes = [train(ranks, values["straight"])]
         values["interrupted"]["train"]["resume"] = "auto"
         for signals in ({4: signal.SIGTERM}, {9: signal.SIGUSR1}, {}):

@@ -18,11 +18,13 @@ and moves each rank's moments through its own CPU.
 
 It is *elastic*: the number of ranks and of nodes and the ZeRO stage may be others on resuming. With
 the same number of ranks and the same stage the losses are those of a run that was never
-interrupted, bit for bit. Otherwise weights, moments and steps are restored bit for bit too, and the
-samples are the same; but sums over ranks are rounded in another order. Tests hold the next 20
-losses, without dropout, to differences of 1e-4 in fp32 and 1e-2 in bf16; seen were 5e-7, and 1e-3
-from stage 0, which has fp32 weights under autocast, to stage 1. With another number of ranks the
-generators are seeded anew, by `rng.seed_of`, so that dropout draws other masks.
+interrupted, bit for bit where a step gives the same bits twice: on CPUs, and on GPUs with
+train.deterministic as far as NCCL's order of sums is the same. Otherwise weights, moments and steps
+are restored bit for bit too, and the samples are the same; but sums over ranks are rounded in
+another order. Tests hold the next 20 losses, without dropout, to differences of 1e-4 in fp32 and
+1e-2 in bf16; seen were 5e-7, and 1e-3 from stage 0, which has fp32 weights under autocast, to stage
+1. With another number of ranks the generators are seeded anew, by `rng.seed_of`, so that dropout
+draws other masks.
 
 A checkpoint is written beside its final name, flushed, hashed, compared with memory, marked and
 then renamed, so that a process killed at any moment leaves the previous ones as they were. The

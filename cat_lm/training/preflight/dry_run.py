@@ -13,8 +13,11 @@ import torch
 from cat_lm.data.loader import TrainLoader
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
+from cat_lm.training.determinism import attention_kernels, refused_operator
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, memory_per_rank
+from cat_lm.training.fragments import stepped_tensors
+from cat_lm.training.optimizer_state import MOMENTS
 from cat_lm.training.watchdog import host_name
 
 # What DeepSpeed counts in a step, skipped or not.
@@ -29,10 +32,11 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     afterwards what they were, bit for bit.
 
     Returns:
-        A line for the first rank's log: tokens, seconds, memory.
+        A line for the first rank's log: tokens, seconds, memory, and what computed attention.
 
     Raises:
-        UserError: the memory does not suffice; on the rank where it was so.
+        UserError: the memory does not suffice, or train.deterministic cannot be kept; on the rank
+            where it was so.
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size
@@ -44,8 +48,14 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     start = time.perf_counter()
     try:
         with _restored(engine):
-            _skipped_step(engine, batch, parameters)
+            attention = _skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if operator := refused_operator(error):
+            raise UserError(
+                f"train.deterministic={config.train.deterministic}: torch's {operator} gives other "
+                "bits each time and has no form that does not; set it to false, or choose a model "
+                "without it"
+            ) from error
         if not _is_out_of_memory(error):
             raise
         raise UserError(
@@ -57,25 +67,35 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     return (
         f"preflight: dry-run batch of {rows} x {config.data.context_length} tokens in "
         f"{time.perf_counter() - start:.2f} s; estimated memory {estimate.total / GIB:.2f} GiB a "
-        f"rank, {_peak(ranks.device)}"
+        f"rank, {_peak(ranks.device)}; attention: {attention}"
     )
 
 
-def _skipped_step(engine: Engine, batch: dict, parameters: int) -> None:
-    deepspeed, device = engine.deepspeed, engine.ranks.device
-    plain = engine.config.train.zero_stage == 0
-    # Without ZeRO the moments come with the first update; their room must be there too.
-    absent = plain and not engine.optimizer.state
-    moments = torch.empty(2 * parameters if absent else 0, device=device)
+def _skipped_step(engine: Engine, batch: dict) -> str:
+    """Compute the step; return the names of attention's kernels."""
+    deepspeed = engine.deepspeed
+    moments = absent_moments(engine)
     (micro_batch,) = engine._micro_batches(batch)
     # One micro-batch is the whole step, so that gradients are reduced and then dropped.
     deepspeed.set_gradient_accumulation_boundary(True)
-    loss = engine._loss(micro_batch, num_items_in_batch=1)
+    loss = engine._loss(micro_batch, num_items_in_batch=torch.ones((), device=engine.ranks.device))
+    attention = attention_kernels(loss)
     deepspeed.backward(loss * math.nan)
-    if plain:
+    if engine.config.train.zero_stage == 0:
         engine._clip()
+    moments.clear()  # a step makes them, even one that is skipped
     deepspeed.step()
-    del moments
+    return attention
+
+
+def absent_moments(engine: Engine) -> list[torch.Tensor]:
+    """Take the room of the moments that this rank's optimizer makes with its first update.
+
+    No ZeRO stage makes them earlier, and every later batch must find its room beside them.
+    """
+    state = engine.optimizer.state
+    absent = [tensor for tensor in stepped_tensors(engine) if not state.get(tensor)]
+    return [torch.empty_like(tensor) for tensor in absent for _ in MOMENTS]
 
 
 @contextmanager

@@ -267,22 +267,17 @@ def _memory(verdict: PreflightReport, memory: Memory) -> None:
 
 
 def _building(verdict: PreflightReport, parameters: int) -> None:
-    """Every rank builds the whole model on its host, whatever it keeps of it."""
-    of_host = Counter(fact.host for fact in verdict.facts)
-    one, most = building_bytes(parameters), max(of_host.values())
-    for fact in verdict.facts:
-        free = fact.host_memory / of_host[fact.host]
-        if one > free:
-            verdict.problems[
-                f"the model of {parameters:,} parameters is built on each rank's host, which takes "
-                f"{size(one)} a rank, but {size(free)} of memory are free there for each; take a "
-                "smaller model, a larger host or fewer ranks a host; a SLURM job gets all of its "
-                "nodes' memory by --mem=0"
-            ].append(fact.rank)
+    """The first rank builds the whole model on its host, whatever it keeps of it."""
+    one, first = building_bytes(parameters), verdict.facts[0]
+    if one > first.host_memory:
+        verdict.problems[
+            f"the model of {parameters:,} parameters is built on this host, which takes "
+            f"{size(one)}, but {size(first.host_memory)} of memory are free there; take a smaller "
+            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0"
+        ].append(first.rank)
     verdict.notes.append(
-        f"host memory: {size(most * one)} a node for {most} cop{'y' if most == 1 else 'ies'} of "
-        f"the model while it is built, at least {size(min(f.host_memory for f in verdict.facts))} "
-        "free"
+        f"host memory: {size(one)} on the first rank's host while it builds the model, "
+        f"{size(first.host_memory)} free"
     )
 
 

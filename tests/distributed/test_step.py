@@ -1,0 +1,156 @@
+"""What a step costs beside its arithmetic, reads of the device and collectives; and its bits."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cat_lm.config import RunConfig
+from cat_lm.training import engine as engine_module
+from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.optimizer_state import full_precision_weights
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_engine import (
+    ROWS,
+    VOCAB,
+    InfiniteOnLastRank,
+    global_batch,
+    make_config,
+    rows_of,
+)
+
+# Reads by the host: .item(), bool(), float() and the like, each of which waits for a GPU.
+READ = torch.ops.aten._local_scalar_dense.default
+NORMS = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.norm.ScalarOpt_dim)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter = collections.Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.counts[operator] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(owner: object, name: str) -> Iterator[list[bool]]:
+    """Notes each call of `owner.name`."""
+    calls, original = [], getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        calls.append(True)
+        return original(*given, **named)
+
+    with mock.patch.object(owner, name, noted):
+        yield calls
+
+
+def counted_steps(ranks, cases: list[tuple[int, str, int]]) -> list[tuple]:
+    """(reads, lists read, all-reduces, norms, flags) of the second step of each case."""
+    found = []
+    for stage, precision, size in cases:
+        config = make_config(stage, size, precision)
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        engine.train_step(rows_of(global_batch(0), ranks), 1e-3)
+        batch = rows_of(global_batch(1), ranks)
+        with (
+            Counting() as ops,
+            counted(torch.Tensor, "tolist") as lists,
+            counted(torch.distributed, "all_reduce") as reductions,
+        ):
+            flags = engine.train_step(batch, 1e-3, (ranks.rank, 5)).flags
+        norms = sum(ops.counts[norm] for norm in NORMS)
+        found.append((ops.counts[READ], len(lists), len(reductions), norms, flags))
+    return found
+
+
+def test_the_host_reads_once_a_step():
+    """Whatever the number of micro-batches: loss, norm and flags in one list."""
+    cases = [(0, "fp32", 4), (1, "bf16", 4), (1, "bf16", 1)]
+    for rank in run_on_ranks(counted_steps, 2, cases):
+        for (stage, _, _), (reads, lists, reduced, norms, flags) in zip(cases, rank, strict=True):
+            assert (reads, lists) == (0, 1)
+            assert flags == (1, 10)
+            if stage == 1:
+                assert reduced == 4  # scored tokens, each group's gradients, the loss with flags
+                assert norms == 0, "a norm for each parameter is a kernel for each"
+
+
+def bits(ranks) -> list[tuple]:
+    """Steps and weights with DeepSpeed's own step and gradients, and with ours."""
+    found = []
+    for ours in (False, True):
+        # Clipped in every step (its norms are above 1), with four passes a step.
+        config = make_config(1, ROWS // ranks.world_size // 4, "bf16")
+        deepspeed = config.deepspeed(ranks.world_size)
+        deepspeed["bf16"]["immediate_grad_update"] = ours
+        with (
+            mock.patch.object(RunConfig, "deepspeed", lambda *_, given=deepspeed: given),
+            mock.patch.object(
+                engine_module, "Bf16Step", engine_module.Bf16Step if ours else mock.Mock()
+            ),
+        ):
+            engine = Engine(build_model(config, VOCAB), config, ranks)
+        engine._loss = last = InfiniteOnLastRank(engine, ranks)
+        steps = []
+        for step in range(6):
+            last.bad = step in (0, 3)  # also before there are moments
+            result = engine.train_step(rows_of(global_batch(step), ranks), 1e-2)
+            steps.append((str(result.loss), result.grad_norm, result.skipped))
+        assert all(p.grad is None for p in engine.model.parameters())
+        weights = {name: w.numpy() for name, w in full_precision_weights(engine).items()}
+        found.append((steps, weights, int(next(iter(engine.optimizer.state.values()))["step"])))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_the_step_has_the_bits_of_deepspeeds(world_size):
+    for theirs, ours in run_on_ranks(bits, world_size):
+        assert ours[0] == theirs[0] and [skipped for *_, skipped in ours[0]].count(True) == 2
+        assert ours[0][0][1] == math.inf and ours[0][1][1] > 0.5  # above optimizer.grad_clip
+        assert ours[2] == theirs[2] == 4
+        assert ours[1].keys() == theirs[1].keys()
+        assert all((ours[1][name] == theirs[1][name]).all() for name in ours[1])
+
+
+def communicated(ranks, stages: list[int]) -> dict[tuple, list[float]]:
+    losses = {}
+    for stage in stages:
+        for dtype in ("fp32", "bf16"):
+            values = make_config(stage, 2, "bf16").model_dump()
+            values["train"]["gradient_communication"] = dtype
+            config = RunConfig.model_validate(values)
+            engine = Engine(build_model(config, VOCAB), config, ranks)
+            steps = [engine.train_step(rows_of(global_batch(s), ranks), 3e-3) for s in range(2)]
+            losses[stage, dtype] = [step.grad_norm for step in steps]
+    return losses
+
+
+def test_gradients_summed_in_bf16_are_rounded():
+    stages = [1, 3]
+    first, second = run_on_ranks(communicated, 2, stages)
+    assert first == second
+    for stage in stages:
+        fine, coarse = first[stage, "fp32"], first[stage, "bf16"]
+        assert coarse == pytest.approx(fine, rel=2e-2), stage
+        assert coarse != fine, "nothing was rounded"
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing():
+    values = make_config(1, 2).model_dump()
+    values["train"]["gradient_communication"] = "bf16"
+    config = RunConfig.model_validate(values)
+    assert config.deepspeed(1)["communication_data_type"] == "fp32"
+    assert config.deepspeed(2)["communication_data_type"] == "bf16"

@@ -1,0 +1,114 @@
+"""`train.deterministic`, and the attention kernels that the log names."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from cat_lm.training import determinism
+from cat_lm.training.preflight import dry_run
+from tests.runs import run_values
+from tests.unit.tiny_models import cat_model, random_ids
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """What `make_deterministic` sets for the rest of a process is set back."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def refusal() -> RuntimeError | None:
+    """What torch says of an operator that has no deterministic form on a CPU either."""
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    except RuntimeError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":0:0", ":4096:8"), (":16:8",) * 2])
+def test_what_torch_and_cublas_are_told(restored, given, kept):
+    restored.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    assert refusal() is None
+    determinism.make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert determinism.refused_operator(refusal()) == "put_"
+
+
+def test_other_errors_are_no_refusals():
+    assert determinism.refused_operator(RuntimeError("out of memory")) is None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_trainer_asks_for_it_before_all_else(asked, monkeypatch):
+    from train import Trainer
+
+    called = []
+    monkeypatch.setattr(determinism, "make_deterministic", lambda: called.append(True))
+    config = RunConfig.model_validate(run_values("unused", "unused", deterministic=asked))
+    with pytest.raises(AttributeError, match="broadcast"):  # the first thing that it asks of ranks
+        Trainer(config, SimpleNamespace(), None, None)
+    assert called == [True] * asked
+
+
+def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
+    determinism.make_deterministic()
+    config = RunConfig.model_validate(
+        run_values("unused", "unused", deterministic=True, precision="fp32")
+    )
+    model = cat_model()
+
+    def loss(micro_batch, num_items_in_batch):
+        raise refusal()
+
+    engine = SimpleNamespace(
+        config=config,
+        model=model,
+        ranks=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
+        optimizer=SimpleNamespace(state={}, param_groups=[]),
+        deepspeed=SimpleNamespace(
+            set_gradient_accumulation_boundary=lambda boundary: None,
+            _is_gradient_accumulation_boundary=None,
+            **dict.fromkeys(dry_run._COUNTERS, 0),
+        ),
+        _micro_batches=lambda batch: [batch],
+        _loss=loss,
+    )
+    loader = SimpleNamespace(batch=lambda *place: {})
+    with pytest.raises(UserError, match=r"train.deterministic=True: torch's put_ gives other bits"):
+        dry_run.dry_run_batch(engine, loader)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"attn_implementation": "sdpa"}, "ScaledDotProductFlashAttentionForCpu"),
+        ({"attn_implementation": "eager"}, "no fused kernel"),
+    ],
+)
+def test_the_graph_names_attentions_kernels(settings, expected):
+    ids = random_ids(2, 16)
+    loss = cat_model(**settings).train()(ids, labels=ids).loss
+    assert determinism.attention_kernels(loss) == expected
+
+
+def test_a_compiled_graph_is_said_to_be_one():
+    class CompiledFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+    loss = CompiledFunction.apply(torch.ones(2, requires_grad=True)).sum()
+    assert determinism.attention_kernels(loss) == "inside the compiled graph"
