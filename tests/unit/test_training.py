@@ -20,7 +20,7 @@ from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError, UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.training import launcher
+from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model
 from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
