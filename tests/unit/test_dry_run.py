@@ -54,7 +54,8 @@ def test_a_large_run(command, without_engine, tmp_path):
     assert "note: data: data/pretraining-1t: no such folder" in out
     found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
     assert found["host_memory"] == 4 * found["parameters"], "the first rank alone builds it"
-    assert "25.5 GiB of the first node while its first rank builds the model" in " ".join(out.split())
+    words = " ".join(out.split())
+    assert "25.5 GiB of the first node while its first rank builds the model" in words
     assert found["accumulation"] == 32 and found["checkpoint"] == 12 * found["parameters"]
     assert 64 * sum(found["partitions"]) == pytest.approx(found["parameters"], rel=1e-6)
 
