@@ -51,6 +51,10 @@ def main() -> None:
     # other process on two cores, a step took five times as long. Must be set before torch loads,
     # which plugins may do that the configuration asks for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Blocks of GPU memory that grow: those of fixed sizes leave gaps where shapes change, as from
+    # training to validation. Also read before torch loads, under either of its names.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stop, started_by = StopSignal(), find_launcher()
     config = load_config(arguments.config, arguments.overrides)
     # What is wrong is known at once where there is one rank; several find it out together, below.

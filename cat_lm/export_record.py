@@ -57,6 +57,7 @@ class ExportRecord(Record):
     context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
     context_method: str | None = None
     context_factor: float | None = None
+    precision: Literal["bf16", "fp32"] | None = None  # of the training; not in earlier records
 
 
 class _Unlisted(Record):
@@ -89,6 +90,12 @@ def recorded_context_length(folder: Path) -> int | None:
     if values is None:
         return None
     return (read_record(folder) or _unlisted(folder, values)).context_length
+
+
+def recorded_precision(folder: Path) -> str | None:
+    """Read what the training computed in, bf16 or fp32; None where the record does not say."""
+    record = read_record(folder)
+    return None if record is None else record.precision
 
 
 def _values(folder: Path) -> dict[str, Any] | None:

@@ -72,6 +72,7 @@ SEED = Range(0, 2**62)
 MINUTES = Range(1e-3, 1e6)
 TFLOPS = Range(1e-6, 1e6)
 FRACTION = Range(0.0, 1.0)
+DROPOUT = Range(0.0, 0.99)
 # A corpus in a mixture, in any unit.
 SHARE = Range(1e-9, 1e18)
 # Data

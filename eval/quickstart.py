@@ -39,6 +39,7 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
     Raises UserError where the run has no export, or its data are absent or too short.
     """
     from cat_lm.config import load_config
+    from eval.common.precision import evaluation_dtype
     from eval.common.runs import EVALUATION
     from eval.length_sweep.sweep import sweep, table
     from eval.samples import write_samples
@@ -52,7 +53,8 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
     rows = sweep([run], lengths, out, data=data, max_tokens=max(limit, max(lengths)))
     print(table(rows), flush=True)
     print(f"{run}: sampling continuations of held-out documents", file=sys.stderr)
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    dtype = evaluation_dtype("auto", [run], "auto")
+    model, tokenizer = load_model(run, dtype=dtype), load_tokenizer(run)
     write_samples(model, tokenizer, data, out / "samples.json", seed=seed)
 
 

@@ -13,6 +13,7 @@ from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.files import write_json
 from cat_lm.pretrained import check_vocabulary, load_model, load_tokenizer, quiet_transformers
+from eval.common.precision import DTYPES, HELP, evaluation_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,6 +125,7 @@ def write_samples(
         "data": str(data),
         "documents": documents,
         "model_sha256": folder_sha256(Path(model.name_or_path)),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "seed": seed,
         "temperature": TEMPERATURE,
         "top_p": TOP_P,
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=whole(limits.PROMPT_TOKENS), default=48)
     parser.add_argument("--max-new-tokens", type=whole(limits.NEW_TOKENS), default=96)
     parser.add_argument("--seed", type=whole(limits.SEED), default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=HELP)
     add_skip_checksums(parser)
     arguments = parser.parse_args()
     quiet_transformers()
@@ -174,7 +177,8 @@ def main() -> None:
 
     run = Path(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):
-        model, tokenizer = load_model(run), load_tokenizer(run)
+        dtype = evaluation_dtype(arguments.dtype, [run], "auto")
+        model, tokenizer = load_model(run, dtype=dtype), load_tokenizer(run)
     claim_outputs(run / "eval", "samples.json")
     result = write_samples(
         model,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The small study, from a checkout: nine models, three seeds, their sweeps, a table and a figure.
+# The small study, from a checkout: a question's models and seeds, their sweeps, tables and a figure.
 # `bash eval/small_study.sh --help` lists the options; a stopped study goes on where it was.
 set -euo pipefail
 

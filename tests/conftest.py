@@ -122,6 +122,23 @@ def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., Path]) -> Path:
+    """A prepared folder: 40 documents of 1,200 tokens, `bytes` tokenizer, half of them held out.
+
+    Shared by all tests of a session: read it, do not change it.
+    """
+    folder = tmp_path_factory.mktemp("long_corpus")
+    text = "\n".join(generated_text(800, seed=1))
+    texts = [text[start : start + 1199] for start in range(0, 40 * 1199, 1199)]
+    rows = write_jsonl(folder / "text.jsonl", texts)
+    return prepare(
+        folder / "prepared",
+        *("--source", "files", "--path", rows, "--tokenizer", "bytes"),
+        *("--validation-fraction", 0.5, "--workers", 1),
+    )
+
+
+@pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., Path]) -> Path:
     """A prepared folder: some 200 generated documents, `bytes` tokenizer (257 ids), two splits.
 

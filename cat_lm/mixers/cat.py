@@ -14,8 +14,9 @@ from cat_lm.mixers.shared import (
     ConvolutionOptions,
     attention_flops,
     attention_maps,
-    convolution_flops,
+    check_choice,
 )
+from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,11 +30,14 @@ class Options(ConvolutionOptions):
         bias: of the projections.
         dropout: of the attention map.
         position: none; learned, a table added to the embeddings; rope, after the filters.
+        conv_mixing: what a multihead convolution of the values mixes: embeddings, their heads; or
+            maps, the attention maps over heads and keys (`cat_lm.model.map_mixing`).
     """
 
     bias: bool = True
     dropout: float = 0.1
     position: str = "none"
+    conv_mixing: str = "embeddings"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +45,18 @@ class Options(ConvolutionOptions):
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.position not in ("none", "learned", "rope"):
             raise ValueError(f"position={self.position!r}: must be none, learned or rope")
+        check_choice(self, "conv_mixing", ("embeddings", "maps"))
+        mixes_heads = kinds.mixes_heads(self.conv_type)
+        if self.mixes_maps and not (mixes_heads and "v" in (self.streams or "")):
+            raise ValueError(
+                "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix "
+                f"the maps; not conv_type={self.conv_type}, streams={self.streams or 'none'}"
+            )
+
+    @property
+    def mixes_maps(self) -> bool:
+        """Tell whether attention maps are mixed."""
+        return self.conv_mixing == "maps"
 
 
 class ConvolvedAttention(MixerKind):
@@ -67,18 +83,23 @@ class ConvolvedAttention(MixerKind):
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         width = setting.d_model
-        filters = convolution_flops(options.window, options.convolved * width)
-        return attention_flops(length, width) + filters
+        scores_and_sums = attention_flops(length, width)
+        if options.mixes_maps:  # every map meets the values of all heads
+            scores_and_sums *= (1 + options.heads) / 2
+        return scores_and_sums + options.filter_flops(width)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 5.0 + max(options.convolved, 2 * (options.position == "rope"))
+        turned = 2 * (options.position == "rope")
+        mixed = 2 * (options.heads - 1) if options.mixes_maps else 0
+        return 5.0 + max(options.convolved, turned) + options.activated + mixed
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return attention_maps(options.heads, options.dropout)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         past = (options.window - 1) * options.convolved
-        return setting.d_model * (2 * length + past)
+        values = options.heads if options.mixes_maps else 1
+        return setting.d_model * ((1 + values) * length + past)
 
 
 MIXER = ConvolvedAttention()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import ConvolutionOptions, attention_flops, convolution_flops
+from cat_lm.mixers.shared import ConvolutionOptions, attention_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,11 +42,10 @@ class ConvolvedLinearAttention(MixerKind):
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         width = setting.d_model
-        filters = convolution_flops(options.window, options.convolved * width)
-        return attention_flops(length, width) + filters
+        return attention_flops(length, width) + options.filter_flops(width)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 8.0 + options.convolved
+        return 8.0 + options.convolved + options.activated
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return options.heads / 2  # in fp32 alone

@@ -6,10 +6,12 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence import CHUNK
 
 STREAMS = "qkv"
 INITS = ("uniform", "identity")
+ACTIVATIONS = ("none", "silu")
 OPERATORS = ("torch", "fla")
 
 
@@ -47,6 +49,21 @@ def check_streams(streams: str | None) -> None:
         raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
 
 
+def check_choice(options: object, name: str, choices: tuple[str, ...]) -> None:
+    """Check an option that is one of few words. Raises ValueError."""
+    if (value := getattr(options, name)) not in choices:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+
+
+def check_filters(options: ConvolutionOptions | DeltaOptions) -> None:
+    """Check the options of short filters. Raises ValueError."""
+    check_streams(options.streams)
+    check_counts(options, "window", "heads")
+    kinds.get(options.conv_type)
+    check_choice(options, "init", INITS)
+    check_choice(options, "activation", ACTIVATIONS)
+
+
 @dataclass(frozen=True)
 class ConvolutionOptions:
     """Which streams are convolved, and how.
@@ -54,26 +71,29 @@ class ConvolutionOptions:
     Attributes:
         streams: any of q, k, v, such as qkv or k; none for no convolution.
         window: W.
-        init: uniform, ±1/√W, torch's own for a convolution, which the authors' code bases leave
-            as it is; or identity, which starts as the model without filters.
+        conv_type: head, one filter for each head; depthwise, one for each channel; multihead, one
+            for each pair of heads (MH-CAT); or a kind of one's own.
+        init: uniform, ±1/√W (multihead: ±1/√(W H)), torch's own for a convolution, which the
+            authors' code bases leave as it is; or identity, which starts as the model without
+            filters.
+        activation: none, or silu, of all three streams after the filters.
         place: after the projection, or before it, on the layer's input. With one filter for a
             whole head and no bias the two are the same function.
-        heads: H, each with its own filter.
+        heads: H.
         shared_kv: whether keys and values have one projection, K = V before the filters.
     """
 
     streams: str | None = STREAMS
     window: int = 3
+    conv_type: str = "head"
     init: str = "uniform"
+    activation: str = "none"
     place: str = "after"
     heads: int = 1
     shared_kv: bool = False
 
     def __post_init__(self) -> None:
-        check_streams(self.streams)
-        check_counts(self, "window", "heads")
-        if self.init not in INITS:
-            raise ValueError(f"init={self.init!r}: choose one of {', '.join(INITS)}")
+        check_filters(self)
         if self.place not in ("after", "before"):
             raise ValueError(f"place={self.place!r}: must be after or before")
         if self.place == "before" and self.heads > 1:
@@ -84,15 +104,28 @@ class ConvolutionOptions:
         """How many streams have filters."""
         return len(self.streams or "")
 
+    @property
+    def activated(self) -> int:
+        """How many streams an activation follows."""
+        return len(STREAMS) if self.activation != "none" else 0
+
+    def filter_flops(self, width: int) -> float:
+        """Count a token's FLOPs of the filters."""
+        mixed = kinds.get(self.conv_type).fan_in(self.heads, self.window)
+        return convolution_flops(mixed, self.convolved * width)
+
 
 @dataclass(frozen=True)
 class DeltaOptions:
     """Options of both delta-rule layers.
 
     Attributes:
-        streams: which of q, k, v pass a depthwise short convolution; none: none of them. SiLU
-            follows on all three in any case.
+        streams: which of q, k, v pass a short convolution; none: none of them.
         window: W of the short convolutions.
+        conv_type: depthwise, one filter for each channel; head, one for each head; multihead, one
+            for each pair of heads; or a kind of one's own.
+        init: uniform, ±1/√W, torch's own for a convolution; or identity, which changes nothing.
+        activation: silu, of all three streams whether convolved or not, or none.
         heads: H.
         shared_kv: whether keys and values have one projection, K = V before the convolutions;
             needs values as wide as keys.
@@ -100,12 +133,14 @@ class DeltaOptions:
 
     streams: str | None = STREAMS
     window: int = 4
+    conv_type: str = "depthwise"
+    init: str = "uniform"
+    activation: str = "silu"
     heads: int = 2
     shared_kv: bool = False
 
     def __post_init__(self) -> None:
-        check_streams(self.streams)
-        check_counts(self, "window", "heads")
+        check_filters(self)
 
     def sizes(self, width: int, expand_v: float) -> dict[str, int]:
         """Give the channels of each stream."""
@@ -135,13 +170,15 @@ class DeltaOptions:
         products = (6.2 if gated else 3.1) * CHUNK * self.heads
         states = width * values // self.heads / CHUNK
         numbers = 7 * values + self.convolved_channels(width, expand_v) + products + states
+        if self.activation == "none":  # SiLU keeps its input
+            numbers -= 2 * width + values
         return (15 if gated else 13) + numbers / width
 
     def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
         """Count `each` FLOPs a number of the state, and the convolutions'."""
         memory = width * self.sizes(width, expand_v)["v"] // self.heads
-        filters = convolution_flops(self.window, self.convolved_channels(width, expand_v))
-        return each * memory + filters
+        mixed = kinds.get(self.conv_type).fan_in(self.heads, self.window)
+        return each * memory + convolution_flops(mixed, self.convolved_channels(width, expand_v))
 
 
 def convolution_flops(window: int, channels: int) -> float:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
-from cat_lm.model.map_mixing import mixed_values
 from cat_lm.model.rules import STREAMS
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
@@ -20,6 +19,7 @@ from cat_lm.ops import (
     rotate,
 )
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 from cat_lm.ops.convolution.reference import check_kind
 
@@ -206,15 +206,13 @@ class PackedConvolution(StreamConvolution):
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
+        # Not by index: the backward pass would fill a whole gradient with zeros for each stream.
+        biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
         query, key, value = (
             self._stream(
-                stream,
-                projected[:, :, :, index],
-                None if bias is None else bias[:, index],
-                document_ids,
-                self._part_of(initial_state, stream),
+                stream, inputs, own_bias, document_ids, self._part_of(initial_state, stream)
             )
-            for index, stream in enumerate(STREAMS)
+            for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)

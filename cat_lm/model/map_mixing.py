@@ -11,9 +11,10 @@ maps to the values:
     Y_i = sum_h A_h (F_{i,h} * V_i),     (F_{i,h} * V_i)[m] = sum_j F[j,i,h] V_i[m−j],
 
 so that any attention function serves, which need not hold maps of T × T: head h attends to the H D
-channels of all F_{i,h} * V_i side by side (`mixed_values`), and its outputs are summed over h
-(`sum_over_maps`). With the values of earlier tokens in a cache, few queries meet many keys, and it
-is the maps that are small: then they are mixed as the first line reads (`attend_mixing_maps`).
+channels of all F_{i,h} * V_i side by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and
+its outputs are summed over h (`sum_over_maps`). With the values of earlier tokens in a cache, few
+queries meet many keys, and it is the maps that are small: then they are mixed as the first line
+reads (`attend_mixing_maps`).
 
 V_i includes its bias. With one head this is therefore the convolution of the values
 (`conv_mixing: embeddings`), except that the filter meets the bias too: with a bias b, outputs
@@ -33,36 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.attention.call import AttentionCall, visible_keys
-from cat_lm.ops import head_conv
+from cat_lm.ops.convolution.maps import sum_over_maps
 
 # Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
 QUERY_BLOCK = 128
-
-
-def mixed_values(
-    value: Tensor, filters: Tensor, document_ids: Tensor | None, backend: str
-) -> Tensor:
-    """F_{i,h} * V_i for all i side by side, for every h.
-
-    Args:
-        value: V [B, T, H, D] with its bias, zeros at padding.
-        filters: F [W, H, H].
-        document_ids: [B, T]; zeros are read across a change of the id.
-        backend: as for `cat_lm.ops.head_conv`.
-
-    Returns:
-        [B, T, H, H D], head h in dimension 2.
-    """
-    mixed = [
-        head_conv(value, taps, document_ids=document_ids, backend=backend)
-        for taps in filters.permute(2, 1, 0).unbind(0)  # for each h: [H_out, W]
-    ]
-    return torch.stack(mixed, dim=2).flatten(3)
-
-
-def sum_over_maps(output: Tensor) -> Tensor:
-    """Y_i from what attention makes of `mixed_values`: [B, T, H, H D] to [B, T, H, D]."""
-    return output.unflatten(3, (output.shape[2], -1)).sum(dim=2)
 
 
 class MapMixingCore(nn.Module):

@@ -1,10 +1,14 @@
-"""GPUs by their makers' data sheets. Imports nothing heavy."""
+"""GPUs by their makers' data sheets, and what is assumed of networks. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from cat_lm.errors import UserError
+
+# GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
+# at least have.
+ASSUMED_INTERCONNECT = 25.0
 
 
 @dataclass(frozen=True)

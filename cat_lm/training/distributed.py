@@ -118,17 +118,16 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
         TemporaryError: the ranks did not all meet in time, as where a node is down.
     """
     rank, local_rank, world_size = join_launcher()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu and local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no GPU of its own: this node shows "
-            f"{torch.cuda.device_count()}; start one rank per GPU"
-        )
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = _own_device(local_rank)
     try:
-        _start_deepspeed(on_gpu, rank, world_size, timeout_minutes)
+        _start_deepspeed(device.type == "cuda", rank, world_size, timeout_minutes)
+    except torch.distributed.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):  # NCCL's words
+            raise
+        raise UserError(
+            f"rank {rank} on {host_name()}: another rank has the same GPU; this task sees "
+            f"{torch.cuda.device_count()}; start one rank per GPU"
+        ) from None
     except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TemporaryError(
@@ -139,6 +138,30 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     yield Ranks(rank, local_rank, world_size, device)
     # Not after an error: another rank may still wait in a collective, and the launcher ends it.
     torch.distributed.destroy_process_group()
+
+
+def _own_device(local_rank: int) -> torch.device:
+    """This rank's GPU, made the current one; a CPU where there is none.
+
+    Where SLURM binds GPUs (--gpus-per-task, --gpu-bind), each task sees one, its own, as cuda:0.
+    DeepSpeed takes LOCAL_RANK for the device's number, so it is 0 there.
+
+    Raises:
+        UserError: the node shows several GPUs, but none for this rank.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    seen = torch.cuda.device_count()
+    if seen == 1:
+        os.environ["LOCAL_RANK"] = "0"
+    elif local_rank >= seen:
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {seen}; start one "
+            "rank per GPU"
+        )
+    device = torch.device("cuda", 0 if seen == 1 else local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:

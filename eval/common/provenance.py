@@ -79,6 +79,8 @@ def machine() -> str:
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_available():
         parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+        if torch.get_float32_matmul_precision() != "highest":
+            parts.append("fp32 products in TF32")
     return ", ".join(parts)
 
 

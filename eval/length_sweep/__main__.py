@@ -1,9 +1,11 @@
 """`python -m eval.length_sweep MODEL [MODEL ...]`: perplexity against context length.
 
-The text is a file (`--text`) or the validation split of prepared data (`--data`). Every model is
-scored on the same tokens at every length (see perplexity.py for the protocol): their number is the
-largest multiple of the largest length that the text (and `--max-tokens`) allows; with
-`--documents per-document` they are those of all documents that are as long as the largest length.
+The text is a file (`--text`), WikiText-2 raw as lm-evaluation-harness reads it (`--text wikitext`,
+from the Hub or `--data-dir`; a file of that name is ./wikitext), or the validation split of
+prepared data (`--data`). Every model is scored on the same tokens at every length (see
+perplexity.py for the protocol): their number is the largest multiple of the largest length that the
+text (and `--max-tokens`) allows; with `--documents per-document` they are those of all documents
+that are as long as the largest length, and of WikiText those of all pages.
 Models with another tokenizer than the first one's get the same text in their own tokens; compare
 those by bits per byte.
 
@@ -23,9 +25,15 @@ from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, who
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
-from cat_lm.pretrained import DTYPES, quiet_transformers
+from cat_lm.pretrained import quiet_transformers
+from eval.common.precision import DTYPES, HELP
 from eval.length_sweep.cells import DOCUMENTS
 from eval.length_sweep.sweep import sweep, table
+from eval.length_sweep.text import WIKITEXT
+
+# Options that choose among a text's tokens.
+OTHER_TEXT = ("documents", "document_separator", "min_document_tokens", "max_document_tokens")
+OTHER_TEXT += ("max_tokens",)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +44,12 @@ def parser() -> argparse.ArgumentParser:
         "models", nargs="+", type=path_name, metavar="MODEL", help="transformers or run folder"
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=path_name, metavar="FILE", help="UTF-8 text")
+    source.add_argument(
+        "--text",
+        type=path_name,
+        metavar="FILE",
+        help="UTF-8 text; wikitext: WikiText-2 raw (test), page by page as eval.zero_shot has it",
+    )
     source.add_argument(
         "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
     )
@@ -67,9 +80,14 @@ def _add_protocol(group: argparse._ArgumentGroup) -> None:
         help="move windows on by N tokens (default: the length)",
     )
     group.add_argument(
+        "--data-dir",
+        type=path_name,
+        metavar="DIR",
+        help="of --text wikitext: rows from DIR/wikitext.jsonl, no network",
+    )
+    group.add_argument(
         "--documents",
         choices=DOCUMENTS,
-        default=DOCUMENTS[0],
         help="whether windows cross the ends of documents (default: they do)",
     )
     group.add_argument(
@@ -80,6 +98,12 @@ def _add_protocol(group: argparse._ArgumentGroup) -> None:
         type=whole(limits.SCORED_TOKENS),
         metavar="N",
         help="per-document: leave shorter documents out (default: the largest length)",
+    )
+    group.add_argument(
+        "--max-document-tokens",
+        type=whole(limits.SCORED_TOKENS),
+        metavar="N",
+        help="per-document: of longer documents score the first N tokens (default: all)",
     )
 
 
@@ -105,7 +129,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_computing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", choices=DTYPES, default="float32")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help=HELP)
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     group.add_argument(
         "--batch-tokens",
@@ -122,6 +146,7 @@ def main() -> None:
     check_output(arguments.out)
     _check(arguments)
     quiet_transformers()
+    arguments.documents = arguments.documents or DOCUMENTS[0]
     options = vars(arguments)
     with comparing_files(skip=options.pop("skip_checksums")):
         rows = sweep(
@@ -137,6 +162,10 @@ def main() -> None:
 def _check(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that contradict each other."""
     largest = max(arguments.lengths)
+    if arguments.text == WIKITEXT:
+        _check_wikitext(arguments)
+    elif arguments.data_dir is not None:
+        raise UserError(f"--data-dir {arguments.data_dir}: only with --text {WIKITEXT}")
     if arguments.stride is not None and arguments.stride > largest:
         raise UserError(
             f"--stride {arguments.stride}: does nothing, the largest of --lengths is {largest}"
@@ -146,12 +175,31 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--max-tokens {arguments.max_tokens}: must be at least the largest of --lengths, "
             f"{largest}"
         )
-    if arguments.min_document_tokens and arguments.documents != "per-document":
-        raise UserError("--min-document-tokens: only with --documents per-document")
+    for name in ("min", "max"):
+        given = getattr(arguments, f"{name}_document_tokens")
+        if given and arguments.documents != "per-document":
+            raise UserError(f"--{name}-document-tokens: only with --documents per-document")
+    least = max(largest, arguments.min_document_tokens or 0)
+    if arguments.max_document_tokens is not None and arguments.max_document_tokens < least:
+        raise UserError(
+            f"--max-document-tokens {arguments.max_document_tokens}: must be at least {least}, the "
+            "largest of --lengths and --min-document-tokens"
+        )
     if arguments.document_separator is not None and arguments.text is None:
         raise UserError(
             "--document-separator: only with --text; prepared data know their documents"
         )
+
+
+def _check_wikitext(arguments: argparse.Namespace) -> None:
+    """Raises UserError for an option that would score other text than the harness does."""
+    for name in OTHER_TEXT:
+        value = getattr(arguments, name)
+        if value is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} {value}: not with --text {WIKITEXT}, all of whose "
+                "pages are scored, one by one"
+            )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 2  # counts up when the same key would give other numbers
 DOCUMENTS = ("concatenated", "per-document")
+PAGES = "pages"  # of WikiText, as the harness reads them; with documents of its own
 METHOD_SETS = ("all", "paper")
 
 
@@ -40,6 +41,9 @@ class Measured(Record):
     bits_per_byte: float | None
     standard_error: float | None
     positions: list[dict[str, float | None]]
+    # Not in cells of earlier versions.
+    document_nlls: list[float] | None = None
+    document_tokens: list[int] | None = None
     tokens: int
     words: int
     bytes: int
@@ -62,9 +66,12 @@ class Protocol:
     Attributes:
         stride: tokens by which windows move on; None for windows that do not overlap. Lengths
             below it have windows that do not overlap.
-        documents: `concatenated` (windows cross the ends of documents) or `per-document`.
+        documents: `concatenated` (windows cross the ends of documents), `per-document`, or `pages`
+            (per document, none of whose ends is scored).
+        max_document_tokens: of longer documents only the beginning is among the tokens.
         factor: of every scaling; None for test length over training length, at least 1.
         temperature_scope: `logits` or `rotary`, see cat_lm.model.rope_scaling.
+        dtype: of weights and activations; softmax is in fp32, sums over tokens in fp64.
     """
 
     stride: int | None = None
@@ -74,14 +81,22 @@ class Protocol:
     dtype: str = "float32"
     device: str = "auto"
     batch_tokens: int = 8192
+    max_document_tokens: int | None = None
 
     def describe(self) -> dict[str, str]:
         """For people, beside the numbers."""
         stride = f"moving on by {self.stride} tokens, or by" if self.stride else "moving on by"
+        scored = (
+            "every token of every page"
+            if self.documents == PAGES
+            else "every token after the first"
+        )
+        most = self.max_document_tokens
+        cut = f"of each the first {most} tokens" if most else "none is truncated"
         return {
-            "scored": "every token after the first, once; the same ones at every length",
+            "scored": f"{scored}, once; the same ones at every length",
             "windows": f"{stride} their whole length; the last one reaches back to be full",
-            "documents": f"{self.documents}; none is truncated",
+            "documents": f"{self.documents}; {cut}",
             "factor": str(self.factor or "test length over training length, at least 1"),
         }
 
@@ -136,6 +151,7 @@ class Cells:
             self.store.write(name, values)
         # Names may change between calls without changing any number.
         return values | {
+            "byte_perplexity": _byte_perplexity(values["bits_per_byte"]),
             "label": subject.label,
             "method": method,
             "factor": factor,
@@ -187,7 +203,7 @@ class Cells:
         effective = checked_scaling(model, fields)
         begin = time.perf_counter()
         label = f"{self.subject.label}, length {length}, {method}"
-        with tqdm(total=len(stream.tokens) - 1, unit="tok", desc=label, disable=None) as bar:
+        with tqdm(total=stream.scored, unit="tok", desc=label, disable=None) as bar:
             score = score_tokens(
                 model,
                 stream.tokens,
@@ -196,6 +212,7 @@ class Cells:
                 num_words=stream.num_words,
                 eod_id=stream.eod_id,
                 per_document=protocol.documents == "per-document",
+                spans=stream.spans,
                 stride=protocol.stride,
                 batch_tokens=protocol.batch_tokens,
                 progress=bar.update,
@@ -216,6 +233,8 @@ class Cells:
             "parameters": model.num_parameters(),
             "seconds": round(seconds, 3),
         }
+        if not math.isfinite(score.nll):
+            values["document_nlls"] = None
         # JSON has no infinities; a diverged model's numbers are absent, not invalid.
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -330,6 +349,12 @@ def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
     length = recorded_context_length(folder)
     return length if length is not None else getattr(config, "max_position_embeddings", None)
+
+
+def _byte_perplexity(bits_per_byte: float | None) -> float | None:
+    """The same as the harness's byte_perplexity; None where it is larger than any number."""
+    known = bits_per_byte is not None and bits_per_byte < sys.float_info.max_exp
+    return 2.0**bits_per_byte if known else None
 
 
 def _close(found: Any, asked: Any) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 
 from cat_lm.errors import UserError
 from cat_lm.memory import LOGIT_ELEMENTS
+from eval.common.comparison import ratio_error
 from eval.length_sweep.memory import NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Score:
         groups: number of documents or windows that the standard error is taken over.
         group_kind: `documents` or `windows`.
         positions: the loss by position in the window (see `position_curve`).
+        document_nlls, document_tokens: of each document in its order, nats and scored tokens; None
+            where the groups are windows.
     """
 
     nll: float
@@ -63,6 +66,8 @@ class Score:
     groups: int
     group_kind: str
     positions: list[dict[str, Any]]
+    document_nlls: list[float] | None = None
+    document_tokens: list[int] | None = None
 
     @property
     def loss(self) -> float:
@@ -94,6 +99,7 @@ def score_tokens(
     num_words: int,
     eod_id: int | None = None,
     per_document: bool = False,
+    spans: Sequence[tuple[int, int]] | None = None,
     stride: int | None = None,
     batch_tokens: int = 8192,
     progress: Callable[[int], object] | None = None,
@@ -101,20 +107,28 @@ def score_tokens(
     """Scores `tokens[1:]` at windows of `context_length` and sums up (see `token_nlls`).
 
     Args:
-        num_bytes, num_words: of the text of `tokens[1:]`.
+        num_bytes, num_words: of the text that is scored.
         eod_id: ends every document. Where two or more are scored, the standard error is taken over
             documents; otherwise over windows.
         per_document: windows do not cross the ends of documents; otherwise those are tokens like
             any other.
+        spans: the documents, where they are known, as `document_spans` gives them; tokens that
+            none of them predicts are not scored.
     """
-    spans = document_spans(tokens, eod_id) if per_document else [(0, len(tokens) - 1)]
-    windows = [w for span in spans for w in span_windows(*span, context_length, stride)]
+    documents = spans
+    if documents is None:
+        whole = [(0, len(tokens) - 1)]
+        documents = document_spans(tokens, eod_id) if per_document else whole
+    windows = [w for span in documents for w in span_windows(*span, context_length, stride)]
     nlls = token_nlls(model, tokens, windows, batch_tokens=batch_tokens, progress=progress)
-    groups, kind = _groups(tokens, windows, eod_id)
+    groups, kind = _span_groups(spans) if spans else _groups(tokens, windows, eod_id)
+    curve = position_curve(nlls, windows)
+    nlls = nlls[np.concatenate([np.arange(*span) for span in documents])]
     error, count = standard_error(nlls, groups)
     nll = float(nlls.sum(dtype=np.float64))
-    curve = position_curve(nlls, windows)
-    return Score(nll, len(nlls), num_bytes, num_words, error, count, kind, curve)
+    sums, sizes = group_sums(nlls, groups)
+    parts = (sums.tolist(), sizes.tolist()) if kind == "documents" else (None, None)
+    return Score(nll, len(nlls), num_bytes, num_words, error, count, kind, curve, *parts)
 
 
 def document_spans(tokens: np.ndarray, eod_id: int | None) -> list[tuple[int, int]]:
@@ -192,24 +206,21 @@ def token_nlls(
 def standard_error(nlls: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
     """The standard error of the mean over tokens when tokens of one group hang together.
 
-    The mean is a ratio of sums over G groups, m = sum s_g / sum n_g; its linearised standard
-    error is sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g.
-
     Args:
         nlls: [N] nats.
         groups: [N] the group of each token, as integers.
 
     Returns:
-        The standard error in nats per token (nan for one group), and G.
+        The standard error in nats per token (nan for one group; see `ratio_error`), and the groups.
     """
+    sums, counts = group_sums(nlls, groups)
+    return ratio_error(sums, counts), len(counts)
+
+
+def group_sums(nlls: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum and the number of the values of each group, in the groups' order."""
     _, index = np.unique(groups, return_inverse=True)
-    counts = np.bincount(index)
-    sums = np.bincount(index, weights=nlls)
-    total = len(counts)
-    if total < 2:
-        return math.nan, total
-    residuals = sums - sums.sum() / counts.sum() * counts
-    return math.sqrt(total / (total - 1) * (residuals**2).sum()) / counts.sum(), total
+    return np.bincount(index, weights=nlls), np.bincount(index)
 
 
 def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str, Any]]:
@@ -328,6 +339,12 @@ def _groups(
     for number, window in enumerate(windows):
         groups[window.first : window.stop] = number
     return groups, "windows"
+
+
+def _span_groups(spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, str]:
+    """The document of every scored token; a single one has no other to differ from."""
+    sizes = [stop - start for start, stop in spans]
+    return np.repeat(np.arange(len(spans)), sizes), "documents"
 
 
 def _exp(nats: float) -> float:

@@ -14,9 +14,11 @@ from cat_lm.io.files import atomic_write, write_json
 from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
+from eval.common.precision import evaluation_dtype
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (
     DOCUMENTS,
+    PAGES,
     Cells,
     Protocol,
     Subject,
@@ -26,8 +28,8 @@ from eval.length_sweep.cells import (
     trained_length,
 )
 from eval.length_sweep.memory import NotEnoughMemory
-from eval.length_sweep.text import sweep_streams
-from eval.length_sweep.token_stream import REASONS
+from eval.length_sweep.text import WIKITEXT, sweep_streams
+from eval.length_sweep.token_stream import REASONS, Documents
 
 if TYPE_CHECKING:
     from eval.length_sweep.token_stream import TokenStream
@@ -39,6 +41,7 @@ COLUMNS = (
     "perplexity",
     "loss",
     "word_perplexity",
+    "byte_perplexity",
     "bits_per_byte",
     "standard_error",
     "tokens",
@@ -68,6 +71,8 @@ COLUMNS = (
     "text_tokens",
     *(f"left_out_{reason}" for reason in REASONS),
 )
+# In the JSON alone; the latter two are not in cells of earlier versions.
+LISTS = ("positions", "document_nlls", "document_tokens")
 
 
 def sweep(
@@ -77,50 +82,73 @@ def sweep(
     *,
     text: Path | str | None = None,
     data: Path | str | None = None,
+    data_dir: Path | str | None = None,
     document_separator: str | None = None,
     methods: Sequence[str] = ("none",),
     max_tokens: int | None = None,
     min_document_tokens: int | None = None,
+    max_document_tokens: int | None = None,
     training_length: int | None = None,
     stride: int | None = None,
     documents: str = "concatenated",
     factor: float | None = None,
     temperature_scope: str = "logits",
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "auto",
     batch_tokens: int = 8192,
 ) -> list[dict[str, Any]]:
     """Fills every cell (model, length, method) and writes the result files into `out`.
 
     Args:
-        text, data: a text file or prepared data; exactly one of them.
+        text, data: a text file (or `WIKITEXT`), or prepared data; exactly one of them.
+        data_dir: with WIKITEXT, the folder that holds its rows; None: the Hub.
         document_separator: regular expression between the documents of `text`; None for one.
         methods: see `resolve_methods`, which knows the sets ("all",) and ("paper",).
         max_tokens: to score at most.
         min_document_tokens: of documents="per-document"; default: the largest length.
+        max_document_tokens: of the same; longer documents are scored up to there.
         training_length: in place of what each model's folder says.
-        stride, documents, factor, temperature_scope, dtype, device, batch_tokens: see `Protocol`.
+        stride, documents, factor, temperature_scope, device, batch_tokens: see `Protocol`.
+        dtype: see `eval.common.precision`.
 
     Returns:
-        One row per cell, with the keys `COLUMNS` and `positions` (see `position_curve`).
+        One row per cell, with the keys `COLUMNS` and `LISTS` (see `position_curve` and `Score`).
 
     Raises:
         UserError: bad input, before anything is computed where that is possible; or lengths that
             did not fit into memory, after everything else is done and written.
     """
-    protocol = Protocol(stride, documents, factor, temperature_scope, dtype, device, batch_tokens)
+    if text == WIKITEXT:
+        documents = PAGES
     lengths = sorted(set(lengths))
     choose_device(device)  # an absent one ends the sweep before anything is read
-    subjects = _subjects(models, tuple(methods), protocol, training_length)
-    streams = sweep_streams(
-        subjects,
-        lengths[-1],
-        text=text,
-        data=data,
-        separator=document_separator,
-        max_tokens=max_tokens,
-        document_tokens=(min_document_tokens or lengths[-1]) if documents != DOCUMENTS[0] else None,
+    dtype = evaluation_dtype(dtype, models, device)
+    protocol = Protocol(
+        stride,
+        documents,
+        factor,
+        temperature_scope,
+        dtype,
+        device,
+        batch_tokens,
+        max_document_tokens,
     )
+    subjects = _subjects(models, tuple(methods), protocol, training_length)
+    if documents == PAGES:
+        from eval.length_sweep.wikitext import page_streams
+
+        streams = page_streams(subjects, lengths[-1], data_dir)
+    else:
+        chosen = Documents(min_document_tokens or lengths[-1], max_document_tokens)
+        streams = sweep_streams(
+            subjects,
+            lengths[-1],
+            text=text,
+            data=data,
+            separator=document_separator,
+            max_tokens=max_tokens,
+            choice=None if documents == DOCUMENTS[0] else chosen,
+        )
     for account in dict.fromkeys(stream.account for stream in streams):
         print(account, file=sys.stderr)
     names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
@@ -204,7 +232,7 @@ def _write_tables(
         {
             "text": stream.source,
             "protocol": protocol.describe(),
-            "rows": [{name: row[name] for name in (*COLUMNS, "positions")} for row in rows],
+            "rows": [{name: row.get(name) for name in (*COLUMNS, *LISTS)} for row in rows],
             **provenance(),
         },
     )

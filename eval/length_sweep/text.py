@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eval.length_sweep.cells import Subject
-    from eval.length_sweep.token_stream import TokenStream
+    from eval.length_sweep.token_stream import Documents, TokenStream
+
+WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
 
 
 def sweep_streams(
@@ -24,7 +26,7 @@ def sweep_streams(
     data: Path | str | None,
     separator: str | None,
     max_tokens: int | None,
-    document_tokens: int | None,
+    choice: Documents | None,
 ) -> list[TokenStream]:
     """Each model's tokens of the same text; the range is fixed by the first and `largest`.
 
@@ -38,15 +40,15 @@ def sweep_streams(
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.
-        streams = [split_stream(data, t, max_tokens, document_tokens) for t in tokenizers]
-        if document_tokens is not None:
-            return [_long_enough(stream, largest) for stream in streams]
+        streams = [split_stream(data, t, max_tokens, choice) for t in tokenizers]
+        if choice is not None:
+            return [long_enough(stream, largest) for stream in streams]
         return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
     stream = text_stream(split_documents(read_text(text), separator), first, str(text))
-    if document_tokens is None:
+    if choice is None:
         stream = _whole_windows(stream, largest, max_tokens, first)
     else:
-        stream = _long_enough(stream.whole_documents(document_tokens, max_tokens, first), largest)
+        stream = long_enough(stream.whole_documents(choice, max_tokens, first), largest)
     scored = None
     streams = []
     for subject, tokenizer in zip(subjects, tokenizers, strict=True):
@@ -56,9 +58,9 @@ def sweep_streams(
         scored = scored or stream.texts(first)
         # The same text can be fewer tokens than the first model's.
         other = text_stream(scored, tokenizer, f"model {subject.label}: {text}")
-        if document_tokens is None:
+        if choice is None:
             _whole_windows(other, largest, None, tokenizer)
-        streams.append(other if document_tokens is None else _long_enough(other, largest))
+        streams.append(other if choice is None else long_enough(other, largest))
     return streams
 
 
@@ -79,11 +81,12 @@ def _whole_windows(
     return stream.cut(limit, tokenizer, multiple_of=largest)
 
 
-def _long_enough(stream: TokenStream, largest: int) -> TokenStream:
+def long_enough(stream: TokenStream, largest: int) -> TokenStream:
     """Raises UserError where no document fills a window of the largest length."""
     from eval.length_sweep.perplexity import document_spans
 
-    longest = max(stop - start for start, stop in document_spans(stream.tokens, stream.eod_id))
+    spans = stream.spans or document_spans(stream.tokens, stream.eod_id)
+    longest = max(stop - start for start, stop in spans)
     if longest < largest:
         raise UserError(
             f"{stream.source}: too short for length {largest}: the longest document has "

@@ -21,10 +21,24 @@ REASONS = {
     "max_tokens": "by --max-tokens",
     "end": "at the end, too few for a window of the largest length",
     "short_documents": "in documents that are too short",
+    "document_rests": "by --max-document-tokens",
 }
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Choose documents by their tokens, their ends included.
+
+    Attributes:
+        at_least: shorter ones are left out.
+        at_most: of longer ones the beginning is taken; None: all of them.
+    """
+
+    at_least: int
+    at_most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,9 @@ class TokenStream:
         eod_id: the token after every document but the last.
         source: what the tokens came from, for people.
         left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
-        sha256: of the tokens, so that equal streams are known to be equal.
+        spans: (start, stop) of each document whose inputs tokens[start:stop] predict it, where only
+            these are scored; None: all tokens after the first.
+        sha256: of what is scored, so that equal streams are known to be equal.
     """
 
     tokens: np.ndarray
@@ -48,10 +64,13 @@ class TokenStream:
     eod_id: int
     source: str
     left_out: Mapping[str, int] = field(default_factory=dict)
+    spans: tuple[tuple[int, int], ...] | None = None
 
     @property
     def scored(self) -> int:
-        """Tokens that a model's score is taken over: all but the first."""
+        """Tokens that a model's score is taken over."""
+        if self.spans is not None:
+            return sum(stop - start for start, stop in self.spans)
         return len(self.tokens) - 1
 
     @property
@@ -70,10 +89,15 @@ class TokenStream:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes()).hexdigest()
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes())
+        if self.spans is not None:  # words and bytes are not of these tokens then
+            digest.update(repr((self.spans, self.num_words, self.num_bytes)).encode())
+        return digest.hexdigest()
 
     @property
     def num_documents(self) -> int:
+        if self.spans is not None:
+            return len(self.spans)
         return 1 + int((self.tokens[1:-1] == self.eod_id).sum())
 
     def cut(
@@ -92,20 +116,20 @@ class TokenStream:
         return _texts(self.tokens[1:], tokenizer, self.eod_id)
 
     def whole_documents(
-        self, at_least: int, budget: int | None, tokenizer: PreTrainedTokenizerBase
+        self, choice: Documents, budget: int | None, tokenizer: PreTrainedTokenizerBase
     ) -> TokenStream:
-        """The documents of `at_least` tokens or more, each after an end-of-document token.
+        """The documents that are chosen, each after an end-of-document token.
 
         Args:
             budget: tokens; documents are taken in their order as long as they fit. A first one
                 that does not fit is cut.
 
         Raises:
-            UserError: no document is that long.
+            UserError: no document is long enough.
         """
-        tokens, cut = _long_documents(self.tokens[1:], self.eod_id, at_least, budget, self.source)
-        left_out = _added(self.left_out, **cut)
-        return _stream(tokens, tokenizer, self.eod_id, self.source, left_out)
+        return _document_stream(
+            self.tokens[1:], choice, budget, tokenizer, self.eod_id, self.source, self.left_out
+        )
 
 
 def read_text(path: Path | str) -> str:
@@ -158,13 +182,13 @@ def split_stream(
     folder: Path | str,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None = None,
-    document_tokens: int | None = None,
+    choice: Documents | None = None,
 ) -> TokenStream:
     """The validation split of a folder written by data_prep.prepare, as it was stored.
 
     As in training's validation, all tokens after the first are scored, end-of-document tokens
-    too. With `max_tokens`, only that many; with `document_tokens`, only whole documents of so many
-    tokens or more (see `TokenStream.whole_documents`).
+    too. With `max_tokens`, only that many; with `choice`, only the documents that it chooses (see
+    `TokenStream.whole_documents`).
 
     Raises:
         UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
@@ -179,10 +203,9 @@ def split_stream(
             f"--data {folder}: was prepared with another tokenizer than the model's; use --text"
         )
     source = f"{folder} (validation split)"
-    if document_tokens is not None:
+    if choice is not None:
         tokens = corpus.tokens(0, corpus.num_tokens)
-        tokens, cut = _long_documents(tokens, corpus.eod_id, document_tokens, max_tokens, source)
-        return _stream(tokens, tokenizer, corpus.eod_id, source, cut)
+        return _document_stream(tokens, choice, max_tokens, tokenizer, corpus.eod_id, source, {})
     count = min(corpus.num_tokens, max_tokens + 1) if max_tokens else corpus.num_tokens
     tokens = corpus.tokens(0, count)
     left_out = {"first": 1, "max_tokens": corpus.num_tokens - count}
@@ -225,28 +248,45 @@ def _texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int) 
     ]
 
 
-def _long_documents(
-    tokens: np.ndarray, eod_id: int, at_least: int, budget: int | None, source: str
-) -> tuple[np.ndarray, dict[str, int]]:
-    """The tokens of long documents after an end-of-document token, and how many others there are.
+def _document_stream(
+    tokens: np.ndarray,
+    choice: Documents,
+    budget: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    eod_id: int,
+    source: str,
+    left_out: Mapping[str, int],
+) -> TokenStream:
+    """The stream of the documents that are chosen of `tokens`, and what is left out of them.
 
     Args:
         tokens: [N], each of which is of a document; its end is one of its tokens.
     """
     ends = np.flatnonzero(tokens == eod_id) + 1
     documents = [part for part in np.split(tokens, ends) if (part != eod_id).any()]
-    long = [part for part in documents if len(part) >= at_least]
+    long = [part for part in documents if len(part) >= choice.at_least]
     if not long:
         longest = max(len(part) for part in documents)
         raise UserError(
-            f"{source}: too short: no document has {at_least} tokens, the longest has {longest}; "
-            f"use shorter --lengths or --min-document-tokens {longest}"
+            f"{source}: too short: no document has {choice.at_least} tokens, the longest has "
+            f"{longest}; use shorter --lengths or --min-document-tokens {longest}"
         )
-    totals = np.cumsum([len(part) for part in long])
-    count = int((totals <= (budget or totals[-1])).sum())
-    kept = np.concatenate(long[:count] or [long[0][:budget]])
-    left_out = {
-        "max_tokens": int(totals[-1]) - len(kept),
-        "short_documents": len(tokens) - int(totals[-1]),
+    parts = [part[: choice.at_most] for part in long]
+    totals = np.cumsum([len(part) for part in parts])
+    kept = parts[: int((totals <= (budget or totals[-1])).sum())] or [parts[0][:budget]]
+    scored, of_long = sum(map(len, kept)), sum(map(len, long))
+    rests = of_long - int(totals[-1])
+    cut = {
+        "max_tokens": int(totals[-1]) - scored,
+        "short_documents": len(tokens) - of_long,
     }
-    return np.concatenate([[eod_id], kept]), left_out
+    if not rests:
+        stream = np.concatenate([[eod_id], *kept])
+        return _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
+    # A beginning has no end of its own, so one stands before each that none predicts.
+    stream = np.concatenate([part for kept_part in kept for part in ([eod_id], kept_part)])
+    starts = np.cumsum([0] + [len(part) + 1 for part in kept[:-1]]).tolist()
+    spans = tuple((start, start + len(part)) for start, part in zip(starts, kept, strict=True))
+    cut["document_rests"] = rests
+    made = _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
+    return replace(made, spans=spans)

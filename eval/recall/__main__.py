@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ def main() -> None:
     _add_run(commands)
     _add_figure(commands)
     _add_streams(commands)
+    _add_mamba(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     check_output(arguments.out)
@@ -62,19 +64,26 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--epochs", type=_whole("epochs"), default=64)
     add("--train-examples", type=_whole("train_examples"), default=100_000)
     add("--test-examples", type=_whole("test_examples"), default=3_000)
+    add("--validation-examples", type=_whole("validation_examples"), default=1_000)
     add("--layers", type=_whole("layers"), help="blocks (default: the mixer's in the paper)")
     add("--batch-size", type=_whole("batch_size"), help="rows (default: Zoology's at that length)")
     decay = number(RANGES["weight_decay"])
     add("--weight-decay", type=decay, default=0.1, help="on all parameters")
-    accuracy = number(RANGES["stop_above"])
     add(
         "--stop-above",
-        type=accuracy,
+        type=_stop_above,
         default=0.99,
-        help="test accuracy to stop at; above 1: never",
+        metavar="ACCURACY|none",
+        help="on validation rows, which then also choose the step whose model is tested; above 1: "
+        "choose alone; none: a fixed budget, whose last model is tested",
+    )
+    add(
+        "--embedding-dropout",
+        type=number(RANGES["embedding_dropout"]),
+        help="of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
     )
     steps = _whole("eval_steps")
-    add("--eval-steps", type=steps, help="test within epochs too, every so many steps")
+    add("--eval-steps", type=steps, help="validate within epochs too, every so many steps")
     lengths = whole_numbers(RANGES["seq_len"], "64,256")
     add("--test-lengths", type=lengths, default=(), metavar="32,64,…", help="also test there")
     parser.add_argument(
@@ -89,6 +98,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _whole(name: str) -> Callable[[str], int]:
     """Make the kind of a cell's whole number."""
     return whole(RANGES[name])
+
+
+def _stop_above(text: str) -> float | None:
+    """An accuracy, or none."""
+    if text == "none":
+        return None
+    try:
+        return number(RANGES["stop_above"])(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or none") from None
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -130,6 +149,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
+    _add_seeds(parser)
     parser.set_defaults(run=_figure)
 
 
@@ -150,6 +170,14 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
+
+
+def _add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole(limits.SAMPLES),
+        help="runs of each model at its rate (default: the scale's); more are added to those there",
+    )
 
 
 def _stack(text: str) -> int | None:
@@ -177,8 +205,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
-        if arguments.workers is not None:
-            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers")
+        if arguments.workers is not None or arguments.seeds is not None:
+            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
         from eval.recall.theory.report import landmark_tradeoff
 
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
@@ -186,9 +214,9 @@ def _figure(arguments: argparse.Namespace) -> None:
         return
     from eval.recall.grids.figure import figure
 
-    record = figure(arguments.name, arguments.scale, arguments.out, _execution(arguments))
-    if record:
-        print(f"positive control {record['positive_control']:.4f}; {arguments.out}")
+    execution, out = _execution(arguments), arguments.out
+    if figure(arguments.name, arguments.scale, out, execution, arguments.seeds):
+        print(out / f"{arguments.name}.md")
 
 
 def _add_streams(commands: argparse._SubParsersAction) -> None:
@@ -196,32 +224,61 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
         "streams",
         help="which of q, k and v needs the convolution, on recall and on text",
         description="Trains softmax attention, linear attention, DeltaNet and Gated DeltaNet with "
-        "a convolution on every subset of their streams, with separate and with shared keys and "
-        "values, on MQAR and as small language models. Finished runs in OUT are kept. OUT gets "
-        "streams.json, streams.csv, streams.md and a picture.",
+        "a convolution on every subset of their streams, with one filter a head and one a channel, "
+        "with separate and with shared keys and values, on MQAR and as small language models. A "
+        "learning rate is chosen for each on a seed of its own. Finished runs in OUT are kept. OUT "
+        "gets streams.json, streams.csv, streams.md and a picture.",
     )
     parser.add_argument(
-        "--data", required=True, metavar="DIR", help="text prepared by data_prep.prepare"
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="DIR",
+        help="texts prepared by data_prep.prepare, told beside each other by their folders' names",
     )
     _add_grid_options(parser)
+    _add_seeds(parser)
     parser.set_defaults(run=_streams)
 
 
 def _streams(arguments: argparse.Namespace) -> None:
     from cat_lm.data.manifest import read_manifest
 
-    read_manifest(arguments.data)  # an error before torch loads
+    for data in arguments.data:
+        read_manifest(data)  # an error before torch loads
     from eval.recall.grids.streams import ablation
 
-    ablation(arguments.scale, arguments.data, arguments.out, _execution(arguments))
+    execution, out = _execution(arguments), arguments.out
+    ablation(arguments.scale, arguments.data, out, execution, arguments.seeds)
+
+
+def _add_mamba(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "mamba",
+        help="when Mamba learns to recall, by dropout, start and learning rate",
+        description="Trains Mamba on MQAR with and without dropout of its embeddings, from its own "
+        "start and from the one that Zoology gave it, at several learning rates and seeds, and "
+        "tells when each run leaves its plateau. Finished runs in OUT are kept. OUT gets "
+        "mamba.json, mamba.md and a picture.",
+    )
+    _add_grid_options(parser)
+    _add_seeds(parser)
+    parser.set_defaults(run=_mamba)
+
+
+def _mamba(arguments: argparse.Namespace) -> None:
+    from eval.recall.grids.mamba import study
+
+    study(arguments.scale, arguments.out, _execution(arguments), arguments.seeds)
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "theory",
         help="compute the theorems and propositions",
-        description="Computes each claim of the paper, prints it with what was measured, and "
-        "writes theory.json, theory.md, theory.html and the pictures.",
+        description="Computes each claim of the paper and puts something wrong to the same check, "
+        "prints both, and writes theory.json, theory.md, theory.html and the pictures. Exit "
+        "status 1 if a claim does not hold or a wrong one passes.",
     )
     parser.add_argument("--out", type=path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=_whole("seed"), default=0)
@@ -236,7 +293,11 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
 def _theory(arguments: argparse.Namespace) -> None:
     from eval.recall.theory.report import theory
 
-    theory(arguments.out, seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)
+    options = dict(seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)
+    if fallen := theory(arguments.out, **options):
+        what = "do not hold or have a control that passes"
+        print(f"error: theory: {what}: {'; '.join(fallen)}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Zoology's language model around a mixer: embeddings, blocks, tied output.
 
-    h = Dropout(embeddings);  layer i:  r = r + h,  r = r + mixer(LN₁ r),  h = LN₂ r;  LN_f(r + h)
+    h = embeddings;  layer i:  r = r + D(h),  r = r + mixer(LN₁ r),  h = LN₂ r;  LN_f(r + h)
 
-with no state mixer (Identity; a language model has h = MLP(LN₂ r) there, GELU and four times as
-wide), learned positions only where the mixer asks for them, and its initialisation: N(0, 0.02) for
-every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers)) for
-`out_proj`; everything else keeps its own. Mamba's block has RMSNorm and no LN₂:
+with D dropout of the embeddings before the first layer and nothing before the others, no state
+mixer (Identity; a language model has h = MLP(LN₂ r) there, GELU and four times as wide), learned
+positions only where the mixer asks for them, and its initialisation: N(0, 0.02) for every Linear
+and Embedding with zero biases, N(0, 0.02/√(2·layers)) for `out_proj`; everything else keeps its
+own. Mamba's block has RMSNorm, no LN₂ and no dropout:
 
     r = r + h,  h = mixer(RMS r);  LN_f(r + h)
 """
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.mixers import Mixer, Setting
+from cat_lm.mixers.modules.projections import Filters
 
 SPREAD = 0.02
-EMBEDDING_DROPOUT = 0.1
 
 
 class Block(nn.Module):
     """LN₁, a mixer, LN₂ on a residual stream."""
+
+    embedding_dropout = 0.1
 
     def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
         super().__init__()
@@ -42,6 +45,8 @@ class Block(nn.Module):
 class RmsBlock(nn.Module):
     """RMSNorm and a mixer on a residual stream."""
 
+    embedding_dropout = 0.0
+
     def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
         super().__init__()
         if feed_forward:
@@ -54,6 +59,14 @@ class RmsBlock(nn.Module):
         return self.mixer(self.norm(residual)), residual
 
 
+BLOCKS = {"layer": Block, "rms": RmsBlock}  # by the name that a mixer gives
+
+
+def embedding_dropout(mixer: Mixer, chosen: float | None) -> float:
+    """Give the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
+    return BLOCKS[mixer.block].embedding_dropout if chosen is None else chosen
+
+
 class RecallModel(nn.Module):
     """Token ids [B, T] to logits at chosen positions.
 
@@ -61,6 +74,7 @@ class RecallModel(nn.Module):
         layers: number of blocks; none: the mixer's own.
         positions: rows of the position table, where the mixer has one: the longest T.
         feed_forward: whether blocks have a feed-forward network, as language models have.
+        dropout: of the embeddings; none: the block's own.
     """
 
     def __init__(
@@ -72,15 +86,15 @@ class RecallModel(nn.Module):
         positions: int,
         layers: int | None,
         feed_forward: bool = False,
+        dropout: float | None = None,
     ) -> None:
         super().__init__()
         layers = layers or mixer.layers
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.positions = nn.Embedding(positions, d_model) if mixer.learned_positions else None
-        self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
-        block = {"layer": Block, "rms": RmsBlock}[mixer.block]
+        self.dropout = nn.Dropout(embedding_dropout(mixer, dropout))
         self.blocks = nn.ModuleList(
-            block(mixer.build(Setting(d_model, i, layers)), d_model, feed_forward)
+            BLOCKS[mixer.block](mixer.build(Setting(d_model, i, layers)), d_model, feed_forward)
             for i in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
@@ -130,11 +144,9 @@ def parameters(model: nn.Module) -> int:
 
 
 def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
-    """For each layer with filters, stream -> [H][W], lag 0 first."""
-    found = []
-    for block in getattr(model, "blocks", []):
-        streams = getattr(block.mixer, "streams", None)
-        if streams is not None and len(streams.filters):
-            with torch.no_grad():
-                found.append({s: f.tolist() for s, f in streams.filters.items()})
-    return found
+    """For each layer with filters, stream -> [N][W] of its N heads or pairs of heads, lag 0 first.
+
+    Filters of single channels, too many to look at, are left out.
+    """
+    filters = [m for m in model.modules() if isinstance(m, Filters) and len(m)]
+    return [layer.lists() for layer in filters if not layer.of_channels]

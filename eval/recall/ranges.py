@@ -15,11 +15,13 @@ RANGES = {
     "epochs": limits.EPOCHS,
     "train_examples": limits.ROWS,
     "test_examples": limits.ROWS,
+    "validation_examples": limits.ROWS,
     "layers": limits.SMALL_DEPTH,
     "batch_size": limits.BATCH,
     "weight_decay": limits.WEIGHT_DECAY,
     "stop_above": limits.STOP_ACCURACY,
     "eval_steps": limits.STEPS.at_least(1),
+    "embedding_dropout": limits.DROPOUT,
 }
 # Rows times their length, of which each takes 8 bytes.
 MOST_TOKENS = 2**36

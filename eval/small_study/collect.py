@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
+from eval.common import comparison
+from eval.common.models import folder_sha256
 from eval.common.provenance import provenance
-from eval.common.runs import EVALUATION, Run, read_run, unigram_loss
-from eval.small_study import comparison
-from eval.small_study.execute import commands, read_result, result_path, unfinished
-from eval.small_study.plan import BASELINE, MODELS, Job, Study
+from eval.common.result_files import read_sweep
+from eval.common.runs import Run, read_run, unigram_loss
+from eval.small_study.execute import commands, read_result, result_path, sweep_folder, unfinished
+from eval.small_study.plan import TUNING_SEED, Job, Study
+from eval.small_study.questions import MODELS
+
+if TYPE_CHECKING:
+    from eval.small_study.tune import Tuned
 
 RULE = " ".join((comparison.__doc__ or "").split("\n\n", 1)[1].split())
 
 
-def collect(study: Study) -> dict[str, Any]:
+def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     """Everything that summary.json holds, from the runs that are finished.
+
+    Args:
+        rates: model -> the learning rate that was chosen; empty where none was.
 
     Raises UserError where no run is, or where the sweeps were made on different tokens.
     """
@@ -30,51 +40,66 @@ def collect(study: Study) -> dict[str, Any]:
     records = [read_result(job) for job in jobs]
     diverged = [job for job, record in zip(jobs, records, strict=True) if record["diverged"]]
     runs = {job: read_run(job.folder) for job in jobs}
-    rows = [
-        {**_row(row), "model": job.model, "seed": job.seed}
-        for job in jobs
-        if job not in diverged
-        for row in _sweep(job, runs[job])
-    ]
-    if len({row["tokens_sha256"] for row in rows}) > 1:
-        raise UserError(f"--out {study.out}: the runs were scored on different tokens")
+    finished = [job for job in jobs if job not in diverged]
     config = study.config(jobs[0])
     trained = config.data.context_length
+    texts = {name: _text(study, name, finished, runs, trained) for name in study.texts()}
     return {
         "size": study.size.name,
+        "question": {"name": study.question, "text": study.asked.text},
         "training_length": trained,
         # As planned: a run that diverged has come less far.
         "training_tokens": config.total_steps * config.tokens_per_step,
-        "scored_tokens": rows[0]["tokens"] if rows else None,
-        "documents": rows[0]["document_count"] if rows else None,
         "unigram_loss": unigram_loss([runs[jobs[0]]]),
         "data_fingerprint": next(iter(runs[jobs[0]].data), None),
         "seeds": list(study.seeds),
         "missing": sorted(missing),
         "diverged": [job.name for job in diverged],
-        "models": [_model(model, jobs, runs, records) for model in study.models],
-        "cells": _cells(rows, study.models),
+        "models": [_model(model, jobs, runs, records, rates) for model in study.models],
         "rule": RULE,
-        "baseline": BASELINE,
-        "comparisons": _comparisons(rows, trained, study.models),
-        "rows": rows,
+        **texts.pop(""),
+        "held_out": texts,
         "commands": {job.name: _typed(study, job) for job in jobs},
         **provenance(),
     }
 
 
+def _text(
+    study: Study, name: str, jobs: Sequence[Job], runs: dict[Job, Run], trained: int
+) -> dict[str, Any]:
+    """What was measured on one of the study's texts."""
+    swept = {job: _sweep(study, job, name, runs[job]) for job in jobs}
+    if len({row["tokens_sha256"] for rows in swept.values() for row in rows}) > 1:
+        raise UserError(f"--out {study.out}: the runs were scored on different tokens")
+    rows = [
+        {**_row(row), "model": job.model, "seed": job.seed}
+        for job, found in swept.items()
+        for row in found
+    ]
+    return {
+        "data": str(study.texts()[name]),
+        "scored_tokens": rows[0]["tokens"] if rows else None,
+        "documents": rows[0]["document_count"] if rows else None,
+        "cells": _cells(rows, study.models),
+        "comparisons": _comparisons(study, swept, trained),
+        "rows": rows,
+    }
+
+
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     keys = ("length", "method", "loss", "perplexity", "bits_per_byte", "standard_error")
-    keys += ("tokens", "tokens_sha256", "document_count")
+    keys += ("tokens", "tokens_sha256", "document_count", "groups", "group_kind")
     return {key: row.get(key) for key in keys}
 
 
-def _sweep(job: Job, run: Run) -> list[dict[str, Any]]:
-    if not run.sweep:
-        file, record = run.folder / EVALUATION / "length_sweep.json", result_path(job)
-        what = "is of other weights than the export's" if "sweep" in run.outdated else "is absent"
+def _sweep(study: Study, job: Job, name: str, run: Run) -> list[dict[str, Any]]:
+    """The rows of a run's sweep over one of the study's texts, of the weights that it exported."""
+    file, record = sweep_folder(job, name) / "length_sweep.json", result_path(job)
+    found = read_sweep(file).get("rows", [])
+    if not found or {row["model_sha256"] for row in found} != {folder_sha256(job.folder / "model")}:
+        what = "is of other weights than the export's" if found else "is absent"
         raise UserError(f"{file}: {what}; remove {record} and start the study again")
-    return run.sweep["rows"]
+    return found
 
 
 def _typed(study: Study, job: Job) -> list[str]:
@@ -82,7 +107,11 @@ def _typed(study: Study, job: Job) -> list[str]:
 
 
 def _model(
-    model: str, jobs: Sequence[Job], runs: dict[Job, Run], records: Sequence[dict[str, Any]]
+    model: str,
+    jobs: Sequence[Job],
+    runs: dict[Job, Run],
+    records: Sequence[dict[str, Any]],
+    rates: Mapping[str, Tuned],
 ) -> dict[str, Any]:
     """Describe a model and its trainings."""
     own = [job for job in jobs if job.model == model]
@@ -94,6 +123,8 @@ def _model(
     return {
         "model": model,
         "label": MODELS[model],
+        "rate": config.optimizer.lr if config else None,
+        "tuned": _tuned(rates[model]) if model in rates else None,
         "seeds": [job.seed for job in own],
         "parameters": runs[own[0]].export.get("parameters") if own else None,
         "precision": config.train.precision if config else None,
@@ -123,22 +154,61 @@ def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[s
     return cells
 
 
+def _tuned(found: Tuned) -> dict[str, Any]:
+    losses = {f"{rate:g}": _finite(loss) for rate, loss in found.losses.items()}
+    return {"seed": TUNING_SEED, "edge": found.edge, "losses": losses}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _comparisons(
-    rows: Sequence[dict[str, Any]], trained: int, models: Sequence[str]
+    study: Study, swept: Mapping[Job, Sequence[dict[str, Any]]], trained: int
 ) -> list[dict[str, Any]]:
-    """Every pair of models at every length, both as they were trained (method none)."""
-    losses: dict[tuple[str, int], dict[int, float]] = {}
-    for row in rows:
-        if row["method"] == "none" and row["loss"] is not None:
-            losses.setdefault((row["model"], row["length"]), {})[row["seed"]] = row["loss"]
+    """The question's differences at the training length and the longest, positions not scaled.
+
+    All of them, at both lengths and on all texts, are the comparisons that are made together.
+    """
+    lengths = list(dict.fromkeys((trained, max(study.lengths()))))
+    made = len(study.contrasts) * len(lengths) * len(study.texts())
+    cells = {
+        (job.model, job.seed, row["length"]): row
+        for job, rows in swept.items()
+        for row in rows
+        if row["method"] == "none" and row["loss"] is not None
+    }
     found = []
-    for length in sorted({length for _, length in losses}):
-        for index, a in enumerate(models):
-            for b in models[:index]:
-                difference = comparison.compare(
-                    losses.get((a, length), {}), losses.get((b, length), {})
-                )
-                if difference:
-                    pair = {"model": a, "minus": b, "length": length}
-                    found.append(pair | dataclasses.asdict(difference))
+    for length in lengths:
+        for a, b in study.contrasts:
+            ours, theirs = (
+                {seed: row for (name, seed, at), row in cells.items() if (name, at) == (m, length)}
+                for m in (a, b)
+            )
+            losses = ({seed: row["loss"] for seed, row in side.items()} for side in (ours, theirs))
+            difference = comparison.compare(*losses, made, _document_error(ours, theirs))
+            if difference:
+                pair = {"model": a, "minus": b, "length": length}
+                found.append(pair | dataclasses.asdict(difference))
     return found
+
+
+def _document_error(
+    a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]
+) -> float | None:
+    """The standard error over documents of the difference of two models, mean over seeds.
+
+    Args:
+        a, b: seed -> row of a sweep over the same documents.
+    """
+    pairs = [(a[seed], b[seed]) for seed in a.keys() & b.keys()]
+    if not pairs or any(row.get("document_nlls") is None for pair in pairs for row in pair):
+        return None
+    differences = [
+        statistics.fmean(ours - theirs for ours, theirs in values)
+        for values in zip(
+            *(zip(x["document_nlls"], y["document_nlls"], strict=True) for x, y in pairs),
+            strict=True,
+        )
+    ]
+    return _finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))

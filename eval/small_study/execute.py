@@ -24,6 +24,7 @@ from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
+_SWEEP = ("-m", "eval.length_sweep")
 _CELL = "study"  # in a run's folder once all that is asked of it is done
 
 
@@ -31,14 +32,25 @@ def commands(study: Study, job: Job) -> dict[str, list[str]]:
     """The commands that make one run, by what they are for; a person can type the same."""
     folder = str(job.folder)
     config = str(study.config_file(job.model))
-    lengths = ",".join(map(str, study.lengths()))
-    sweep = ["--data", str(study.data), "--lengths", lengths, "--methods", study.size.methods]
-    sweep += ["--max-tokens", str(study.size.sweep_tokens), "--out", f"{folder}/{EVALUATION}"]
-    return {
-        "train": ["train.py", config, *study.overrides(job), "train.resume=auto"],
-        "export": ["-m", "cat_lm.export", folder, f"{folder}/model"],
-        "sweep": ["-m", "eval.length_sweep", folder, *sweep],
-    }
+    found = {"train": ["train.py", config, *study.overrides(job), "train.resume=auto"]}
+    if job.rate is not None:
+        return found
+    found["export"] = ["-m", "cat_lm.export", folder, f"{folder}/model"]
+    largest = max(study.lengths())
+    sweep = ["--lengths", ",".join(map(str, study.lengths())), "--methods", study.size.methods]
+    # As much of every document, so that many of them can be scored.
+    sweep += ["--documents", "per-document", "--max-document-tokens", str(largest)]
+    sweep += ["--max-tokens", str(study.sweep_tokens())]
+    for name, data in study.texts().items():
+        out = sweep_folder(job, name)
+        options = ["--data", str(data), *sweep, "--out", str(out)]
+        found[f"sweep of {name}" if name else "sweep"] = [*_SWEEP, folder, *options]
+    return found
+
+
+def sweep_folder(job: Job, text: str) -> Path:
+    """Name the folder of a run's sweep over one of `Study.texts`."""
+    return job.folder / (f"{EVALUATION}-{text}" if text else EVALUATION)
 
 
 class Workers:
@@ -174,6 +186,8 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
             raise JobFailed(
                 f"{job.name}: {stage} ended with code {code}, see {log}: {last_line(log)}"
             )
+    if job.rate is not None:
+        result |= {"rate": job.rate, "loss": None if result["diverged"] else last_loss(job)}
     result["seconds"] = round(time.perf_counter() - begin, 1)
     _store(job).write(_CELL, result)
     return result
@@ -206,6 +220,14 @@ class _Result(Record):
 
     diverged: bool
     seconds: float | None = None
+    loss: float | None = None  # of a run that chooses a rate
+
+
+def last_loss(job: Job) -> float | None:
+    """Read the last validation of a run: nats per token; None where there is none."""
+    records = read_metrics(job.folder / "metrics.jsonl")
+    losses = [r["val_loss"] for r in records if r.get("val_loss") is not None]
+    return losses[-1] if losses else None
 
 
 def last_line(log: Path) -> str:

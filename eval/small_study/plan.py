@@ -1,8 +1,9 @@
-"""Plan the small study: nine models, three seeds, two sizes."""
+"""Plan the small study: its questions, models, seeds, sizes, and what its runs are told."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,13 @@ from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import read_object
+from eval.small_study.questions import QUESTIONS, Question
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
 CONFIGS = Path("configs/study")  # a file for each model, and one base for each size
-
-# File in configs/study -> what tables and figures call the model, in the order they show.
-MODELS = {
-    "pythia": "Pythia (RoPE)",
-    "nope": "no convolution, NoPE",
-    "cat_rope": "CAT, RoPE",
-    "cat_nope": "CAT, NoPE",
-    "mh_cat_rope": "MH-CAT, RoPE",
-    "mh_cat_nope": "MH-CAT, NoPE",
-    "cat_v": "CAT on v only, RoPE",
-    "cat_k": "CAT on k only, RoPE",
-    "canon_b": "depthwise W=4, RoPE",
-}
-BASELINE = "pythia"
 SEEDS = (0, 1, 2)
-FACTORS = (0.5, 1, 2, 4, 8)  # of the training length
+TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
+METHODS = {"paper": 1, "all": 3}  # of eval.length_sweep -> those beside none for rotary positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,36 +27,40 @@ class Size:
     Attributes:
         vocabulary: of the sentencepiece tokenizer that is trained on the text.
         methods: position scaling of the sweep, in the words of eval.length_sweep.
-        cells: that a sweep of a model with rotary positions computes.
-        sweep_tokens: held-out tokens that are scored at every length.
+        documents: held-out ones that are scored, where no number is given.
         parallel: whether several runs share the machine, a thread each.
     """
 
     name: str
     vocabulary: int
     methods: str
-    cells: int
-    sweep_tokens: int
+    documents: int
     parallel: bool
 
 
 SIZES = {
-    "cpu": Size("cpu", 2048, "paper", 8, 65_536, parallel=True),
-    "gpu": Size("gpu", 8192, "all", 14, 131_072, parallel=False),
+    "cpu": Size("cpu", 2048, "paper", 200, parallel=True),
+    # The standard library has few files of 4,096 tokens.
+    "gpu": Size("gpu", 8192, "all", 100, parallel=False),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run of the study: a model with a seed."""
+    """One run of the study: a model with a seed.
+
+    Attributes:
+        rate: of a run that is trained to choose a rate, and not measured; None for the others.
+    """
 
     model: str
     seed: int
     folder: Path
+    rate: float | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.model}-seed{self.seed}"
+        return f"{self.model}-seed{self.seed}" if self.rate is None else self.folder.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +68,12 @@ class Study:
     """All that is to be run, and where.
 
     Attributes:
+        question: a name of `QUESTIONS`.
         tokens: training tokens of a run; None: as the configurations say.
+        documents: held-out ones that are scored of each text; None: the size's.
+        held_out: further prepared folders whose validation splits are scored beside the data's.
+        rates: learning rates to choose among for each model; none: the configurations'.
+        chosen: model -> the rate that was chosen; empty before.
     """
 
     size: Size
@@ -84,6 +82,11 @@ class Study:
     out: Path
     data: Path
     tokens: int | None = None
+    question: str = "variants"
+    documents: int | None = None
+    held_out: tuple[Path, ...] = ()
+    rates: tuple[float, ...] = ()
+    chosen: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def jobs(self) -> list[Job]:
         """Seed by seed, so that all models have one run before any has two."""
@@ -92,6 +95,27 @@ class Study:
             for seed in self.seeds
             for model in self.models
         ]
+
+    def tuning_jobs(self, tried: Mapping[str, tuple[float, ...]] | None = None) -> list[Job]:
+        """The runs that choose rates: of the study's rates, or of those tried for each model."""
+        return [
+            Job(model, TUNING_SEED, self.out / "tuning" / f"{model}-lr{rate:g}", rate)
+            for model in self.models
+            for rate in (tried[model] if tried else self.rates)
+        ]
+
+    @property
+    def asked(self) -> Question:
+        return QUESTIONS[self.question]
+
+    @property
+    def contrasts(self) -> list[tuple[str, str]]:
+        """Those of the question that have both of their models here."""
+        return [pair for pair in self.asked.contrasts if {*pair} <= {*self.models}]
+
+    def texts(self) -> dict[str, Path]:
+        """What a sweep is called in a run's folder -> the prepared data whose text it scores."""
+        return {"": self.data} | {folder.name: folder for folder in self.held_out}
 
     def config_file(self, model: str) -> Path:
         return CONFIGS / f"{model}.yaml"
@@ -103,8 +127,14 @@ class Study:
             # The warm-up keeps its share of the run.
             budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
             budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
+        base = f"base={CONFIGS / f'base_{self.size.name}.yaml'}"
+        rate = job.rate or self.chosen.get(job.model)
+        if rate is not None:
+            own = load_config(ROOT / self.config_file(job.model), [base]).optimizer
+            # The schedule keeps its shape.
+            budget += [f"optimizer.lr={rate}", f"optimizer.min_lr={rate * own.min_lr / own.lr}"]
         return [
-            f"base={CONFIGS / f'base_{self.size.name}.yaml'}",
+            base,
             f"data.path={self.data}",
             f"train.seed={job.seed}",
             f"train.output_dir={job.folder}",
@@ -116,16 +146,27 @@ class Study:
 
     def lengths(self) -> list[int]:
         trained = self.config(self.jobs()[0]).data.context_length
-        return [int(factor * trained) for factor in FACTORS]
+        return [int(factor * trained) for factor in self.asked.factors]
 
-    def settings(self, fingerprint: str) -> dict[str, Any]:
+    def sweep_tokens(self) -> int:
+        """Held-out tokens that are scored of a text at every length."""
+        return (self.documents or self.size.documents) * max(self.lengths())
+
+    def cells(self) -> int:
+        """Those that a sweep of a model with rotary positions computes."""
+        scaled = [factor for factor in self.asked.factors if factor > 1]
+        return len(self.asked.factors) + len(scaled) * METHODS[self.size.methods]
+
+    def settings(self, fingerprints: Mapping[str, str]) -> dict[str, Any]:
         """Gather what decides the numbers; one folder holds runs of one such setting only.
 
         Args:
-            fingerprint: of the prepared data.
+            fingerprints: of the prepared data, by the names of `texts`.
         """
+        fingerprint, *_ = fingerprints.values()
+        held_out = {name: value for name, value in fingerprints.items() if name}
         configs = {}
-        for model in MODELS:
+        for model in self.asked.models:
             values = self.config(Job(model, 0, self.out)).model_dump(mode="json")
             # Where things lie, and what is only written, changes no number.
             values["data"].pop("path")
@@ -133,24 +174,29 @@ class Study:
                 values.pop(section)
             for key in ("output_dir", "resume", "seed", "log_every_steps"):
                 values["train"].pop(key)
+            if self.rates:
+                values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
         return {
+            "question": self.question,
+            "contrasts": [list(pair) for pair in self.asked.contrasts],
             "size": self.size.name,
             "configs": configs,
             "data_fingerprint": fingerprint,
             "lengths": self.lengths(),
             "methods": self.size.methods,
-            "sweep_tokens": self.size.sweep_tokens,
+            "sweep_tokens": self.sweep_tokens(),
+            "held_out": held_out,
         }
 
 
-def check(study: Study, fingerprint: str) -> dict[str, Any]:
+def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """The study's settings, compared with those that are in its folder.
 
     Raises UserError where the folder holds runs of a study with other settings.
     """
     path = study.out / "settings.json"
-    settings = study.settings(fingerprint)
+    settings = study.settings(fingerprints)
     if not path.is_file():
         return settings
     earlier = read_object(path, f"remove {study.out}, or give another --out")
@@ -170,9 +216,9 @@ def check(study: Study, fingerprint: str) -> dict[str, Any]:
     return settings
 
 
-def claim(study: Study, fingerprint: str) -> None:
+def claim(study: Study, fingerprints: Mapping[str, str]) -> None:
     """Writes the settings into the study's folder, after `check`."""
-    write_json(study.out / "settings.json", check(study, fingerprint))
+    write_json(study.out / "settings.json", check(study, fingerprints))
 
 
 def _has(values: Any, dotted: str) -> bool:

@@ -14,8 +14,9 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.own_files import make_marked, remove_marked
 from eval.common.result_files import read_metrics
-from eval.small_study.execute import JobFailed, Workers, last_line, steps_done
-from eval.small_study.plan import MODELS, Job, Study
+from eval.small_study.execute import JobFailed, Workers, last_line, last_loss, steps_done
+from eval.small_study.plan import Job, Study
+from eval.small_study.questions import MODELS
 
 STEPS = 12  # of a trial training
 TRIALS = "trial trainings of the small study"  # their folder's mark
@@ -24,12 +25,21 @@ FORWARD = 1 / 3  # of the work of training on a token: a forward pass alone
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of each model's run when as many run at once as will."""
+    """Seconds of each model's run when as many run at once as will.
+
+    Attributes:
+        seconds: of a whole run.
+        training: of one that is trained alone, to choose a rate.
+    """
 
     seconds: dict[str, float]
+    training: dict[str, float]
+
+    def of(self, job: Job) -> float:
+        return (self.seconds if job.rate is None else self.training)[job.model]
 
     def text(self, jobs: Sequence[Job], parallel: int) -> str:
-        total = sum(self.seconds[job.model] for job in jobs) / parallel
+        total = sum(map(self.of, jobs)) / parallel
         return f"by {STEPS} trial steps of each kind of model, about {duration(total)} for all"
 
 
@@ -54,19 +64,20 @@ def measure(study: Study, workers: Workers) -> Estimate:
     )
     if failures:
         raise UserError(f"{len(failures)} of {len(kinds)} trial trainings failed: {failures[0]}")
-    seconds = {}
+    seconds, training = {}, {}
+    sweeps = len(study.texts())
     for model in study.models:
-        job = Job(model, 0, folder)
-        config = study.config(job)
+        config = study.config(Job(model, 0, folder))
         rate, start = rates[kinds[_kind(config)].model]
         validations = config.total_steps / config.validation.every_steps
-        scored = study.size.cells * study.size.sweep_tokens
-        scored += validations * (config.validation.max_tokens or 0)
         trained = config.total_steps * config.tokens_per_step
-        # Three processes: training, export, sweep.
-        seconds[model] = (trained + FORWARD * scored) / rate + 3 * start
+        trained += FORWARD * validations * (config.validation.max_tokens or 0)
+        scored = sweeps * study.cells() * study.sweep_tokens()
+        training[model] = trained / rate + start
+        # Besides training: the export, and a process for each sweep.
+        seconds[model] = training[model] + FORWARD * scored / rate + (1 + sweeps) * start
     remove_marked(folder, TRIALS)
-    return Estimate(seconds)
+    return Estimate(seconds, training)
 
 
 def _kind(config: RunConfig) -> tuple[str, str]:
@@ -140,9 +151,8 @@ class Progress:
 
     def remaining(self) -> float:
         """Seconds: the estimate of what is left, corrected by how it did so far."""
-        estimate = self.estimate.seconds
-        expected = sum(estimate[job.model] for job in self.done)
-        left = sum(estimate[job.model] for job in self.todo if job not in self.done)
+        expected = sum(map(self.estimate.of, self.done))
+        left = sum(self.estimate.of(job) for job in self.todo if job not in self.done)
         return left / expected * (time.perf_counter() - self.begin) if expected else left
 
     def _watch(self) -> None:
@@ -160,6 +170,5 @@ def duration(seconds: float) -> str:
 
 
 def _loss(job: Job) -> str:
-    records = read_metrics(job.folder / "metrics.jsonl")
-    losses = [r["val_loss"] for r in records if r.get("val_loss") is not None]
-    return f"held-out loss {losses[-1]:.3f}" if losses else "no validation"
+    loss = last_loss(job)
+    return "no validation" if loss is None else f"held-out loss {loss:.3f}"

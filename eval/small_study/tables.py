@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +12,54 @@ from eval.common.style import short_count
 from eval.common.text_table import markdown_table
 
 WORDS = {
-    "within spread": "within spread",
     "unclear": "unclear",
     "lower": "**lower**",
     "higher": "**higher**",
     "one seed": "one seed",
 }
+EDGES = {"": "", "<=": "≤ ", ">=": "≥ "}
 
 
 def write_tables(summary: dict[str, Any], out: Path) -> None:
     """Writes small_study.md and small_study.csv into `out`."""
     write_text(out / "small_study.md", markdown(summary))
     with atomic_write(out / "small_study.csv") as file:
-        columns = ["model", "method", "length", "seeds"]
+        columns = ["text", "model", "method", "length", "seeds"]
         values = ("loss", "perplexity", "bits_per_byte")
         columns += [f"{value}_{part}" for value in values for part in ("mean", "sd")]
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for cell in summary["cells"]:
-            row = {key: cell[key] for key in ("model", "method", "length")}
-            row["seeds"] = cell["loss"]["n"] if cell["loss"] else 0
-            for value in values:
-                found = cell[value] or {"mean": None, "sd": None}
-                row |= {f"{value}_mean": found["mean"], f"{value}_sd": found["sd"]}
-            writer.writerow(row)
+        for text in (summary, *summary["held_out"].values()):
+            writer.writerows(_csv_row(text["data"], cell, values) for cell in text["cells"])
+
+
+def _csv_row(text: str, cell: dict[str, Any], values: Sequence[str]) -> dict[str, Any]:
+    row = {key: cell[key] for key in ("model", "method", "length")}
+    row |= {"text": text, "seeds": cell["loss"]["n"] if cell["loss"] else 0}
+    for value in values:
+        found = cell[value] or {"mean": None, "sd": None}
+        row |= {f"{value}_mean": found["mean"], f"{value}_sd": found["sd"]}
+    return row
 
 
 def markdown(summary: dict[str, Any]) -> str:
     """All of it, ready to be put into a larger document."""
-    parts = [_setting(summary), _main_table(summary), _scaled_table(summary), _findings(summary)]
+    parts = [_setting(summary)]
+    for name, text in [("", summary), *summary["held_out"].items()]:
+        if name:
+            parts.append(f"Text of {text['data']} ({_scored(text)}):")
+        parts += [_main_table(summary, text), _comparison_table(summary, text)]
+        parts.append(_scaled_table(summary, text))
+    parts.append(_rule(summary))
     if summary["missing"]:
         parts.append(f"Not finished: {', '.join(summary['missing'])}.")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _scored(text: dict[str, Any]) -> str:
+    """Say what was scored of a text."""
+    documents = f"{text['documents']} documents, the same ones for every model and length"
+    return f"{text['scored_tokens']:,} tokens of {documents}"
 
 
 def _setting(summary: dict[str, Any]) -> str:
@@ -51,15 +68,9 @@ def _setting(summary: dict[str, Any]) -> str:
     span = " to ".join(dict.fromkeys(short_count(size) for size in (sizes[:1] + sizes[-1:])))
     precision = ", ".join(sorted({model["precision"] for model in models}))
     # NoPE without convolution may leave no row, a study of it alone none at all.
-    scored = ""
-    if summary["scored_tokens"]:
-        scored = (
-            f" Held-out text: {summary['scored_tokens']:,} tokens of "
-            f"{summary['documents']} documents, the same ones for every model and length, on which "
-            f"a unigram model has loss {summary['unigram_loss']:.3f}."
-            if summary["unigram_loss"]
-            else f" Held-out text: {summary['scored_tokens']:,} tokens."
-        )
+    scored = f" Held-out text: {_scored(summary)}." if summary["scored_tokens"] else ""
+    if scored and summary["unigram_loss"]:
+        scored += f" A unigram model has loss {summary['unigram_loss']:.3f} on all held-out text."
     return (
         f"{span} parameters, {short_count(summary['training_tokens'])} training tokens at context "
         f"length {summary['training_length']}, {precision}, seeds "
@@ -69,54 +80,64 @@ def _setting(summary: dict[str, Any]) -> str:
     )
 
 
-def _main_table(summary: dict[str, Any]) -> str:
+def _main_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
     trained = summary["training_length"]
-    lengths = sorted({cell["length"] for cell in summary["cells"]})
-    base = next((m["label"] for m in summary["models"] if m["model"] == summary["baseline"]), None)
-    head = ["model", "parameters", f"loss at {trained:,}"]
+    lengths = sorted({cell["length"] for cell in text["cells"]})
+    tuned = any(model["tuned"] for model in summary["models"])
+    head = ["model", "parameters", *(["rate"] if tuned else []), f"loss at {trained:,}"]
     head += [
         f"ppl at {length:,}" + (" (trained)" if length == trained else "") for length in lengths
     ]
-    with_base = any(pair["minus"] == summary["baseline"] for pair in summary["comparisons"])
-    head += [f"loss − {base}", "verdict"] if with_base else []
     lines = []
-    cells = {(c["model"], c["length"]): c for c in summary["cells"] if c["method"] == "none"}
+    cells = {(c["model"], c["length"]): c for c in text["cells"] if c["method"] == "none"}
     for model in summary["models"]:
         name = model["model"]
         if not model["seeds"]:
             continue
         at = cells.get((name, trained))
         line = [model["label"], f"{model['parameters']:,}" if model["parameters"] else "n/a"]
+        if tuned:
+            line.append(f"{EDGES[model['tuned']['edge']]}{model['rate']:g}")
         line.append(_value(at and at["loss"], 3))
         for length in lengths:
             cell = cells.get((name, length))
             line.append(_value(cell and cell["perplexity"], 2))
-        if with_base:
-            line += _against_base(summary, name, trained)
         lines.append(line)
     return markdown_table(head, lines)
 
 
-def _against_base(summary: dict[str, Any], model: str, length: int) -> list[str]:
-    for pair in summary["comparisons"]:
-        place = (pair["model"], pair["minus"], pair["length"])
-        if place == (model, summary["baseline"], length):
-            interval = ""
-            if pair["low"] is not None:
-                interval = f" [{pair['low']:+.3f}, {pair['high']:+.3f}]"
-            return [f"{pair['mean']:+.3f}{interval}", WORDS[pair["verdict"]]]
-    return ["", ""]
+def _comparison_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
+    """The question's differences in loss, with corrected intervals."""
+    lengths = list(dict.fromkeys(pair["length"] for pair in text["comparisons"]))
+    if not lengths:
+        return ""
+    labels = {model["model"]: model["label"] for model in summary["models"]}
+    pairs = {(p["model"], p["minus"], p["length"]): p for p in text["comparisons"]}
+    head = ["loss of", "minus", *(part for n in lengths for part in (f"at {n:,}", ""))]
+    lines = [
+        [labels[a], labels[b], *(part for n in lengths for part in _said(pairs.get((a, b, n))))]
+        for a, b in dict.fromkeys((a, b) for a, b, _ in pairs)
+    ]
+    return markdown_table(head, lines)
 
 
-def _scaled_table(summary: dict[str, Any]) -> str:
+def _said(pair: dict[str, Any] | None) -> tuple[str, str]:
+    """A difference with its interval, and its verdict."""
+    if pair is None:
+        return "", ""
+    interval = "" if pair["low"] is None else f" [{pair['low']:+.3f}, {pair['high']:+.3f}]"
+    return f"{pair['mean']:+.3f}{interval}", WORDS[pair["verdict"]]
+
+
+def _scaled_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
     """Perplexity beyond the training length with each way of scaling positions or logits."""
     trained = summary["training_length"]
-    lengths = sorted({c["length"] for c in summary["cells"] if c["length"] > trained})
-    scaled = [cell for cell in summary["cells"] if cell["method"] != "none"]
+    lengths = sorted({c["length"] for c in text["cells"] if c["length"] > trained})
+    scaled = [cell for cell in text["cells"] if cell["method"] != "none"]
     if not scaled:
         return ""
     labels = {model["model"]: model["label"] for model in summary["models"]}
-    cells = {(c["model"], c["method"], c["length"]): c["perplexity"] for c in summary["cells"]}
+    cells = {(c["model"], c["method"], c["length"]): c["perplexity"] for c in text["cells"]}
     head, lines = ["model", "method", *(f"ppl at {length:,}" for length in lengths)], []
     for model, method in dict.fromkeys((cell["model"], cell["method"]) for cell in scaled):
         values = [_value(cells.get((model, method, length)), 2) for length in lengths]
@@ -125,40 +146,27 @@ def _scaled_table(summary: dict[str, Any]) -> str:
     return f"With positions (RoPE) or attention logits scaled to the length:\n\n{table}"
 
 
-def _findings(summary: dict[str, Any]) -> str:
-    """Say in words what the rule finds at the training length and at the longest."""
-    lines = []
-    for length in dict.fromkeys(
-        (summary["training_length"], max((c["length"] for c in summary["cells"]), default=0))
-    ):
-        pairs = [pair for pair in summary["comparisons"] if pair["length"] == length]
-        if not pairs:
-            continue
-        counts = {word: sum(pair["verdict"] == word for pair in pairs) for word in WORDS}
-        clear = counts["lower"] + counts["higher"]
-        line = f"- At length {length:,}, {clear} of {len(pairs)} pairs of models differ clearly"
-        for word, text in (
-            ("within spread", "no more than the spread over seeds"),
-            ("unclear", "more than the spread, but the 95% interval over seeds holds zero"),
-        ):
-            if counts[word]:
-                names = "; ".join(_pair(summary, p) for p in pairs if p["verdict"] == word)
-                line += f". {counts[word]} differ by {text}: {names}"
-        lines.append(line + ".")
+def _rule(summary: dict[str, Any]) -> str:
+    """Say what the words mean, and what was not trained to its end."""
+    made = [
+        pair["comparisons"]
+        for text in (summary, *summary["held_out"].values())
+        for pair in text["comparisons"]
+    ]
+    rule = ""
+    if made:
+        rule = (
+            "Verdicts: *lower* and *higher* where the paired interval over seeds and documents (in "
+            "brackets) leaves out zero, otherwise *unclear*. Intervals are corrected for "
+            f"{made[0]} comparisons: the chance of any wrong word among them is at most 5%."
+        )
+    if any(model["tuned"] for model in summary["models"]):
+        rule += (
+            " Rates were chosen on a seed that is not in the tables; ≤ and ≥ mark the outermost."
+        )
     if summary["diverged"]:
-        lines.append(f"- Training diverged in {', '.join(summary['diverged'])}.")
-    rule = (
-        "Verdicts: *within spread* when the mean difference is at most the pooled standard "
-        "deviation over seeds; *lower* and *higher* when beyond it the paired 95% interval over "
-        "seeds (in brackets) leaves out zero; otherwise *unclear*. No correction for several "
-        "comparisons."
-    )
-    return "\n".join([rule, "", *lines])
-
-
-def _pair(summary: dict[str, Any], pair: dict[str, Any]) -> str:
-    labels = {model["model"]: model["label"] for model in summary["models"]}
-    return f"{labels[pair['model']]} and {labels[pair['minus']]}"
+        rule += f" Training diverged in {', '.join(summary['diverged'])}."
+    return rule.strip()
 
 
 def _value(summary: dict[str, Any] | None, places: int) -> str:

@@ -6,24 +6,16 @@ Exit codes: 0 everything asked for was measured, 1 something was wrong and is re
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
-from cat_lm.errors import UserError, command
-from cat_lm.host import GIB
+from cat_lm.errors import command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
     DTYPES,
     KERNELS,
     QKV_KIND,
-    SHAPES,
     SIZES,
     VOCAB_SIZE,
     conv_types,
@@ -112,6 +104,18 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
     )
+    _add_processes(parser)
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """Of what stands beside rivals: their ratios are worth quoting over several processes only."""
+    parser.add_argument(
+        "--processes",
+        type=whole(limits.Range(1, 100)),
+        metavar="N",
+        help="measure in N processes of their own, on a CPU under each of OpenMP's policies, and "
+        "keep for every row its fastest: 5 for what is quoted (default: in this process, once)",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats: int) -> None:
@@ -130,6 +134,7 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
     )
+    _add_processes(parser)
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
@@ -147,11 +152,16 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(models()), repeats=5)
-    parser.set_defaults(batch_size=4)
+    parser.set_defaults(batch_size=4, peak_memory=True)
     parser.add_argument(
         "--context-length", type=whole(limits.CONTEXT), metavar="N", help="default: the size's"
     )
-    parser.add_argument("--optimizer", action="store_true", help="with AdamW's update")
+    parser.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="the whole step of `train.py`: its engine, gradients accumulated and clipped, AdamW "
+        "with its moments in fp32",
+    )
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument(
         "--peak-tflops",
@@ -253,149 +263,22 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.conv.measure import ConvOptions, conv_speed
-
-    options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
-    shapes = options.shape or SHAPES[device.type]
-    for sizes in shapes:
-        _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
-    asked = ConvOptions(
-        shapes=shapes,
-        dtypes=options.dtype,
-        conv_types=options.conv_type,
-        windows=options.windows,
-        kernels=options.kernels,
-        repeats=options.repeats,
-        cuda_graphs=not options.eager,
-    )
-    return conv_speed(asked, device)
-
-
-def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.train import TrainCase, train_speed
-
-    context_length = options.context_length or SIZES[options.size]["context_length"]
-    case = TrainCase(
-        _model_size(options, device, options.models, context_length),
-        options.batch_size,
-        context_length,
-        options.optimizer,
-        options.compile,
-    )
-    return train_speed(case, options.models, options.repeats, options.peak_tflops)
-
-
-def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.decode import DecodeCase, decode_speed
-
-    size = _model_size(options, device, options.models, max(options.prompts))
-    cases = [
-        DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
-        for prompt in options.prompts
-    ]
-    return decode_speed(cases, options.models, options.repeats)
-
-
-def run_engine(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.engine import engine_speed
-
-    return engine_speed(options.config, options.overrides, options.repeats)
-
-
-def run_stacks(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.stacks import StackOptions, stacks_speed
-
-    asked = StackOptions(
-        task=options.task,
-        mixers=options.mixers,
-        sizes=options.models,
-        d_model=options.d_model,
-        seq_len=options.seq_len,
-        batch_size=options.batch_size,
-        repeats=options.repeats,
-    )
-    return stacks_speed(asked, device)
-
-
-def _check_room(what: str, size: int, device: Any) -> None:
-    """Raise UserError where not even the numbers themselves have room, before they are made."""
-    from cat_lm.training.preflight.facts import free_memory
-
-    if size > (free := free_memory(device)):
-        raise UserError(
-            f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
-        )
-
-
-def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.checkpoint import CONTEXT_LENGTH, checkpoint_speed
-
-    if options.scratch is not None and not options.scratch.is_dir():
-        raise UserError(f"--scratch {options.scratch}: no such folder")
-    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
-        size = _model_size(options, device, (options.model,), CONTEXT_LENGTH)
-        zero_stage, folder = options.zero_stage, Path(scratch)
-        return checkpoint_speed(size, options.model, zero_stage, options.repeats, folder)
-
-
-def _model_size(
-    options: argparse.Namespace, device: Any, names: Sequence[str], positions: int
-) -> Any:
-    """Make the size of the models of these names, all of which there is room for."""
-    from eval.speed.model.build import ModelSize
-
-    named = SIZES[options.size]
-    hidden_size = options.hidden_size or named["hidden_size"]
-    heads = options.heads or named["heads"]
-    if hidden_size % heads:
-        raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
-    layers = options.layers or named["layers"]
-    size = ModelSize(
-        layers=layers,
-        hidden_size=hidden_size,
-        heads=heads,
-        vocab_size=options.vocab_size,
-        window=options.window,
-        dtype=options.dtype,
-        device=str(device),
-        attention=options.attention,
-    )
-    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
-    for name in names:
-        parameters = size.num_parameters(name, positions)
-        _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
-    return size
-
-
 @command
 def main() -> None:
     options = _parser().parse_args()
-    # Before torch loads: a thread that waits by spinning slows those that work on shared cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cat_lm.io.files import write_json
-    from cat_lm.pretrained import quiet_transformers
     from eval.common.outputs import claim_file
-    from eval.common.provenance import provenance
     from eval.speed import tables
-    from eval.speed.machine import describe, open_device
+    from eval.speed.run import measure
 
     if options.json:
         claim_file(options.json, "--json")
-    quiet_transformers()
-    device = open_device(options.device, options.threads)
-    started = provenance()
-    runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
-    runs |= {"checkpoint": run_checkpoint, "engine": run_engine, "stacks": run_stacks}
-    run = runs[options.benchmark]
-    measured = run(options, device)
-    record = {
-        "benchmark": options.benchmark,
-        **started,
-        "device": describe(device),
-        "repeats": options.repeats,
-        **measured,
-    }
+    if getattr(options, "processes", None) is None:
+        record = measure(options)
+    else:
+        from eval.speed.processes import measure_in_processes
+
+        record = measure_in_processes(options)
     print(getattr(tables, f"{options.benchmark}_table")(record))
     if options.json:
         write_json(options.json, record)

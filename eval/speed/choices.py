@@ -28,6 +28,7 @@ class Model(NamedTuple):
         variant: of its family; see `Architecture.variants`.
         plain: the model that its speed is relative to, or None.
         stock: the library's own of its family, which it must agree with, or None.
+        compiled_rotation: whether torch.compile fuses its rotation of queries and keys.
     """
 
     label: str
@@ -35,10 +36,15 @@ class Model(NamedTuple):
     variant: str
     plain: str | None = None
     stock: str | None = None
+    compiled_rotation: bool = False
 
 
 def models() -> dict[str, Model]:
-    """Give every variant of every family, and of each family the library's own class, by name."""
+    """Give every variant of every family by name.
+
+    With them, of each family that a library has, the library's own class, and the plain model with
+    its rotation compiled: convolutions have the rotation in their kernel.
+    """
     found = {}
     for family in map(architectures.get, architectures.names()):
         prefix = "" if family.name == architectures.DEFAULT else f"{family.name}-"
@@ -51,6 +57,10 @@ def models() -> dict[str, Model]:
         if family.library_type:
             label = f"{family.title}, transformers' own class"
             found[stock] = Model(label, family.name, first, *rivals)
+            label = f"{family.title}, {family.variants()[first]}, rotation compiled"
+            found[f"{names[first]}-compiled-rotary"] = Model(
+                label, family.name, first, *rivals, compiled_rotation=True
+            )
     return found
 
 
@@ -60,8 +70,12 @@ def is_stock(name: str) -> bool:
 
 
 def own_models() -> tuple[str, ...]:
-    """List those of `models` that are this project's."""
-    return tuple(name for name, model in models().items() if name != model.stock)
+    """List those of `models` that are this project's, as it runs them."""
+    return tuple(
+        name
+        for name, model in models().items()
+        if name != model.stock and not model.compiled_rotation
+    )
 
 
 def decoding_models() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eval.common.text_table import aligned
+from eval.speed.run import CONTESTS
 
 
 def data_table(record: dict[str, Any]) -> str:
@@ -37,7 +38,7 @@ def stacks_table(record: dict[str, Any]) -> str:
 
 def conv_table(record: dict[str, Any]) -> str:
     """For each case: milliseconds, share of the copy bandwidth, and times as fast as conv1d."""
-    columns = ("quartiles", "of copy", "vs conv1d")
+    columns = ("range", "of copy", "vs conv1d", "range")
     header = ("", "forward ms", *columns, "fwd+bwd ms", *columns)
     lines = [_where(record)]
     for result in record["cases"]:
@@ -62,13 +63,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
     cells = []
     for direction in ("forward", "forward_backward"):
         seconds = row[direction]["seconds"]
-        low, high = (f"{value * 1e3:.3f}" for value in seconds["quartiles"])
-        faster = row[direction]["times_as_fast_as_conv1d"]
+        low, high = (f"{value * 1e3:.3f}" for value in seconds["range"])
+        faster, ends = (
+            row[direction][name] for name in ("times_as_fast_as_conv1d", "times_as_fast_range")
+        )
         cells += [
             f"{seconds['median'] * 1e3:.3f}",
             f"{low}-{high}",
             f"{row[direction]['of_copy_bandwidth']:.0%}",
             f"{faster:.2f}" if faster else "",
+            _ends(ends),
         ]
     return cells
 
@@ -77,16 +81,15 @@ def train_table(record: dict[str, Any]) -> str:
     """Tokens a second, relative speed, MFU and memory of each model."""
     case = record["case"]
     size = case["size"]
-    step = "forward and backward" + (", AdamW" if case["optimizer"] else "")
     title = (
         f"{_size(size)}, batch {case['batch_size']} x {case['context_length']}, "
-        f"{step}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
+        f"step: {record['step']}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
     )
-    header = ("", "tokens/s", "quartiles", "of plain", "MFU", "peak MiB")
+    header = ("", "tokens/s", "range", "of plain", "range", "MFU", "peak MiB")
     tokens = case["batch_size"] * case["context_length"]
     rows = []
     for row in record["results"].values():
-        fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["quartiles"])
+        fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["range"])
         relative = row["relative_to_plain"]
         rows.append(
             (
@@ -94,24 +97,27 @@ def train_table(record: dict[str, Any]) -> str:
                 f"{row['tokens_per_second']:.0f}",
                 f"{slow}-{fast}",
                 "" if relative is None else f"{relative:.3f}",
+                _ends(row["relative_range"], digits=3),
                 "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
                 f"{row['peak_memory_bytes'] / 2**20:.0f}",
             )
         )
-    return "\n".join([title, aligned(header, rows)])
+    absent = [f"absent: {name}: {reason}" for name, reason in record["absent"].items()]
+    return "\n".join([title, aligned(header, rows), *absent])
 
 
 def decode_table(record: dict[str, Any]) -> str:
     """Tokens a second with and without the cache, by model and prompt."""
     case = record["results"][0]["case"]
     title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
-    header = ("", "prompt", "prompt s", "cached tokens/s", "uncached tokens/s", "ratio")
+    header = ("", "prompt", "prompt s", "cached tokens/s", "cold", "uncached tokens/s", "ratio")
     rows = [
         (
             row["model"],
             str(row["case"]["prompt_tokens"]),
             f"{row['prompt_seconds']['median']:.3f}",
             _rate(row["tokens_per_second_cached"]),
+            _rate(row["tokens_per_second_cold"]),
             _rate(row["tokens_per_second_uncached"]),
             f"{row['cache_speedup']:.1f}",
         )
@@ -121,8 +127,12 @@ def decode_table(record: dict[str, Any]) -> str:
 
 
 def _rate(values: dict[str, Any]) -> str:
-    low, high = values["quartiles"]
-    return f"{values['median']:.2f} ({low:.2f}-{high:.2f})"
+    return f"{values['median']:.2f} ({_ends(values['range'])})"
+
+
+def _ends(values: list[float] | None, digits: int = 2) -> str:
+    """Show the least and the largest; nothing where there is nothing to compare."""
+    return "" if values is None else "-".join(f"{value:.{digits}f}" for value in values)
 
 
 def _size(size: dict[str, Any]) -> str:
@@ -135,4 +145,11 @@ def _size(size: dict[str, Any]) -> str:
 def _where(record: dict[str, Any]) -> str:
     device = record["device"]
     name = device["name"] if device["type"] == "cuda" else record["machine"]
-    return f"{name}, {device['threads']} threads, {record['repeats']} repeats"
+    where = f"{name}, {device['threads']} threads, {record['repeats']} repeats"
+    processes = record.get("processes")
+    if processes is None:
+        return f"{where}; ranges within this process" if record["benchmark"] in CONTESTS else where
+    return (
+        f"{where} in each of {processes['of_each_policy']} processes, as fast as under any of "
+        f"{', '.join(processes['policies'])}; ranges over processes"
+    )

@@ -8,15 +8,15 @@ local jsonl files without a network; `--prefetch DIR` writes such a folder where
 Several GPUs: `torchrun --nproc-per-node 8 -m eval.zero_shot MODEL ...`, or accelerate's launcher.
 A call that was interrupted is repeated: finished tasks are not computed again.
 
-The harness's own command gives the same numbers:
+The harness's own command gives the same numbers, where they are not in float32 with its dtype too:
 
     lm_eval --model hf --model_args pretrained=MODEL --tasks piqa
+    lm_eval --model hf --model_args pretrained=MODEL,dtype=bfloat16,softmax_dtype=float32 …
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 
@@ -25,7 +25,9 @@ from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
 from cat_lm.errors import UserError, command, hard_exit
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
-from cat_lm.pretrained import DTYPES, model_folder, quiet_transformers
+from cat_lm.pretrained import model_folder, quiet_transformers
+from eval.common.precision import DTYPES
+from eval.zero_shot.harness import require_harness
 
 RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
 
@@ -71,7 +73,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="context; default: config.json",
     )
     parser.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the file's"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto (default): the file's; on a GPU bfloat16 for exports of bf16 runs in float32",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--samples", action="store_true", help="log every prompt and answer")
@@ -109,8 +114,7 @@ def _main(arguments: argparse.Namespace) -> None:
         raise UserError("MODEL: missing; give a transformers folder or a run folder")
     if arguments.prefetch is not None:
         check_output(arguments.prefetch, "--prefetch")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
+    require_harness()
     if arguments.prefetch is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--prefetch: one process writes the folder; run it without torchrun first")
     first = int(os.environ.get("RANK", "0")) == 0

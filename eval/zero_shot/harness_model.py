@@ -21,6 +21,7 @@ from cat_lm.pretrained import check_vocabulary, choose_device, load_model, load_
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
 
 _LARGEST_BATCH, _LARGEST_CPU_BATCH = 64, 8
 _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
@@ -60,8 +61,7 @@ class Scorer(HFLM):
         accelerator: Accelerator | None = None,
     ) -> None:
         tokenizer = load_tokenizer(folder)
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise UserError(f"tokenizer {folder}: has neither a BOS nor an EOS token to begin with")
+        _require_prefix(tokenizer, folder)
         model = load_model(
             folder, dtype=dtype, device=str(accelerator.device) if accelerator else device
         )
@@ -73,6 +73,8 @@ class Scorer(HFLM):
             batch_size=batch_size or "auto",
             max_batch_size=_LARGEST_BATCH,
             max_length=max_length,
+            # Those of narrow logits would be rounded before a choice's are summed.
+            softmax_dtype=torch.float32,
         )
         self.ranks = accelerator
         if accelerator is not None:
@@ -201,6 +203,24 @@ class Scorer(HFLM):
         row_bytes = 3 * 4 * self.max_length * self.model.config.vocab_size
         free = free_bytes(self.device) or 0  # where that is not known, a single row
         return max(1, min(_LARGEST_CPU_BATCH, free // 4 // row_bytes))
+
+
+class Encoder(HFLM):
+    """The harness's way from text to tokens, and the token before a text, without a model.
+
+    Raises UserError where the tokenizer, of a folder, has no token to begin a text with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        # Not HFLM's own, which loads a model: these three are all that encoding reads.
+        _require_prefix(tokenizer, folder)
+        self.tokenizer = tokenizer
+        self.add_bos_token = self.custom_prefix_token_id = None
+
+
+def _require_prefix(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {folder}: has neither a BOS nor an EOS token to begin with")
 
 
 def launched_ranks() -> int:

@@ -29,6 +29,7 @@ SHARED = {
     "model_sha256": "the model",
     "tokenizer_sha256": "the tokenizer",
     "dtype": "--dtype",
+    "log_softmax": "log-probabilities in",
     "max_length": "--max-length",
     "limit": "--limit",
     "bootstrap_iterations": "--bootstrap-iterations",
@@ -136,7 +137,7 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
         del tasks[name]
     for values in tasks.values():
         for key, label in SHARED.items():
-            before, now = values["key"].get(key), shared[key]
+            before, now = values["key"].get(key), shared.get(key)
             if before != now:
                 raise UserError(
                     f"{path}: has results with {label} {_short(before)}, this call has "

@@ -14,9 +14,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import logging
 import math
-import os
 import random
 import sys
 import time
@@ -34,7 +32,9 @@ from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.outputs import claim_outputs
+from eval.common.precision import evaluation_dtype
 from eval.common.provenance import provenance
+from eval.zero_shot.harness import quiet
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
     RESULT,
@@ -91,7 +91,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
     Raises UserError on all ranks: for bad input, before the first task is computed; and for tasks
     that could not be computed, after all others are done and written.
     """
-    with _quiet():
+    with quiet():
         accelerator = launched_accelerator(settings.device)
         with agreed(accelerator):
             folder = model_folder(model)
@@ -158,7 +158,9 @@ def _task_values(
 
 
 def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
-    dtype = _stored_dtype(folder) if settings.dtype == "auto" else settings.dtype
+    dtype = settings.dtype
+    if dtype == "auto" and (dtype := _stored_dtype(folder)) == "float32":
+        dtype = evaluation_dtype("auto", [folder], settings.device)
     return Scorer(
         folder,
         dtype=dtype,
@@ -294,7 +296,9 @@ def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
 
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """All else that they depend on; not the batch size and not the number of ranks."""
-    return {
+    # Earlier results in narrow dtypes summed rounded log-probabilities; those in fp32 are the same.
+    narrow = {} if model["dtype"] == "float32" else {"log_softmax": "float32"}
+    return narrow | {
         "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
         "bootstrap_iterations": settings.bootstrap_iterations,
@@ -370,16 +374,3 @@ def _provenance() -> dict[str, Any]:
     values = provenance()
     values["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     return values
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the harness's notes and prints out of this command's output."""
-    import datasets
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    # Its bootstrap would fork this process, which has threads and perhaps a GPU.
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield

@@ -228,9 +228,24 @@ def convolutions() -> Iterator[Finding]:
             yield Finding("convolutions", text, f"{conv_type} {where}", value)
 
 
+def kernels() -> Iterator[Finding]:
+    """Whether a Triton kernel runs on the GPU, which needs a C compiler and Python's headers."""
+    import torch
+
+    from cat_lm.ops.runtime.triton_launch import INSTALLED
+
+    if not (INSTALLED and torch.cuda.is_available()):
+        return
+    from cat_lm.training.preflight.kernel_trial import why_no_kernel
+
+    problem = why_no_kernel(torch.device("cuda"))
+    text = "" if problem else "a Triton kernel was built, runs and computes the right numbers"
+    yield Finding("kernels", text, "triton kernel", problem is None, problem, problem is not None)
+
+
 ALL = (
     *(python, packages, torch_build, device, compiler, optional),
-    *(attention, deepspeed, space, convolutions),
+    *(attention, deepspeed, space, convolutions, kernels),
 )
 
 

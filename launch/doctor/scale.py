@@ -177,6 +177,20 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
                 f"{asked.device.memory:g} GiB of {asked.device.name}; {memory.advice}"
             )
     yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
+    yield _host_memory(parameters)
+
+
+def _host_memory(parameters: int) -> Finding:
+    """The memory of the first node that the model takes while its first rank builds it."""
+    from cat_lm.training.estimate import building_bytes
+
+    needed = building_bytes(parameters)
+    text = (
+        f"{needed / GIB:.1f} GiB of the first node while its first rank builds the model, beside "
+        "what the programs take themselves: a SLURM job with more --mem than that, or --mem 0 for "
+        "all"
+    )
+    return Finding("host memory", text, "host_memory", needed)
 
 
 def started_ranks(ranks: int) -> int:

@@ -18,20 +18,23 @@ from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.files import write_json
-from cat_lm.training.devices import Device, device_by_option
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device, device_by_option
 from launch.plan.costs import (
-    ASSUMED_INTERCONNECT,
     ASSUMED_MFU,
     ASSUMED_STORAGE,
     Cluster,
     Costs,
     Run,
+    Speed,
+    assumed_host_seconds,
     costs,
 )
 
 
-def achieved_flops(arguments: argparse.Namespace, config: RunConfig, device: Device, run: Run):
-    """(FLOP/s that one GPU achieves, lines that say where the number comes from)."""
+def achieved_speed(
+    arguments: argparse.Namespace, config: RunConfig, device: Device, run: Run
+) -> Speed:
+    """How fast a GPU and its host are: by the record, else assumed."""
     if arguments.measured is not None:
         from launch.plan.measured import read_measured
 
@@ -49,7 +52,7 @@ def achieved_flops(arguments: argparse.Namespace, config: RunConfig, device: Dev
         f"ASSUMED, nothing was measured: {mfu:.0%} of {peak:g} TFLOP/s (MFU; {given}); "
         "--measured takes a record of eval.speed train instead"
     )
-    return mfu * peak * 1e12, [line]
+    return Speed(mfu * peak * 1e12, assumed_host_seconds(config), (line,))
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -64,17 +67,16 @@ def vocabulary(config: RunConfig) -> int:
         raise UserError(f"{error}; without data, give model.vocab_size=N") from None
 
 
-def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs], list[str]]:
+def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs], Speed]:
     """Everything the output shows; all numbers of GPUs that are wrong are named at once."""
     config = load_config(arguments.config, arguments.overrides)
     if config.train.precision == "auto":
         config = config.with_precision("bf16")
     device = device_by_option(arguments.device)
     run = Run.of(config, vocabulary(config))
-    flops, sources = achieved_flops(arguments, config, device, run)
-    cluster = Cluster(
-        device, arguments.gpus_per_node, flops, arguments.interconnect, arguments.storage
-    )
+    speed = achieved_speed(arguments, config, device, run)
+    network = (arguments.interconnect, arguments.storage)
+    cluster = Cluster(device, arguments.gpus_per_node, speed.flops, *network, speed.host_seconds)
     found, errors = [], []
     for gpus in arguments.gpus:
         try:
@@ -84,7 +86,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Run, Cluster, list[Costs],
     if errors:
         lines = errors[0] if len(errors) == 1 else "".join(f"\n  {line}" for line in errors)
         raise UserError(f"{arguments.config}: {lines}")
-    return run, cluster, found, sources
+    return run, cluster, found, speed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,17 +142,17 @@ def parser() -> argparse.ArgumentParser:
 @command
 def main() -> None:
     arguments = parser().parse_intermixed_args()
-    run, cluster, found, sources = make_plan(arguments)
+    run, cluster, found, speed = make_plan(arguments)
     from launch.plan.text import render
 
-    print(render(run, cluster, found, sources, arguments.price_per_gpu_hour))
+    print(render(run, cluster, found, speed, arguments.price_per_gpu_hour))
     if arguments.json:
         record = {
             "config": run.config.model_dump(mode="json"),
             "parameters": run.parameters,
             "flops_per_token": run.flops_per_token,
             "cluster": asdict(cluster),
-            "speed": sources,
+            "speed": speed.sources,
             "costs": [
                 asdict(cost)
                 | {"days": cost.days, "gpu_hours": cost.gpu_hours}

@@ -6,7 +6,7 @@ Each is written out in README.md, beside tables that these functions computed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 # of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
 # this project: `eval.speed train --json` makes one, which `--measured` takes instead.
 ASSUMED_MFU = 0.40
-# GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
-# at least have.
-ASSUMED_INTERCONNECT = 25.0
+# Seconds that one core takes to launch what a layer computes of a micro-batch, forward and
+# backward, one kernel after the other; no step is shorter. Two fifths of what it takes on a CPU,
+# where the same core also computes: README.md has that measurement.
+HOST_SECONDS_A_LAYER = 1.5e-3
 # The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
 LINK_EFFICIENCY = 0.7
 # GB/s that all nodes together write to the file system of the run's folder.
@@ -33,6 +34,34 @@ ASSUMED_STORAGE = 2.0
 # The share of the communication that can hide behind computing. DeepSpeed overlaps it only in
 # ZeRO-3 (overlap_comm), where the next layer's weights are gathered while one computes.
 OVERLAP = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.5}
+
+
+def assumed_host_seconds(config: RunConfig) -> float:
+    """Of a layer and micro-batch; 0 for compiled graphs, whose fewer launches were not counted."""
+    return 0.0 if config.train.compile else HOST_SECONDS_A_LAYER
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a GPU and its host are in training, and where the numbers come from.
+
+    Attributes:
+        flops: FLOP/s that a GPU achieves, of the model's own.
+        host_seconds: of a layer and micro-batch; 0: not counted.
+        sources: lines for people on `flops`.
+        is_host_measured: whether a record showed that the host takes no longer than so.
+    """
+
+    flops: float
+    host_seconds: float
+    sources: tuple[str, ...]
+    is_host_measured: bool = False
+
+    def with_host_within(self, seconds: float) -> Speed:
+        """This one, its host no slower than a measured step was."""
+        if seconds >= self.host_seconds:
+            return self
+        return replace(self, host_seconds=seconds, is_host_measured=True)
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,7 @@ class Cluster:
         flops: FLOP/s that a GPU achieves in training, of the model's own.
         interconnect: GB/s that a GPU sends to other nodes.
         storage: GB/s of the file system, for all nodes together.
+        host_seconds: that a rank's host takes for a layer of a micro-batch; 0: not counted.
     """
 
     device: Device
@@ -50,6 +80,7 @@ class Cluster:
     flops: float
     interconnect: float
     storage: float
+    host_seconds: float = HOST_SECONDS_A_LAYER
 
     def nodes(self, gpus: int) -> int:
         """Raises `UserError` for GPUs that are not whole nodes."""
@@ -92,13 +123,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a run on `gpus` GPUs. Times in seconds, sizes in bytes."""
+    """Costs of a run on `gpus` GPUs. Times in seconds, sizes in bytes.
+
+    Of a step, the GPU's computing and the host's launching go on at the same time.
+    """
 
     gpus: int
     nodes: int
     micro_batch_size: int
     accumulation_steps: int
     compute_seconds: float
+    host_seconds: float
     communication_bytes: float
     communication_seconds: float
     exposed_seconds: float
@@ -110,6 +145,11 @@ class Costs:
     validation_seconds: float
     total_seconds: float
     memory: Memory
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Tell whether the GPU waits for the host."""
+        return self.host_seconds > self.compute_seconds
 
     @property
     def days(self) -> float:
@@ -130,11 +170,13 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
 
     config = with_fitting_micro_batch(run.config, gpus)
     compute = compute_seconds(run, cluster, gpus)
+    host = host_seconds(config, cluster, gpus)
+    busy = max(compute, host)
     volume = communication_bytes(config, run.parameters, gpus)
     communication = volume / cluster.bandwidth(gpus)
     overlap = OVERLAP[config.train.zero_stage]
-    exposed = communication - min(overlap * communication, compute)
-    step = compute + exposed
+    exposed = communication - min(overlap * communication, busy)
+    step = busy + exposed
     saved = checkpoint_bytes(run.parameters)
     saves = math.ceil(config.total_steps / config.checkpoint.every_steps)
     validation = validation_flops(run) / (gpus * cluster.flops)
@@ -145,6 +187,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
         micro_batch_size=config.train.micro_batch_size,
         accumulation_steps=config.accumulation_steps(gpus),
         compute_seconds=compute,
+        host_seconds=host,
         communication_bytes=volume,
         communication_seconds=communication,
         exposed_seconds=exposed,
@@ -181,10 +224,21 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
 
 
 def compute_seconds(run: Run, cluster: Cluster, gpus: int) -> float:
-    """Of a step. Activation checkpointing computes each forward pass, a third, once more."""
-    again = 4 / 3 if run.config.train.activation_checkpointing else 1.0
-    work = again * run.flops_per_token * run.config.tokens_per_step
+    """Of a step."""
+    work = _computed_again(run.config) * run.flops_per_token * run.config.tokens_per_step
     return work / (gpus * cluster.flops)
+
+
+def host_seconds(config: RunConfig, cluster: Cluster, gpus: int) -> float:
+    """That a rank's host needs to launch a step's kernels, however little each computes."""
+    passes = config.accumulation_steps(gpus)
+    layers = _computed_again(config) * config.model.num_hidden_layers
+    return passes * layers * cluster.host_seconds
+
+
+def _computed_again(config: RunConfig) -> float:
+    """Activation checkpointing computes each forward pass, a third, once more."""
+    return 4 / 3 if config.train.activation_checkpointing else 1.0
 
 
 def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:

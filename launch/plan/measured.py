@@ -11,7 +11,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.readers import Record, read_json
 from cat_lm.training.devices import Device, known_device
-from launch.plan.costs import Run
+from launch.plan.costs import Run, Speed, assumed_host_seconds
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -62,13 +62,11 @@ class Measured(Record):
     date: str = "no date"
 
 
-def read_measured(
-    path: Path, config: RunConfig, run: Run, device: Device
-) -> tuple[float, list[str]]:
-    """(FLOP/s that one GPU achieved, lines for people): what it was, and how it differs.
+def read_measured(path: Path, config: RunConfig, run: Run, device: Device) -> Speed:
+    """The speed that one GPU and its host achieved: what it was, and how it differs.
 
     The record's model of the same architecture and kind counts. Where its shape is another one, its
-    FLOP/s are carried over, which the lines say.
+    FLOP/s are carried over, which the lines say. The host took no longer than the step did.
 
     Raises:
         UserError: no such record; of another device or precision; without such a model.
@@ -91,7 +89,10 @@ def read_measured(
         f"measured on one {name} ({path.name}, {record.date}): {row.model}, "
         f"{row.tokens_per_second:,.0f} tokens/s, {flops / 1e12:.0f} TFLOP/s"
     ]
-    return flops, lines + _differences(record, run)
+    speed = Speed(flops, assumed_host_seconds(config), tuple(lines + _differences(record, run)))
+    if case.compile == config.train.compile:
+        speed = speed.with_host_within(seconds / case.size.layers)
+    return speed
 
 
 def _row(path: Path, record: Measured, config: RunConfig) -> Row:

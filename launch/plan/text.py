@@ -6,19 +6,21 @@ import textwrap
 from collections.abc import Sequence
 
 from cat_lm.host import GIB
-from launch.plan.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run
+from launch.plan.costs import LINK_EFFICIENCY, OVERLAP, Cluster, Costs, Run, Speed
 
 WIDTH = 100
 LABEL = 13
 # Above this share of a device's memory a run may not fit: the estimate is no closer.
 TIGHT = 0.85
+HOST_BOUND = "*"
 
 
 def render(
-    run: Run, cluster: Cluster, found: Sequence[Costs], sources: Sequence[str], price: float | None
+    run: Run, cluster: Cluster, found: Sequence[Costs], speed: Speed, price: float | None
 ) -> str:
     """All lines. One number of GPUs gets the parts of its step, several a row each."""
-    lines = [*_about(run, found), *_labelled("speed", *sources)]
+    lines = [*_about(run, found), *_labelled("speed", *speed.sources)]
+    lines += _labelled("host", _host(run, speed))
     lines += _labelled("network", _network(cluster, found[-1], run.config.train.zero_stage))
     if len(found) == 1:
         lines += _details(run, cluster, found[0], price)
@@ -59,6 +61,19 @@ def _about(run: Run, found: Sequence[Costs]) -> list[str]:
     ]
 
 
+def _host(run: Run, speed: Speed) -> str:
+    if not speed.host_seconds:
+        return "not counted: train.compile=true launches fewer kernels, how many is not known"
+    layers = run.config.model.num_hidden_layers
+    what = (
+        f"{speed.host_seconds * 1e3:.2g} ms to launch a layer's kernels, "
+        f"{speed.host_seconds * layers * 1e3:.0f} ms a micro-batch, which no step is shorter than"
+    )
+    if speed.is_host_measured:
+        return f"at most {what}: the measured step took no longer"
+    return f"ASSUMED: {what} (a measured step that is shorter lowers it)"
+
+
 def _network(cluster: Cluster, cost: Costs, stage: int) -> str:
     within = (
         f"ASSUMED: {cluster.device.link:g} GB/s between the GPUs of a node, "
@@ -85,13 +100,22 @@ def _details(run: Run, cluster: Cluster, cost: Costs, price: float | None) -> li
         *_labelled("memory", f"{_fit(cluster, cost)}: {cost.memory} GiB"),
         *_labelled(
             "step",
-            f"{cost.step_seconds:.3f} s: computing {cost.compute_seconds:.3f} s, exposed "
+            f"{cost.step_seconds:.3f} s: {_busy(cost)}, exposed "
             f"communication {cost.exposed_seconds:.3f} s ({exposed:.1%}; "
             f"{cost.communication_bytes / 1e9:.1f} GB sent by each GPU)",
         ),
         *_labelled("throughput", f"{cost.tokens_per_second:,.0f} tokens/s"),
         *_labelled("whole run", total),
     ]
+
+
+def _busy(cost: Costs) -> str:
+    if cost.is_host_bound:
+        return (
+            f"launching {cost.host_seconds:.3f} s (the GPU computes {cost.compute_seconds:.3f} s "
+            "of them)"
+        )
+    return f"computing {cost.compute_seconds:.3f} s"
 
 
 def _batch(run: Run, cost: Costs) -> str:
@@ -117,6 +141,7 @@ def _table(cluster: Cluster, found: Sequence[Costs], price: float | None) -> lis
     heads = ["GPUs", "micro", "accum.", "GiB a GPU", "step s", "comm.", "tokens/s", "days"]
     heads += ["GPU-hours", *(["price"] if price else [])]
     rows = [heads]
+    marks = (" ", HOST_BOUND) if any(cost.is_host_bound for cost in found) else ("", "")
     for cost in found:
         rows.append(
             [
@@ -124,7 +149,7 @@ def _table(cluster: Cluster, found: Sequence[Costs], price: float | None) -> lis
                 f"{cost.micro_batch_size}",
                 f"{cost.accumulation_steps}",
                 f"{cost.memory.total / GIB:.1f}{_mark(cluster, cost)}",
-                f"{cost.step_seconds:.3f}",
+                f"{cost.step_seconds:.3f}{marks[cost.is_host_bound]}",
                 f"{cost.exposed_seconds / cost.step_seconds:.1%}",
                 f"{cost.tokens_per_second:,.0f}",
                 f"{cost.days:,.2f}",
@@ -152,6 +177,11 @@ def _remarks(run: Run, cluster: Cluster, found: Sequence[Costs]) -> list[str]:
     if "!" in marks:
         advice = next(c.memory.advice for c in found if _mark(cluster, c) == "!")
         lines.append(f"! more than the device's {cluster.device.memory:g} GiB; {advice}")
+    if any(cost.is_host_bound for cost in found):
+        lines.append(
+            f"{HOST_BOUND} the GPU waits for its host, which launches kernels one by one: fewer "
+            "GPUs, larger micro-batches"
+        )
     asked = run.config.train.micro_batch_size
     if any(cost.micro_batch_size != asked for cost in found):
         lines.append(

@@ -45,7 +45,9 @@ export MASTER_PORT=$((12000 + (job + 7919 * restarts) % 20000))
 
 # Since SLURM 22.05 srun takes a task's number of cores only from this variable.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
+# InfiniBand needs memory that is locked; srun hands this shell's limit, perhaps a login node's, on.
+ulimit -S -l "$(ulimit -H -l)"
 if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi
 
 # A crash loop: as many attempts as allowed, all from the same checkpoint. A line that begins with

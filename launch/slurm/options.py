@@ -17,10 +17,14 @@ from cat_lm.limits import Range
 from launch.slurm.site import ENV_NAME, Site
 
 DEFAULT_LEAD_SECONDS = 300
+# Cores of a GPU's rank where nobody says: for the threads of the forward and backward pass, reading
+# ahead and NCCL. SLURM would give a task one.
+CORES_OF_A_GPU = 8
 # SLURM stores the lead time of a signal in 16 bits.
 LEAD_SECONDS = Range(1, 65535)
 # Help texts that `local` shares.
 CORES = "cores of a rank; sets OMP_NUM_THREADS"
+CORES_DEFAULT = f"{CORES} (default: {CORES_OF_A_GPU} for each GPU, else SLURM's)"
 ENV = "variable of the ranks; written into the run's folder, so nothing secret"
 ATTEMPTS = "attempts in a row from the same checkpoint, after which the job gives up (default 3)"
 
@@ -131,7 +135,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     add("--gpus-per-node", type=gpus, metavar="G", help="one task each; 0: CPUs only")
     ranks = whole(limits.PER_NODE)
     add("--tasks-per-node", type=ranks, metavar="N", help="ranks of a node without GPUs")
-    add_resources(parser)
+    add_resources(parser, CORES_DEFAULT)
     add = parser.add_argument_group("stopping and going on").add_argument
     add(
         "--lead-seconds",
@@ -143,12 +147,12 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     add("--max-restarts", type=whole(limits.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
-def add_resources(parser: argparse.ArgumentParser) -> None:
-    """Adds what every job may ask for."""
+def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
+    """Adds what every job may ask for; `cores` is the help of --cpus-per-task."""
     add = parser.add_argument_group(
         "resources", "where none is given: the site file's, otherwise SLURM's default"
     ).add_argument
-    add("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=CORES)
+    add("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=cores)
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", metavar="NAME")
     add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")

@@ -6,13 +6,16 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launch.slurm.folder import RunFolder
-from launch.slurm.options import Options
+from launch.slurm.options import CORES_OF_A_GPU, Options
 from launch.slurm.site import Site
 
 BODY = Path(__file__).with_name("body.sh")
+# SLURM takes one of them, not two.
+CORES_ASKED = re.compile(r"--cpus-per-(task|gpu)\b|-c")
 
 
 def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> str:
@@ -43,6 +46,7 @@ def sbatch_lines(folder: RunFolder, options: Options, site: Site) -> list[str]:
     ]
     if options.gpus_per_node:
         lines.append(gpu_request(options.gpus_per_node, site))
+        options = replace(options, cpus_per_task=cores_of_a_gpu(options, site))
     return [
         *lines,
         *common_lines(options),
@@ -57,6 +61,13 @@ def sbatch_lines(folder: RunFolder, options: Options, site: Site) -> list[str]:
 
 def gpu_request(gpus: int, site: Site) -> str:
     return f"--gres=gpu:{gpus}" if site.gpu_request == "gres" else f"--gpus-per-node={gpus}"
+
+
+def cores_of_a_gpu(options: Options, site: Site) -> int | None:
+    """Give --cpus-per-task of a GPU's rank; None where the site's own lines ask for cores."""
+    if options.cpus_per_task is None and not any(CORES_ASKED.match(line) for line in site.sbatch):
+        return CORES_OF_A_GPU
+    return options.cpus_per_task
 
 
 def common_lines(options: Options) -> list[str]:

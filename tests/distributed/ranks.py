@@ -28,6 +28,9 @@ def run_on_ranks(
     and where there is a GPU, whose driver no fork survives, each is a new interpreter.
     """
     forked = preloaded and not torch.cuda.is_available()
+    environment = dict(os.environ)
+    if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a rank has a GPU of its own, or none
     if forked:
         multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
     with socket.socket() as listener:
@@ -36,7 +39,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _one_rank,
-            args=(world_size, port, folder, dict(os.environ), function, arguments),
+            args=(world_size, port, folder, environment, function, arguments),
             nprocs=world_size,
             start_method="forkserver" if forked else "spawn",
         )

@@ -117,6 +117,7 @@ def test_ranks_of_a_killed_torchrun_save_and_end(adopting, tiny_corpus, tmp_path
     assert losses(tmp_path / "run") == losses(straight / "run")
 
 
+@pytest.mark.long
 def test_ranks_of_a_killed_deepspeed_save_and_end(adopting, tiny_corpus, tmp_path):
     """The command itself, which is not the ranks' own parent, and lets that one live."""
     port = 20_000 + os.getpid() % 20_000

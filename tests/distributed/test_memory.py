@@ -71,13 +71,21 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
     return taken, memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu=False)
 
 
+STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("world_size", "model", "shape", "train"),
     [
         (1, {}, (1024, 1, 8000), {"zero_stage": 1}),
-        (1, {"conv_type": "multihead"}, (256, 4, 16_000), {"zero_stage": 0, "precision": "bf16"}),
-        (2, {"conv_type": "none"}, (256, 3, 8000), {"zero_stage": 3, "precision": "bf16"}),
-        (1, {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (1, {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
+                (2, {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
+                (1, {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+            )
+        ),
     ],
 )
 def test_the_estimate_is_what_runs_take(world_size, model, shape, train, monkeypatch):

@@ -59,8 +59,8 @@ def straight_and_interrupted(ranks, data: str, folder: str, settings: tuple):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (1, ONE),
         (2, TWO),
+        pytest.param(1, ONE, marks=pytest.mark.long),
         pytest.param(1, TWO, marks=pytest.mark.long),
         pytest.param(2, ONE, marks=pytest.mark.long),
     ],

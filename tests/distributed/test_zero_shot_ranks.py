@@ -79,6 +79,7 @@ def test_two_ranks_answer_as_one(model, tmp_path):
     assert again.stdout == result.stdout
 
 
+@pytest.mark.long
 def test_errors_are_said_once(model, tmp_path):
     rows = write_rows(tmp_path / "rows")
     given = (model, "--tasks", "piqa", "--data-dir", rows, "--device", "cpu", "--limit", 1)

@@ -61,7 +61,10 @@ def values(data: Path, run: Path, every: int, steps: int) -> dict:
     [
         (5, 7, 12, "step-00000010: the checkpoint could not be written"),
         # So far from a checkpoint that records need more room than the disk's last block has.
-        (30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
+        pytest.param(
+            *(30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_run_that_fills_its_disk(

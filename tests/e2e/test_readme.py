@@ -55,6 +55,7 @@ def test_the_first_two_commands_are_scripts():
     assert all((ROOT / command.split()[1]).is_file() for command in first)
 
 
+@pytest.mark.long
 def test_commands_of_the_readme(user_folder):
     commands = [line for block in blocks("bash")[1:] for line in block.splitlines() if line]
     assert len(commands) >= 8
@@ -73,6 +74,7 @@ def test_commands_of_the_readme(user_folder):
     assert "torch.Size([1, " in call(["-c", f"{example}\n{ids}"], user_folder)
 
 
+@pytest.mark.long
 def test_quickstart_from_the_environment_to_the_page(tmp_path):
     """`launch/quickstart.sh` itself, with --compare, but three training steps."""
     out = tmp_path / "quick #1: start"  # a path that YAML would read otherwise

@@ -10,10 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_one_run_from_start_to_table(tiny_corpus, tmp_path):
+def test_one_run_from_start_to_table(long_corpus, tmp_path):
     out = tmp_path / "out"
-    call = [sys.executable, "-m", "eval.small_study", "--data", str(tiny_corpus), "--out", str(out)]
+    call = [sys.executable, "-m", "eval.small_study", "--data", str(long_corpus), "--out", str(out)]
     call += ["--models", "cat_rope", "--seeds", "3", "--tokens", "16384"]
+    call += ["--documents", "4"]
     first = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
     assert "1 runs of 1 models" in first.stdout

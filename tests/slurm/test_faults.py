@@ -94,7 +94,7 @@ def check_not_requeued(job: Job, state: str) -> None:
     assert job.shown()["Restarts"] == "0" and len(job.attempts) == 1
 
 
-# Jobs in which something waits for long. Other tests run meanwhile.
+# Jobs in which something waits for long. Other tests run meanwhile; see `waiting`.
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,17 @@ exec {sys.executable} "$@"
     return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
 
 
-def test_uninterrupted(submit, straight, limited, hung, busy, orphaned):
+@pytest.fixture(scope="module")
+def waiting(request) -> None:
+    """Start those of these jobs that the chosen tests look at."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    asked = {name for item in chosen for name in item.fixturenames}
+    for name in ("limited", "hung", "busy", "orphaned"):
+        if name in asked:
+            request.getfixturevalue(name)
+
+
+def test_uninterrupted(submit, straight, waiting):
     check_finished(submit(), straight, restarts=0)
 
 
@@ -182,6 +192,7 @@ def test_scancel_and_resume(submit, straight):
     assert f"job {cancelled}: restart 0 " in job.log
 
 
+@pytest.mark.long
 def test_scontrol_requeue(submit, straight):
     job = submit()
     job.wait_for_step(FAULT)
@@ -199,6 +210,7 @@ def test_sigkill_of_a_rank(submit, straight):
     check_finished(job, straight, restarts=2)
 
 
+@pytest.mark.long
 def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
     """Two ranks' checkpoint continued by one: the losses of a run that had one from the start.
 
@@ -221,6 +233,7 @@ def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
         assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
 
 
+@pytest.mark.long
 def test_crash_loop(submit, straight, tmp_path):
     """A run that dies at each start is given up; mended and resumed, it goes on."""
     crash = tmp_path / "python"
@@ -244,18 +257,21 @@ def test_bad_input(submit, tmp_path):
     assert "error: " in job.log and str(tmp_path) in job.log and "not requeued" in job.log
 
 
+@pytest.mark.long
 def test_time_limit(limited, straight):
     """SLURM's own signal before the limit reaches the ranks; the job requeues itself."""
     limited.wait_for_log("stopped by a signal after step")
     check_finished(limited, straight, restarts=1)
 
 
+@pytest.mark.long
 def test_time_limit_of_busy_ranks(busy, straight):
     """They are in the middle of something long; the job goes on all the same."""
     busy.wait_for_log("the time limit: requeued")
     check_finished(busy, straight, restarts=1)
 
 
+@pytest.mark.long
 def test_hung_rank(hung, straight):
     """The rank that waits for it ends the job with code 76 and says where it waits."""
     hung.wait_for_log("Exited with exit code 76")
@@ -264,6 +280,7 @@ def test_hung_rank(hung, straight):
     assert "hung (exit code 76" in hung.log
 
 
+@pytest.mark.long
 def test_step_daemon_killed(orphaned, straight):
     """Its rank, whose output ended there, saves and ends; srun gives it up a minute later."""
     assert "stopped by a signal after step" in orphaned.log
@@ -273,6 +290,7 @@ def test_step_daemon_killed(orphaned, straight):
 # Last: what happens to a node happens to all jobs on it.
 
 
+@pytest.mark.long
 def test_node_set_down(submit, straight, cluster):
     job = submit()
     job.wait_for_step(FAULT)
@@ -282,7 +300,8 @@ def test_node_set_down(submit, straight, cluster):
     check_finished(job, straight, restarts=1)
 
 
-@pytest.mark.parametrize("node", [NODES[0], pytest.param(NODES[1], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("node", NODES)
 def test_node_daemon_killed(node, submit, straight, cluster):
     """The node is lost; its rank lives on, and is in nobody's way when the node is back.
 

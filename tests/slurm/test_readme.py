@@ -20,6 +20,7 @@ from tests.slurm.jobs import Job
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.long
 def test_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     folder = user_checkout(tmp_path)
     site = folder / "site.yaml"

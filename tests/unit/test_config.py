@@ -221,7 +221,6 @@ def test_changed_values():
 
 
 def test_paper_rows_follow_the_recipe():
-    assert len(ROWS) == 7
     for row in ROWS:
         config = load_config(row)
         assert config.tokens_per_step == 524_288
@@ -231,17 +230,37 @@ def test_paper_rows_follow_the_recipe():
         assert config.optimizer.weight_decay == 0.01 and config.optimizer.grad_clip == 1.0
         assert config.model.vocab_size == 32_000 and config.data.context_length == 2048
         assert row.stem in config.train.output_dir
-    models = [load_config(row).model for row in ROWS]
-    kinds = {(model.architecture, model.conv_type, model.position_embedding) for model in models}
-    assert kinds == {
-        ("gpt_neox", "none", "rope"),
-        ("gpt_neox", "head", "rope"),
-        ("gpt_neox", "head", "none"),
-        ("gpt_neox", "multihead", "rope"),
-        ("gpt_neox", "multihead", "none"),
-        ("llama", "none", "rope"),
-        ("llama", "head", "rope"),
+
+
+def test_paper_rows_are_what_their_names_say():
+    """With the parameters that filters add to 24 layers of 16 heads: 21 taps each."""
+    head, multihead = 24 * 16 * 21, 24 * 16 * 16 * 21
+    kinds = {
+        "pythia": (None, None, "embeddings", 0),
+        "cat": ("head", "qkv", "embeddings", 3 * head),
+        "cat_v": ("head", "v", "embeddings", head),
+        "mh_cat": ("multihead", "qkv", "embeddings", 3 * multihead),
+        "mh_cat_v": ("multihead", "v", "embeddings", multihead),
+        "mh_maps": ("multihead", "qkv", "maps", 3 * multihead),
+        "mh_maps_v": ("multihead", "v", "maps", multihead),
     }
+    expected = {}
+    for name, (*convolution, added) in kinds.items():
+        rope = name if name == "pythia" else f"{name}_rope"
+        for row, position in ((rope, "rope"), (f"{name}_nope", "none")):
+            expected[row] = ((*convolution, position), 367_847_424 + added)
+    found = {}
+    for row in ROWS:
+        config = load_config(row)
+        if config.model.architecture == "llama":
+            continue  # test_families.py
+        model = config.model
+        plain = model.conv_type == "none"
+        convolution = (None, None) if plain else (model.conv_type, model.conv_streams)
+        kind = (*convolution, model.conv_mixing, model.position_embedding)
+        found[row.stem] = (kind, config.num_parameters(0))
+        assert plain or model.conv_window == 21
+    assert found == expected
 
 
 def test_batch_arithmetic_and_deepspeed_config():

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from cat_lm.config import load_config
+from cat_lm.ops.runtime import triton_launch
+from cat_lm.training.preflight import kernel_trial
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
@@ -169,6 +171,18 @@ def test_driver_without_a_torch_that_sees_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     first = next(iter(machine.device()))
     assert "the driver 580.10 shows a GPU" in first.problem and not first.broken
+
+
+@pytest.mark.parametrize("problem", [None, "there is no C compiler"])
+def test_a_kernel_is_launched_on_a_gpu(problem, monkeypatch):
+    monkeypatch.setattr(triton_launch, "INSTALLED", True)
+    monkeypatch.setattr(kernel_trial, "why_no_kernel", lambda device: problem)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(machine.kernels()) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (finding,) = machine.kernels()
+    assert (finding.problem, finding.broken) == (problem, problem is not None)
+    assert finding.value is (problem is None) and bool(finding.text) == finding.value
 
 
 def test_little_space(monkeypatch):

@@ -82,14 +82,14 @@ class TestCellStore:
         assert key_hash({"a": 1}) != key_hash({"a": 2})
         assert key_hash({"a": 1}, digits=8) == key_hash({"a": 1})[:8]
 
-    def test_cells_of_earlier_versions_have_the_names_that_are_asked_for(self):
+    def test_cells_have_the_names_that_are_asked_for_and_another_protocol_another(self):
         from eval.recall.train.cells import cell_path
         from eval.recall.train.language import LanguageCell
         from eval.recall.train.trial import Cell
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
         assert cell_path(Path("out"), cell) == Path(
-            "out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0.01-seed2-fe465f5e.json"
+            "out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0.01-seed2-p2-3f39e03c.json"
         )
         model = LanguageCell("data", "f" * 64, "lincat", 64, 64, 2, 100, 0.01)
         assert cell_path(Path("out"), model) == Path(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from cat_lm.errors import UserError
 from eval.common.outputs import PICTURES, claim_file, claim_outputs, named
@@ -58,3 +59,13 @@ def test_a_damaged_listing_lists_nothing(tmp_path):
     (tmp_path / "sweep.json").write_text("mine")
     with pytest.raises(UserError, match=r"sweep\.json is not of an earlier run"):
         claim_outputs(tmp_path, "sweep.json")
+
+
+def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):
+    """Images set it by a variable of their own; numbers in fp32 are then others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    for precision, ends in (("highest", "2 x H100"), ("high", "H100, fp32 products in TF32")):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda given=precision: given)
+        assert provenance()["machine"].endswith(ends)

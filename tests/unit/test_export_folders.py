@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cat_lm import export
 from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model, refuse_checkpoints, training_facts
+from cat_lm.export_record import recorded_precision
 from cat_lm.io.checksums import checksum
 from cat_lm.pretrained import load_tokenizer
+from tests.checkpoints import seal
 from tests.finished_runs import checkpoint, tiny_model
 
 
@@ -203,6 +206,22 @@ def test_what_a_checkpoint_knows_is_read_typed(run, name, content, said):
     with pytest.raises(UserError) as error:
         training_facts(step)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("precision", "known"), [("bf16", "bf16"), ("fp32", "fp32"), ("auto", None)]
+)
+def test_what_a_run_computed_in_is_in_its_export(run, precision, known, tmp_path):
+    """A run's file holds what auto came to; where an older one does not, nobody knows."""
+    file = run / "checkpoints" / "step-00000012" / "run_config.yaml"
+    values = yaml.safe_load(file.read_text())
+    values["train"]["precision"] = precision
+    file.write_text(yaml.safe_dump(values))
+    seal(file.parent)
+    assert training_facts(file.parent).get("precision") == known
+    if known == "bf16":
+        folder = export_checkpoint(run, tmp_path / "new")
+        assert recorded_precision(folder) == "bf16"
 
 
 def test_a_line_cut_by_a_kill_is_left_out(run):

@@ -42,7 +42,8 @@ LAYERS = {
     "eval": (
         ("quickstart", "small_study"),
         ("report", "samples", "speed"),
-        ("length_sweep", "zero_shot", "recall"),
+        ("length_sweep", "recall"),
+        ("zero_shot",),
         ("common",),
     ),
     "launch": (("slurm", "doctor", "plan"), ("environment",)),

@@ -27,8 +27,14 @@ SPECIFICATIONS = [
     "cat:streams=k,position=rope",
     "cat:window=1",
     "cat:shared_kv=true,init=identity",
+    "cat:heads=2,conv_type=depthwise,activation=silu",
+    "cat:heads=4,conv_type=multihead",
+    "cat:heads=4,conv_type=multihead,conv_mixing=maps",
     "lincat:heads=2,window=4",
+    "lincat:heads=2,conv_type=multihead,activation=silu",
     "deltanet:streams=none",
+    "deltanet:conv_type=head,activation=none,init=identity",
+    "gated-deltanet:conv_type=multihead,heads=4",
     "deltanet:window=1,shared_kv=true",
     "gated-deltanet:streams=kv,expand_v=1.0",
     "gla:heads=2,expand_k=1.0",
@@ -139,12 +145,13 @@ def test_padding_inside_a_call_is_zeros_and_at_its_end_no_gap():
     x, filters = torch.randn(1, 8, 1, 2), torch.randn(1, 3)
     mask = torch.arange(8)[None] // 2 != 1  # at 2 and 3
     zeros, alone = x * mask[..., None, None], x[mask][None]
-    whole = short_convolution(x, filters, name="inputs", padding_mask=mask)
-    same(whole, short_convolution(zeros, filters, name="inputs"))
+    how = {"name": "inputs", "conv_type": "head"}
+    whole = short_convolution(x, filters, **how, padding_mask=mask)
+    same(whole, short_convolution(zeros, filters, **how))
     state: dict[str, Tensor] = {}
-    short_convolution(x[:, :4], filters, name="inputs", padding_mask=mask[:, :4], state=state)
-    after = short_convolution(x[:, 4:], filters, name="inputs", state=state)
-    same(after, short_convolution(alone, filters, name="inputs")[:, 2:])
+    short_convolution(x[:, :4], filters, **how, padding_mask=mask[:, :4], state=state)
+    after = short_convolution(x[:, 4:], filters, **how, state=state)
+    same(after, short_convolution(alone, filters, **how)[:, 2:])
     assert not torch.allclose(after, whole[:, 4:], atol=1e-3)
 
 

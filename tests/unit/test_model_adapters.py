@@ -1,10 +1,22 @@
 """What acts on linear layers: LoRA by peft on the projections, and quantisation."""
 
+import sys
+from pathlib import Path
+
 import peft
+import pytest
 import torch
 from torch import nn
 
-from tests.unit.tiny_models import cat_model, each_model, projections, random_ids
+from tests.distributed.ranks import run_on_ranks
+from tests.unit.tiny_models import (
+    LLAMA_VARIANTS,
+    VARIANTS,
+    cat_model,
+    each_model,
+    projections,
+    random_ids,
+)
 
 IDS = random_ids(2, 24)
 
@@ -68,14 +80,51 @@ def test_replaced_linear_layers_keep_the_convolution(variant):
         def forward(self, x):
             return nn.functional.linear(x, self.rows * self.scale, self.bias)
 
+    def quantize(model):
+        for parent, name in projections(model):
+            setattr(parent, name, Int8Linear(getattr(parent, name)))
+
+    check_quantized(variant, quantize)
+
+
+def check_quantized(variant, quantize):
+    """The model's logits stay far nearer to it than those of a model without its filters are."""
     model, plain = cat_model(**variant), cat_model(**variant)
     plain.load_state_dict(model.state_dict())
     for name, filters in plain.named_parameters():
         if name.endswith("_filter"):
             filters.zero_()
     expected = model(IDS).logits
-    for parent, name in projections(model):
-        setattr(parent, name, Int8Linear(getattr(parent, name)))
+    filters = {n: p.clone() for n, p in model.named_parameters() if n.endswith("_filter")}
+    quantize(model)
     error = (model(IDS).logits - expected).abs().max()
-    # Far nearer to the model than a model without its filters is.
-    assert error < 0.05 * (plain(IDS).logits - expected).abs().max()
+    assert 0 < error < 0.05 * (plain(IDS).logits - expected).abs().max()
+    weights = dict(model.named_parameters())
+    assert filters and all(weights[name].equal(tensor) for name, tensor in filters.items())
+
+
+TORCHAO = Path(sys.prefix) / "torchao"  # aside: transformers loads what it finds in every command
+
+
+@torch.no_grad()
+def quantized_by_torchao(ranks) -> list[str]:
+    """The kinds of the projections' weights, by torchao's weight-only int8."""
+    sys.path.append(str(TORCHAO))
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    kinds = set()
+
+    def quantize(model):
+        quantize_(model, Int8WeightOnlyConfig())
+        weights = (getattr(parent, name).weight for parent, name in projections(model))
+        kinds.update(type(weight).__name__ for weight in weights)
+
+    for name, variant in (VARIANTS | LLAMA_VARIANTS).items():
+        if not name.endswith("none"):
+            check_quantized(variant, quantize)
+    return sorted(kinds)
+
+
+@pytest.mark.skipif(not TORCHAO.is_dir(), reason=f"torchao is not in {TORCHAO.name}/ of .venv")
+def test_torchao_leaves_the_convolution_in_place():
+    assert run_on_ranks(quantized_by_torchao, 1) == [["Int8Tensor"]]

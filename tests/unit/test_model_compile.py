@@ -1,8 +1,9 @@
 """torch.compile captures a training step and a decoding step as one graph, with equal results."""
 
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import StaticCache
+from transformers import StaticCache, masking_utils
 
 from tests.unit.tiny_models import cat_model, each_model, random_ids
 
@@ -52,3 +53,45 @@ def test_new_lengths_do_not_compile_again_and_again(variant):
         ids = random_ids(2, time)
         step(input_ids=ids, labels=ids).loss.backward()
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("variant", [{"conv_type": "head"}, {"family": "llama"}])
+def test_a_captured_training_step_has_no_mask(variant, monkeypatch):
+    """SDPA takes flash attention only without one, and transformers 5.17 built it there."""
+    torch._dynamo.reset()
+    calls = []
+
+    def capture(graph, inputs):
+        calls.extend(node for node in graph.graph.nodes if "scaled_dot" in str(node.target))
+        return graph
+
+    def built(**inputs):
+        raise AssertionError("a causal mask was built")
+
+    monkeypatch.setattr(masking_utils, "create_causal_mask", built)
+    ids = random_ids(2, 24)
+    model = cat_model(**variant, num_hidden_layers=1, attn_implementation="sdpa").train()
+    eager = model(input_ids=ids, labels=ids).loss
+    model.compile(backend=capture, fullgraph=True)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, eager)
+    (call,) = calls
+    assert call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] is True
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"document_ids": (torch.arange(24) // 9).expand(2, 24)},
+        {"attention_mask": torch.arange(24).ge(torch.tensor([[0], [5]])).long()},
+    ],
+)
+def test_documents_and_padding_have_their_mask(inputs):
+    ids = random_ids(2, 24)
+    results = []
+    for implementation in ("sdpa", "eager"):
+        model = cat_model(conv_type="head", attn_implementation=implementation).eval()
+        results.append(model(input_ids=ids, use_cache=False, **inputs).logits)
+    plain = model(input_ids=ids, use_cache=False).logits
+    real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    torch.testing.assert_close(results[0][real], results[1][real], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(results[0][1], plain[1], atol=1e-3)

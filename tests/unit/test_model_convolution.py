@@ -1,10 +1,12 @@
 """The projection with convolutions: every kind as its definition reads; backends; refusals."""
 
 import importlib.util
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm.model.convolution import describe_backend
 from tests.unit.tiny_models import SIZES, VARIANTS, cat_model, each_variant, random_ids
@@ -108,6 +110,44 @@ def test_mixed_maps_of_several_heads_are_something_else():
     embeddings = cat_model(**fields, **VARIANTS["multihead"])
     embeddings.load_state_dict(maps.state_dict())
     assert not torch.allclose(maps(ids).logits, embeddings(ids).logits, atol=1e-2)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", ["depthwise", "multihead"])
+def test_streams_are_taken_apart_without_filling_gradients(variant, monkeypatch):
+    """By index, each of them would fill a gradient of all three with zeros, to be summed."""
+    results, unbind = [], torch.Tensor.unbind
+
+    def selected(x, dim=0):
+        if x.shape[dim] != 3:
+            return unbind(x, dim)
+        return tuple(x.select(dim, index) for index in range(3))
+
+    for by_index in (False, True):
+        if by_index:
+            monkeypatch.setattr(torch.Tensor, "unbind", selected)
+        model = cat_model(**VARIANTS[variant], num_hidden_layers=1).train()
+        ids, operators = random_ids(2, 24), Operators()
+        with operators:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append((operators.count["select_backward"], loss.detach(), *gradients))
+    (own, *values), (indexed, *expected) = results
+    assert (own, indexed) == (0, 6), "of the projection and of its bias"
+    for value, other in zip(values, expected, strict=True):
+        assert torch.equal(value, other)
 
 
 @each_variant("none")

@@ -6,8 +6,10 @@ import importlib.util
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.ops.convolution import triton as backend
+from cat_lm.training.preflight import kernel_trial
 from tests.unit.triton_interpreter import run_cases
 
 PARTS = 3
@@ -32,6 +34,75 @@ def test_says_why_it_cannot_serve(monkeypatch):
         assert backend.why_not("head", gpu, torch.bfloat16, *shape) is None
     monkeypatch.setattr(backend, "INSTALLED", False)
     assert backend.why_not("head", gpu, torch.float32, *shape) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.parametrize("function", ["flash", "cudnn"])
+def test_attention_s_output_needs_no_copy(function):
+    """transformers transposes and makes it contiguous; its layout is that of the queries."""
+    on_meta = {"dtype": torch.bfloat16, "device": "meta"}
+    filters = [torch.empty(4, 21, **on_meta) for _ in range(3)]
+    streams = backend.conv_qkv(torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4)
+    assert all(x.shape == (2, 64, 4, 16) and x.is_contiguous() for x in streams)
+    aten, on_gpu = torch.ops.aten, {"dtype": torch.bfloat16, "device": "cuda"}
+    with FakeTensorMode():
+        for shape, copied in (((2, 64, 4, 16), False), ((2, 4, 64, 16), True)):
+            x = torch.empty(shape, **on_gpu)
+            query = x if copied else x.transpose(1, 2)  # [B, H, T, D]
+            if function == "flash":
+                made = aten._scaled_dot_product_flash_attention(query, query, query, 0.0, True)
+            else:
+                made = aten._scaled_dot_product_cudnn_attention(
+                    query, query, query, None, True, 0.0, True
+                )
+            assert made[0].transpose(1, 2).is_contiguous() is not copied
+
+
+@pytest.fixture
+def headers(tmp_path, monkeypatch):
+    """A folder that has Python.h, in the place of Python's own."""
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(kernel_trial, "_headers", lambda: str(tmp_path))
+    return tmp_path
+
+
+@needs_triton
+def test_a_kernel_that_does_not_run_says_what_is_missing(headers, monkeypatch):
+    """Triton builds with gcc or clang, against Python.h, what launches a kernel."""
+    monkeypatch.delenv("CC", raising=False)
+    cpu = torch.device("cpu")  # where none can run: what is missing comes first
+    if kernel_trial.what_is_missing() is None:
+        assert kernel_trial.why_no_kernel(cpu).startswith("a Triton kernel does not run: ")
+    gcc = headers / "gcc"
+    gcc.write_text("#!/bin/sh\n")
+    gcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(headers))
+    assert kernel_trial.what_is_missing() is None
+    gcc.unlink()
+    line = kernel_trial.why_no_kernel(cpu)
+    assert line.startswith("there is no C compiler (clang or gcc)") and "\n" not in line
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert kernel_trial.what_is_missing().startswith("CC=no-such-cc: no such C compiler")
+    monkeypatch.setenv("CC", "/bin/sh")
+    (headers / "Python.h").unlink()
+    assert kernel_trial.what_is_missing().startswith(f"{headers}/Python.h is missing")
+
+
+@needs_triton
+def test_what_is_missing_is_what_triton_itself_asks_for(tmp_path, monkeypatch):
+    from triton.runtime import build
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        build.compile_module_from_src("int x;", "never_built")
+    assert "C compiler" in kernel_trial.what_is_missing()
+    included = {}
+    monkeypatch.setenv("CC", "/bin/true")
+    monkeypatch.setattr(build.subprocess, "check_call", lambda cmd, **_: included.update(cmd=cmd))
+    build._build("x", "x.c", str(tmp_path), [], [], [], [])
+    assert f"-I{kernel_trial._headers()}" in included["cmd"]
 
 
 @needs_triton

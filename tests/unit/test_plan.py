@@ -15,7 +15,14 @@ import pytest
 from cat_lm.config import load_config
 from cat_lm.training.devices import DEVICES, device_by_option, known_device
 from launch.plan import __main__ as plan
-from launch.plan.costs import ASSUMED_MFU, Cluster, Run, communication_bytes, costs
+from launch.plan.costs import (
+    ASSUMED_MFU,
+    HOST_SECONDS_A_LAYER,
+    Cluster,
+    Run,
+    communication_bytes,
+    costs,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")
@@ -84,6 +91,52 @@ def test_checkpointing_computes_the_forward_pass_twice(run):
     assert again.compute_seconds == pytest.approx(4 / 3 * costs(run, cluster(), 8).compute_seconds)
 
 
+def test_no_step_is_shorter_than_its_launches(run):
+    """24 layers a micro-batch: one for each of 512 GPUs' steps, sixteen for 8 GPUs."""
+    few, many = (costs(run, cluster(host_seconds=5e-3), gpus) for gpus in (8, 512))
+    assert (few.host_seconds, many.host_seconds) == pytest.approx((16 * 24 * 5e-3, 24 * 5e-3))
+    assert many.is_host_bound and not few.is_host_bound
+    assert many.step_seconds == many.host_seconds + many.exposed_seconds
+    assert few.step_seconds == few.compute_seconds + few.exposed_seconds
+    config = load_config(MEDIUM, ["train.activation_checkpointing=true"])
+    again = costs(replace(run, config=config), cluster(host_seconds=5e-3), 512)
+    assert again.host_seconds == pytest.approx(4 / 3 * many.host_seconds)
+
+
+def test_the_host_s_time_is_shown(command):
+    rows = ("--gpus", "8,256", "--device", "h100")
+    text = " ".join(command(SMALL, *rows)[1].split())
+    layer = f"{HOST_SECONDS_A_LAYER * 1e3:.2g} ms to launch a layer's kernels"
+    assert f"host ASSUMED: {layer}, {24e3 * HOST_SECONDS_A_LAYER:.0f} ms a micro-batch" in text
+    assert re.search(r" 8 8 4 \S+ 0\.\d{3} ", text), "8 GPUs have enough to compute"
+    assert re.search(r" 256 1 1 \S+ 0\.\d{3}\* ", text) and "* the GPU waits for its host" in text
+    (step,) = re.findall(r"(?m)^step +(.*)", command(SMALL, "--gpus", 256, "--device", "h100")[1])
+    assert re.match(r"0\.\d{3} s: launching 0\.\d{3} s \(the GPU computes 0\.014 s", step)
+    text = command(SMALL, *rows, "train.compile=true")[1]
+    assert "host         not counted: train.compile=true launches fewer" in text and "*" not in text
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "compiled", "words"),
+    [
+        (250_000.0, False, "host at most 0.34 ms to launch a layer's kernels, 8 ms a micro-batch"),
+        (250_000.0, True, "host ASSUMED: "),  # of other launches than this run's
+        (25_000.0, False, "host ASSUMED: "),  # a step that took longer says nothing of its host
+    ],
+)
+def test_a_measured_step_bounds_its_host(command, tmp_path, tokens_per_second, compiled, words):
+    measured = record()
+    measured["case"] |= {"batch_size": 1, "compile": compiled}
+    measured["results"]["cat"]["tokens_per_second"] = tokens_per_second
+    path = tmp_path / "h100.json"
+    path.write_text(json.dumps(measured), encoding="utf-8")
+    code, out, err = command(SMALL, "--gpus", 256, "--device", "h100", "--measured", path)
+    assert code == 0, err
+    assert words in " ".join(out.split())
+    bound = words.startswith("host at most")
+    assert ("the measured step took no longer" in " ".join(out.split())) == bound
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "sent"),
     [
@@ -117,7 +170,7 @@ def test_only_zero_3_hides_communication(run):
     assert exposed(1) == exposed(2) == 1
     assert exposed(3) == pytest.approx(0.5)
     config = load_config(MEDIUM, ["train.zero_stage=3"])
-    fast = costs(replace(run, config=config), cluster(flops=1e30), 16)
+    fast = costs(replace(run, config=config), cluster(flops=1e30, host_seconds=0.0), 16)
     assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)
 
 
@@ -325,6 +378,7 @@ def test_the_page_states_the_assumptions():
     page = (ROOT / "launch/plan/README.md").read_text(encoding="utf-8")
     assert f"| MFU | {ASSUMED_MFU:.2f} |" in page
     assert f"| {plan.ASSUMED_INTERCONNECT:g} GB/s a GPU |" in page
+    assert f"| {HOST_SECONDS_A_LAYER * 1e3:.2g} ms a layer and micro-batch |" in page
     assert f"| file system | {plan.ASSUMED_STORAGE:g} GB/s |" in page
 
 

@@ -17,6 +17,7 @@ from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_mo
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
+from cat_lm.training.preflight.node import NodeFacts
 from tests.runs import run_values
 
 
@@ -40,6 +41,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             free_memory=80 * GIB,
             host_memory=500 * GIB,
             matmul_seconds=1e-3,
+            node=NodeFacts(cores=tuple(range(8 * (rank % per_host), 8 * (rank % per_host) + 8))),
             data=DataFacts("f" * 64, "p", 257) if leads else None,
             folder=FolderFacts(None, 100 * GIB) if leads else None,
         )
@@ -59,8 +61,8 @@ def test_nothing_wrong():
     assert lines[0] == (
         "preflight: 32 ranks on 4 hosts (n000, n001, n002, n003); python 3.11.7, torch 2.13.0"
     )
-    assert lines[-1].startswith("preflight: memory: about ")
-    assert "at least 80.00 GiB free" in lines[-1]
+    (line,) = [line for line in lines if line.startswith("preflight: memory: about ")]
+    assert "at least 80.00 GiB free" in line
 
 
 def test_ranks_are_named_by_host():
@@ -153,13 +155,17 @@ def test_what_only_slows_is_a_warning():
     found[10] = replace(found[10], device="A100")
     found[11] = replace(found[11], driver="535.2")
     verdict = rules.judge(config(), found)
-    verdict.add_transport(bandwidth.Transport(2**20, 1.0, 32), "cuda")
+    verdict.add_transport(bandwidth.Transport(2**20, 1.0, 32))
     lines = [line for line in verdict.lines() if "warning" in line]
     assert not verdict.problems and len(lines) == 4
     assert "n001 rank 10: the device is A100, but H100 on 4 other hosts" in lines[0]
     assert "n001 rank 11: the driver is 535.2" in lines[1]
     assert "n001 rank 9: the device multiplies 5.0 times as slowly" in lines[2]
-    assert "all ranks: the all-reduce's 0.002 GB/s are very little" in lines[3]
+    assert "all ranks: the all-reduce's 0.00203 GB/s are very little, 20 or more" in lines[3]
+
+
+def warnings(found: list[Facts]) -> list[str]:
+    return [line for line in rules.judge(config(), found).lines() if "warning" in line]
 
 
 def test_bus_bandwidth():

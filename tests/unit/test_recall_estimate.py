@@ -23,8 +23,8 @@ def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):
     alike = three(epochs=4, eval_steps=None, test_lengths=(32,), fixed_items=True)
     none = dataclasses.replace(alike[0], mixer="none")
     found = estimate.hours_by_mixer([alike, alike[:1], [none], [none]], "cpu")
-    # 4 epochs of 3 steps; tests after each and at the end of 40 rows, and 2 of twice the length.
-    one = (12 * 2.0 + 0.3 / 3 * 40 * (4 + 1 + 4)) / 3600
+    # 4 epochs of 3 steps, validated on 40 rows; tests of as many, once and 2 of twice the length.
+    one = (12 * 2.0 + 0.3 / 3 * (40 * 4 + 40 * (1 + 4))) / 3600
     assert found == pytest.approx({"cat": 4 * one, "none": 2 * one})
     # Each kind once, by itself and as a stack, and as short as a batch.
     assert timed == [("cat:dropout=0", 32, 3), ("cat:dropout=0", 32, 1), ("none", 32, 1)]
@@ -56,7 +56,7 @@ def test_a_language_models_start_is_no_part_of_its_steps(fixed, monkeypatch):
     cell = LanguageCell("data", "0", "cat", 16, 32, 1, 100, 1e-3, batch_size=8)
     assert estimate._language(cell.timed(1), 1, "cpu") == pytest.approx((0.8, 0.1))
     hours = estimate.hours_by_mixer([[cell]], "cpu")
-    rows = cell.validation_windows / 3
+    rows = cell.scored_rows / 3
     assert hours == pytest.approx({"cat": (100 * 0.8 + rows * 0.1) / 3600})
 
 

@@ -11,9 +11,12 @@ import pytest
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
+from eval.common.comparison import t_quantile
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import GRIDS, NEGATIVE, SCALES, plan
+from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.summary import differences, summary
+from eval.recall.grids.tuning import TUNING_SEED, Choice
 from eval.recall.train import cells
 from eval.recall.train.execution import Execution
 
@@ -25,146 +28,232 @@ def test_every_figure_has_a_grid_and_every_grid_a_figure():
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_cell_of_every_grid_fits(name, scale):
-    runs = plan(name, SCALES[scale])
-    for run in runs:
-        task = run.cell.make_task()
-        make_mixer(run.cell.mixer)
-        for length in run.cell.test_lengths:
+    places = plan(name, SCALES[scale])
+    for place in places:
+        cell = place.run.cell
+        task = cell.make_task()
+        make_mixer(cell.mixer)
+        for length in cell.test_lengths:
             task.at_length(length)
-    assert len({run.cell for run in runs}) == len(runs)
-    assert runs[-1].line == "attention" and runs[-1].cell.layers == 2
-    panels = {(run.row, run.column) for run in runs[:-1]}
-    controls = {(run.row, run.column) for run in runs if run.line == NEGATIVE}
-    assert panels == controls
+        assert cell.stop_above is None  # all train for as long
+    shown = [place.run for place in places if place.run.row != CONTROL]
+    assert len({run.cell for run in shown}) == len(shown)
+    panels = {(run.row, run.column) for run in shown}
+    assert panels == {(run.row, run.column) for run in shown if run.line == NEGATIVE}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_row_has_a_control_as_hard_and_as_long_as_what_it_vouches_for(name):
+    places = plan(name, SCALES["paper"])
+    controls = {p.run.column: p for p in places if p.run.row == CONTROL}
+    assert set(controls) == {p.run.row for p in places} - {CONTROL}
+    for place in (p for p in places if p.run.row != CONTROL):
+        control, cell = controls[place.run.row], place.run.cell
+        alike = {"d_model": 1, "seq_len": 1, "mixer": "", "layers": 1, "task": ""}
+        alike |= {"test_lengths": (), "fixed_items": False}
+        assert replace(control.run.cell, **alike) == replace(cell, **alike)
+        assert control.run.cell.seq_len >= cell.seq_len
+        assert control.run.cell.d_model >= cell.d_model
+        task, mine = control.run.cell.make_task(), cell.make_task()
+        assert type(task) is type(mine) and task.vocabulary == mine.vocabulary
+        if hasattr(task, "num_keys"):
+            assert (task.num_keys, task.ngram, task.pool) >= (mine.num_keys, mine.ngram, mine.pool)
+        if place.run.line != NEGATIVE:
+            assert (control.rates, control.seeds) == (place.rates, place.seeds)
+        assert (control.run.cell.layers or make_mixer(control.run.line).layers) == 2
 
 
 def test_the_papers_grids():
     accuracy = plan("accuracy", SCALES["paper"])
-    cat = [run.cell for run in accuracy if run.line == "cat" and run.row == "MQAR"]
-    assert Counter(cell.seq_len for cell in cat) == dict.fromkeys((64, 128, 256, 512), 27)
-    assert {cell.make_task().num_keys for cell in cat} == {16, 32, 64, 128}
-    assert {cell.lr for cell in cat} == {1e-3, 1e-2, 1e-1} and {c.seed for c in cat} == {0, 1, 2}
-    bigram = [run.cell for run in accuracy if run.row == "MQNAR"]
+    cat = [p for p in accuracy if p.run.line == "cat" and p.run.row == "MQAR"]
+    lengths = Counter(p.run.cell.seq_len for p in cat)
+    assert lengths == dict.fromkeys((64, 128, 256, 512), 3)  # widths
+    assert {p.run.cell.make_task().num_keys for p in cat} == {16, 32, 64, 128}
+    assert {p.rates for p in cat} == {(1e-3, 1e-2, 1e-1)} and {p.seeds for p in cat} == {3}
+    rows = {p.run.row for p in accuracy}
+    assert rows == {"MQAR", "MQNAR", "hard MQNAR", CONTROL}
+    bigram = [p.run.cell for p in accuracy if "MQNAR" in p.run.row]
     assert {cell.train_examples for cell in bigram} == {200_000}
-    length = [r.cell for r in plan("length", SCALES["paper"]) if r.line == "mamba"]
-    assert len({cell.lr for cell in length}) == 5 and len({cell.seed for cell in length}) == 5
-    assert length[0].test_lengths == (32, 64, 128, 256, 512, 1024)
-    one_layer = [run.cell for run in plan("one-layer", SCALES["paper"])[:-1]]
-    assert all((cell.layers or make_mixer(cell.mixer).layers) == 1 for cell in one_layer)
+    keys = {(cell.seq_len, cell.make_task().num_keys) for cell in bigram}
+    assert keys == {(64, 10), (128, 20), (256, 40)}  # the paper's, of which one more would fit
+    length = [p for p in plan("length", SCALES["paper"]) if p.run.line == "mamba"]
+    assert {len(p.rates) for p in length} == {5} and {p.seeds for p in length} == {5}
+    assert length[0].run.cell.test_lengths == (32, 64, 128, 256, 512, 1024)
+    one_layer = [p.run for p in plan("one-layer", SCALES["paper"]) if p.run.row != CONTROL]
+    assert all((r.cell.layers or make_mixer(r.cell.mixer).layers) == 1 for r in one_layer)
     # What has one layer anyway is the same run in both figures.
-    assert {r.cell for r in accuracy if r.line in ("cat", "lincat")} <= set(one_layer)
+    shown = [p.run for p in accuracy if p.run.row != CONTROL]
+    of_both = {run.cell for run in shown if run.line in ("cat", "lincat")}
+    assert of_both <= {run.cell for run in one_layer}
+    assert "attention:position=none" in {p.run.line for p in accuracy}
+    widths = {p.run.cell.d_model for p in plan("width", SCALES["cpu"])}
+    assert widths == {16, 32, 64, 128}
     with pytest.raises(UserError, match="choose one of"):
         plan("accuracies", SCALES["paper"])
 
 
 def small(name: str):
-    """Two mixers and one length of the smoke grid, at two seeds."""
+    """Two mixers, one length and one rate of the smoke grid, at two seeds."""
     scale = replace(SCALES["smoke"], lengths=(16,), examples=128, epochs=1, seeds=2, length_seeds=2)
-    runs = [run for run in plan(name, scale) if run.row in ("MQAR", "control")]
-    runs = [run for run in runs if run.line in ("cat", "attention", NEGATIVE)]
-    return [replace(run, cell=replace(run.cell, test_examples=40)) for run in runs]
+    scale = replace(scale, rates=(1e-2,), length_rates=(1e-2,))
+    places = [p for p in plan(name, scale) if "MQAR" in (p.run.row, p.run.column)]
+    places = [p for p in places if p.run.line in ("cat", "attention", NEGATIVE)]
+    return [
+        replace(p, run=replace(p.run, cell=replace(p.run.cell, test_examples=40))) for p in places
+    ]
+
+
+def of(place):
+    return [place.at(place.rates[0], seed) for seed in range(place.seeds)]
 
 
 @pytest.mark.parametrize("name", ["accuracy", "length"])
 def test_a_figure_runs_restarts_and_shows_every_run(name, tmp_path, monkeypatch, capsys):
-    runs = small(name)
-    monkeypatch.setattr(grid, "plan", lambda *_: runs)
+    places = small(name)
+    monkeypatch.setattr(grid, "plan", lambda *_: places)
+    runs = list({run.cell: run for place in places for run in of(place)}.values())
+    assert len(runs) == 5  # the control is one of the lines
     todo = int(name == "length")  # one once: processes start slowly
     for run in runs[todo:]:
         cells.run(tmp_path, run.cell, "cpu", quiet=True)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     record = grid.figure(name, "smoke", tmp_path, Execution("cpu", workers=1))
     said = capsys.readouterr().out
-    assert (
-        f"{len(runs)} runs, {todo} to do" in said and "hours" in said and "positive control" in said
-    )
+    assert f"5 runs, {todo} to do" in said and "hours" in said and "positive control" in said
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert len(list((tmp_path / "cells").iterdir())) == len(runs)
     assert json.loads((tmp_path / f"{name}.json").read_text())["lines"] == record["lines"]
     cat = [line for line in record["lines"] if line["mixer"] == "cat"]
-    assert [line["seq_len"] for line in cat] == ([16] if name == "accuracy" else [16, 32])
+    assert [line["x"] for line in cat] == ([16] if name == "accuracy" else [16, 32])
     for line in cat:
-        (values,) = line["runs"].values()
-        assert len(values) == 2
-        assert line["mean"] == sum(values) / 2 and line["best_of_all"] == max(values)
+        values = list(line["runs"].values())
+        assert list(line["runs"]) == ["0", "1"] and line["mean"] == sum(values) / 2
     page = (tmp_path / f"{name}.md").read_text()
     pictures = re.findall(r"\]\((.*?)\)", page)
     fixed = [f"{name}-fixed.png"] * (name == "length")
     assert pictures == [f"{name}.png", *fixed, f"{name}-filters.png"]
     assert all((tmp_path / picture).stat().st_size > 5000 for picture in pictures)
     # What spoils the comparison comes first.
-    assert page.split("\n\n")[1].startswith("> **The positive control failed")
-    assert all(
-        f"`{line['mixer']}` | {line['seq_len']} | {line['mean']:.4f}" in page for line in cat
-    )
+    assert page.split("\n\n")[1].startswith("> **The positive control of MQAR failed")
+    assert all(f"`{x['mixer']}` | {x['x']} | {x['mean']:.4f}" in page for x in cat)
     assert record["provenance"]["command"] in page
-    assert "positive control failed" in (tmp_path / f"{name}.svg").read_text()
-    assert "> **The positive control failed" not in said and "The positive control failed" in said
+    assert "control failed: MQAR" in (tmp_path / f"{name}.svg").read_text()
+    assert "> **The" not in said and "The positive control of MQAR failed" in said
     (control,) = record["controls"]["negative"]
     assert control["chance"] == 1 / 32 < control["at_most"] < 0.12
 
 
-def with_rate(run, lr: float, accuracy: float):
-    return replace(run, cell=replace(run.cell, lr=lr)), {"best_accuracy": accuracy}
+def test_a_figure_of_an_earlier_protocol_is_not_written_over(tmp_path):
+    made = {"provenance": {"command": "x", "versions": {}}, "lines": [1]}
+    (tmp_path / "accuracy.json").write_text(json.dumps(made))
+    with pytest.raises(UserError, match="json is of an earlier protocol"):
+        grid.figure("accuracy", "smoke", tmp_path, Execution("cpu"))
+    assert json.loads((tmp_path / "accuracy.json").read_text()) == made
+    (tmp_path / "accuracy.json").write_text(json.dumps(made | {"protocol": 2}))
+    grid._claim("accuracy", tmp_path)
 
 
-def test_the_best_rate_is_by_mean_and_its_edge_is_told():
-    run = small("accuracy")[0]
-    found = {0.2: (0.7, 0.6), 0.1: (0.9, 0.1, 0.5), 0.3: (0.0,)}  # not in order, seeds differ
-    rows = [with_rate(run, lr, value) for lr, values in found.items() for value in values]
-    (line,) = grid.summary(rows, grid.points)
-    assert line["best_lr"] == 0.2 and not line["best_lr_on_grid_edge"]
-    assert (line["min"], line["max"], line["best_of_all"]) == (0.6, 0.7, 0.9)
-    assert line["mean"] == pytest.approx(0.65)
-    assert line["runs"] == {f"{lr:g}": list(values) for lr, values in found.items()}
-    parts = (rows[:2] + rows[5:], rows[:5])
-    (lowest,), (highest,) = (grid.summary(part, grid.points) for part in parts)
-    assert lowest["best_lr"] == highest["best_lr"] == 0.2
-    assert lowest["best_lr_on_grid_edge"] and highest["best_lr_on_grid_edge"]
-    assert not grid.summary(rows[:2], grid.points)[0]["best_lr_on_grid_edge"]  # no grid
+def test_more_seeds_than_the_scales(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(grid, "run_tuned", lambda _, places, *__: seen.extend(places))
+    assert grid.figure("length", "smoke", tmp_path, Execution(estimate_only=True), 4) is None
+    assert {p.seeds for p in seen if p.run.line != NEGATIVE} == {4}
+
+
+CHOICE = Choice(0.01, {0.01: 0.9, 0.1: 0.2}, True)
+
+
+def found(run: Run, seed: int, accuracy: float, **also: float):
+    """A run with one test, as run_tuned gives it."""
+    run = replace(run, cell=replace(run.cell, seed=seed))
+    test = {"seq_len": run.cell.seq_len, "accuracy": accuracy, "rows_right": 0.0, **also}
+    return run, {"tests": {"trained length": test}, "accuracy": accuracy, "layers": 2}, CHOICE
+
+
+def test_a_line_is_over_its_seeds_and_says_how_its_rate_was_chosen():
+    run = of(small("accuracy")[0])[0]
+    rows = [found(run, 0, 0.7, accuracy_shared=0.5), found(run, 2, 0.6, accuracy_shared=0.3)]
+    (line,) = summary(rows, grid.tests)
+    assert (line["mean"], line["min"], line["max"]) == (pytest.approx(0.65), 0.6, 0.7)
+    assert line["runs"] == {"0": 0.7, "2": 0.6}
+    assert line["also"] == {"accuracy_shared": pytest.approx(0.4)}
+    assert (line["lr"], line["lr_on_edge"]) == (0.01, True)
+    assert line["tried"] == {"0.01": 0.9, "0.1": 0.2}
 
 
 def test_every_place_of_a_figure_has_a_line_of_its_own():
-    run = small("accuracy")[0]
+    run = of(small("accuracy")[0])[0]
     other = replace(run, cell=replace(run.cell, seq_len=32))
     runs = [run, replace(run, row="x"), replace(run, column="x"), replace(run, line="x"), other]
-    rows = [(run, {"best_accuracy": number / 8}) for number, run in enumerate(runs)]
-    lines = grid.summary(rows, grid.points)
-    assert [line["best_of_all"] for line in lines] == [number / 8 for number in range(5)]
-    places = [(x["row"], x["column"], x["mixer"], x["seq_len"]) for x in lines]
+    rows = [found(run, 0, number / 8) for number, run in enumerate(runs)]
+    lines = summary(rows, grid.tests)
+    assert [line["mean"] for line in lines] == [number / 8 for number in range(5)]
+    places = [(x["row"], x["column"], x["mixer"], x["x"]) for x in lines]
     assert places == [(r.row, r.column, r.line, r.cell.seq_len) for r in runs]
 
 
-def test_points_are_the_lengths_of_the_tests():
-    run = small("length")[0]
+def test_differences_are_paired_and_corrected_for_their_number():
+    run = of(small("accuracy")[0])[0]
+    values = {"cat": (0.9, 0.8, 0.85), "mamba": (0.5, 0.38, 0.46), "based": (0.9, 0.79, 0.86)}
+    rows = [
+        found(replace(run, line=line), seed, accuracy)
+        for line, accuracies in values.items()
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    rows += [found(replace(run, line=NEGATIVE), 0, 0.1), found(replace(run, row=CONTROL), 0, 1.0)]
+    mamba, based = differences(summary(rows, grid.tests))
+    assert (mamba["mixer"], mamba["minus"], mamba["x"]) == ("cat", "mamba", 16)
+    assert mamba["mean"] == pytest.approx((0.4 + 0.42 + 0.39) / 3)
+    # Two comparisons: the quantile of 0.9875 at two degrees of freedom.
+    deviation = (
+        ((0.4 - 1.21 / 3) ** 2 + (0.42 - 1.21 / 3) ** 2 + (0.39 - 1.21 / 3) ** 2) / 2
+    ) ** 0.5
+    half = t_quantile(0.9875, 2) * deviation / 3**0.5
+    assert mamba["high"] - mamba["mean"] == pytest.approx(half)
+    assert (mamba["verdict"], based["verdict"]) == ("higher", "unclear")
+    assert mamba["comparisons"] == 2
+    assert not differences(summary(rows[::3], grid.tests))  # one seed says nothing
+
+
+def test_points_are_the_lengths_of_the_tests_or_the_width():
+    run = of(small("length")[0])[0]
     tests = {"trained length": (16, 0.9), "length 8": (8, 0.8), "length 32": (32, 0.5)}
     tests["length 32, 4 keys"] = (32, 0.7)
     tests = {name: {"seq_len": x, "accuracy": y} for name, (x, y) in tests.items()}
-    record = {"best_accuracy": 0.95, "accuracy": 0.85, "tests": tests}
-    assert grid.points(run, record) == {8: 0.8, 16: 0.9, 32: 0.5}
-    assert grid.fixed_points(run, record) == {16: 0.9, 32: 0.7}
-    trained = replace(run, across_tests=False)
-    assert grid.points(trained, record) == {16: 0.95} and not grid.fixed_points(trained, record)
+    tests["length 8"]["one_token_ceiling"] = 0.25
+    record = {"accuracy": 0.85, "tests": tests}
+    points, fixed = grid.points(), grid.points("accuracy", grid.fixed_tests)
+    assert points(run, record) == {8: 0.8, 16: 0.9, 32: 0.5}
+    assert fixed(run, record) == {16: 0.9, 32: 0.7}
+    assert grid.points("one_token_ceiling")(run, record) == {8: 0.25}
+    trained = replace(run, across="length")
+    assert points(trained, record) == {16: 0.9} and not fixed(trained, record)
+    wide = replace(run, across="width", cell=replace(run.cell, d_model=48))
+    assert points(wide, record) == {48: 0.9}
     del tests["length 32, 4 keys"]
-    assert not grid.fixed_points(run, record)
+    assert not fixed(run, record)
 
 
 def test_controls_are_measured_against_their_limits():
-    runs = [run for run in small("accuracy") if run.line in (NEGATIVE, "attention")]
-    runs = [run for run in runs if run.line == NEGATIVE or run.row == "control"]
-    rows = [(run, {"best_accuracy": 0.3}) for run in runs]
-    found = grid.controls(rows)
-    assert not found["positive"]["passed"] and not found["negative"][0]["passed"]
+    places = {p.run.row if p.run.row == CONTROL else p.run.line: p for p in small("accuracy")}
+    negative, positive = of(places[NEGATIVE])[0], of(places[CONTROL])
+    assert (positive[0].column, positive[0].line, len(positive)) == ("MQAR", "attention", 2)
+    low = {"accuracy": 0.3, "layers": 2}
+    found = grid.controls([(run, low) for run in (negative, *positive)])
+    assert [x["passed"] for x in (*found["positive"], *found["negative"])] == [False, False]
     # 40 rows of 4 answers: five deviations of a guesser with chance 1/32.
     assert found["negative"][0]["at_most"] == pytest.approx(1 / 32 + 5 * (31 / 32**2 / 160) ** 0.5)
-    rows = [(runs[0], {"best_accuracy": 0.03}), (runs[1], {"best_accuracy": 0.995})]
-    found = grid.controls(rows)
-    assert found["positive"]["passed"] and found["negative"][0]["passed"]
+    high = [{"accuracy": accuracy, "layers": 2} for accuracy in (0.03, 0.983, 0.999)]
+    found = grid.controls(list(zip((negative, *positive), high, strict=True)))
+    (one,) = found["positive"]
+    assert one["passed"] and one["accuracy"] == pytest.approx(0.991) and one["min"] == 0.983
+    assert found["negative"][0]["passed"]
     # Every place has its own; a guesser's luck is at most all answers.
-    cell = replace(runs[0].cell, task="mqar:keys=2,vocab_size=8", test_examples=1)
-    negative = [runs[0], replace(runs[0], row="MQNAR", column="d = 9", cell=cell)]
-    found = grid.controls([(run, {"best_accuracy": 0.1}) for run in (*negative, runs[1])])
+    cell = replace(negative.cell, task="mqar:keys=2,vocab_size=8", test_examples=1)
+    runs = [negative, replace(negative, row="MQNAR", column="d = 9", cell=cell), *positive]
+    found = grid.controls([(run, {"accuracy": 0.1, "layers": 2}) for run in runs])
     places = [(x["row"], x["column"], x["seq_len"], x["passed"]) for x in found["negative"]]
     assert places == [("MQAR", "d = 16", 16, True), ("MQNAR", "d = 9", 16, True)]
     assert [x["chance"] for x in found["negative"]] == [1 / 32, 1 / 4]
     assert found["negative"][1]["at_most"] == 1.0
+    assert TUNING_SEED not in (run.cell.seed for run in runs)

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.map_mixing import attend_mixing_maps
+from cat_lm.ops import depthwise_conv, head_conv, multihead_conv
+from cat_lm.ops.convolution import kinds
 from eval.recall.model import RecallModel, learned_filters
 
 SPECIFICATIONS = [
@@ -24,6 +27,9 @@ SPECIFICATIONS = [
     "attention:position=rope,heads=2",
     "attention:position=none",
     "mamba:init=zoology",
+    "cat:heads=2,conv_type=multihead",
+    "cat:heads=2,conv_type=multihead,conv_mixing=maps",
+    "lincat:heads=2,conv_type=depthwise,activation=silu",
     "deltanet:streams=k,heads=1",
     "gated-deltanet:streams=none",
     "gla:heads=2",
@@ -80,6 +86,79 @@ def test_identity_filters_start_as_attention_and_uniform_ones_are_bounded():
     torch.testing.assert_close(cat(x), plain(x))
     taps = torch.cat([f.flatten() for f in built("cat:heads=16").streams.filters.values()])
     assert 0.9 / math.sqrt(3) < taps.abs().max() <= 1 / math.sqrt(3)
+
+
+def heads_of(mixer: torch.nn.Module, x: torch.Tensor, heads: int) -> list[torch.Tensor]:
+    """Queries, keys and values [B, T, H, D] before the filters."""
+    return list(mixer.streams.projection(x).unflatten(-1, (3, heads, -1)).unbind(dim=2))
+
+
+CONVOLUTIONS = {"head": head_conv, "depthwise": depthwise_conv, "multihead": multihead_conv}
+
+
+@pytest.mark.parametrize("conv_type", CONVOLUTIONS)
+@pytest.mark.parametrize("name", ["cat", "lincat"])
+def test_filters_of_every_kind_are_the_models_operators(name, conv_type):
+    mixer = built(f"{name}:heads=4,conv_type={conv_type},streams=qv")
+    x = torch.randn(2, 9, 16)
+    plain, found = heads_of(mixer, x, 4), mixer.streams(x)
+    for stream, before, after in zip("qkv", plain, found, strict=True):
+        if stream == "k":
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            continue
+        filters = mixer.streams.filters[stream]
+        assert filters.shape == kinds.get(conv_type).filter_shape(4, 4, 3)
+        wanted = CONVOLUTIONS[conv_type](before, filters, backend="reference")
+        torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-5)
+    bound = 1 / math.sqrt(3 * (4 if conv_type == "multihead" else 1))
+    assert 0.8 * bound < filters.abs().max() <= bound
+    active = built(f"{name}:heads=4,conv_type={conv_type},streams=qv,activation=silu")
+    active.load_state_dict(mixer.state_dict())
+    for after, other in zip(found, active.streams(x), strict=True):
+        torch.testing.assert_close(other, F.silu(after), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("conv_type", CONVOLUTIONS)
+@pytest.mark.parametrize("name", ["deltanet", "gated-deltanet"])
+def test_the_delta_rules_filters_of_every_kind(name, conv_type):
+    layer = built(f"{name}:conv_type={conv_type},activation=none,heads=4")
+    x = torch.randn(2, 9, 16)
+    for stream in "qkv":
+        before, filters = layer.projections[stream](x), layer.filters[stream]
+        heads = 1 if conv_type == "depthwise" else 4
+        wanted = CONVOLUTIONS[conv_type](
+            before.unflatten(-1, (heads, -1)), filters, backend="reference"
+        ).flatten(2)
+        torch.testing.assert_close(layer._stream(stream, x), wanted, rtol=1e-4, atol=1e-5)
+    start = built(f"{name}:conv_type={conv_type},init=identity,heads=4")
+    plain = built(f"{name}:streams=none,heads=4")
+    plain.load_state_dict(
+        {k: v for k, v in start.state_dict().items() if not k.startswith("filters")}
+    )
+    torch.testing.assert_close(start(x), plain(x))
+
+
+def test_mixed_maps_are_the_models():
+    """The values moved by filters against the model's maps mixed as its definition reads."""
+    mixer = built("cat:heads=4,conv_type=multihead,conv_mixing=maps,streams=kv")
+    torch.nn.init.normal_(mixer.streams.projection.bias)
+    x = torch.randn(2, 9, 16)
+    q, k, v = heads_of(mixer, x, 4)
+    filters = mixer.streams.filters
+    k = multihead_conv(k, filters["k"], backend="reference")
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    query, key, value = (s.transpose(1, 2) for s in (q, k, v))
+    y, _ = attend_mixing_maps(query, key, value, filters["v"], causal, scaling=0.5)
+    torch.testing.assert_close(mixer(x), mixer.out_proj(y.flatten(2)), rtol=1e-4, atol=1e-5)
+    embeddings = built("cat:heads=4,conv_type=multihead,streams=kv")
+    embeddings.load_state_dict(mixer.state_dict())
+    assert not torch.allclose(embeddings(x), mixer(x), atol=1e-3)
+    start = built("cat:heads=4,conv_type=multihead,conv_mixing=maps,init=identity")
+    plain = built("attention:position=none,heads=4")
+    plain.load_state_dict(
+        {k.removeprefix("streams."): v for k, v in start.state_dict().items() if "filters" not in k}
+    )
+    torch.testing.assert_close(start(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
 def test_linear_attention_is_the_running_sum():
@@ -245,6 +324,19 @@ def test_learned_filters_are_listed_by_layer_and_stream():
     assert len(found) == 2 and list(found[0]) == ["k", "v"]
     assert torch.tensor(found[1]["v"]).shape == (2, 3)
 
+    def of(specification):
+        model = RecallModel(
+            make_mixer(specification), vocabulary=9, d_model=8, positions=9, layers=2
+        )
+        return model, learned_filters(model)
+
+    model, found = of("cat:streams=k,heads=2,conv_type=multihead,window=5")
+    filters = model.blocks[0].mixer.streams.filters["k"]  # [W, to, from]
+    assert len(found[0]["k"]) == 4 and found[0]["k"][1] == filters[:, 0, 1].tolist()
+    model, found = of("deltanet:conv_type=head")
+    assert found[1]["q"] == model.blocks[1].mixer.filters["q"].tolist()
+    assert of("deltanet")[1] == of("cat:streams=none")[1] == []
+
 
 @pytest.mark.parametrize(
     "specification,words",
@@ -255,6 +347,13 @@ def test_learned_filters_are_listed_by_layer_and_stream():
         ("cat:init", "'init' must be key=value"),
         ("cat:heads=3", "do not divide d_model=16"),
         ("cat:heads=2,place=before", "needs heads=1"),
+        ("cat:conv_type=1d", "conv_type='1d': choose one of head, depthwise, multihead"),
+        ("lincat:activation=relu", "activation='relu': choose one of none, silu"),
+        ("deltanet:init=zeros", "init='zeros': choose one of uniform, identity"),
+        ("cat:conv_mixing=heads", "conv_mixing='heads': choose one of embeddings, maps"),
+        ("cat:conv_mixing=maps", "needs conv_type=multihead and the stream v"),
+        ("cat:conv_mixing=maps,conv_type=multihead,streams=qk", "the stream v, whose filters"),
+        ("lincat:conv_mixing=maps", "unknown option 'conv_mixing'"),
         ("attention:position=alibi", "must be learned, rope or none"),
         ("gla:operator=cuda", "operator='cuda': must be torch or fla"),
         ("deltanet:operator=", "operator='': must be torch or fla"),

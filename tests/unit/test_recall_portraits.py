@@ -63,6 +63,9 @@ def test_every_place_with_filters_has_an_entry():
     rows = [(run, {"accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]}) for run in runs]
     found = [(x["row"], x["column"], x["mixer"], x["seq_len"]) for x in portraits.table(rows)]
     assert found == [(run.row, run.column, run.line, run.cell.seq_len) for run in runs]
+    widths = [replace(RUN, across="width", cell=replace(RUN.cell, d_model=d)) for d in (8, 16)]
+    found = portraits.table([(run, rows[0][1]) for run in widths])
+    assert [x["column"] for x in found] == ["d = 16, d = 8", "d = 16, d = 16"]
 
 
 def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():

@@ -15,7 +15,7 @@ from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
 from eval.recall import __main__ as command
-from eval.recall.grids import plan, streams
+from eval.recall.grids import mamba, plan, streams
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.theory import report
@@ -32,12 +32,13 @@ SMALL = replace(
     examples=64,
     bigram_examples=64,
     epochs=1,
-    control_epochs=1,
+    rates=(1e-2,),
 )
 SHORT = {
     "run": ["--train-examples", "64", "--epochs", "1", "--test-examples", "20"],
     "figure": ["--workers", "1"],
     "streams": ["--workers", "1"],
+    "mamba": ["--workers", "1"],
     "theory": [],
 }
 
@@ -72,9 +73,11 @@ def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
     monkeypatch.setattr(report, "theory", lambda out, **_: done.append("theory"))
     monkeypatch.setattr(report, "landmark_tradeoff", lambda out, _: done.append("landmark"))
     monkeypatch.setattr(streams, "ablation", lambda *_, **__: done.append("streams"))
+    monkeypatch.setattr(mamba, "study", lambda *_, **__: done.append("mamba"))
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
-    Path("data/my_text").symlink_to(tiny_corpus)
+    for name in ("slimpajama", "python"):
+        Path("data", name).symlink_to(tiny_corpus)
     lines = re.findall(r"^(python .*)$", TEXT, re.M)
     assert len(lines) >= 6
     for line in lines:
@@ -83,7 +86,7 @@ def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
         short = [] if "landmark-tradeoff" in words else SHORT[words[3]]
         monkeypatch.setattr(sys, "argv", ["eval.recall", *words[3:], *short])
         command.main()
-    assert done == ["landmark", "streams", "theory"]
+    assert done == ["landmark", "streams", "mamba", "theory"]
     for name in ("accuracy.md", "accuracy.json", "accuracy.png", "accuracy-filters.svg"):
         assert (tmp_path / "runs/figures" / name).stat().st_size > 500
     assert not (tmp_path / "runs/figures/length.md").exists()  # an estimate alone
@@ -146,7 +149,10 @@ def test_its_table_of_scales_is_that_of_the_plan():
 
 def test_its_links_lead_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", TEXT)
-    assert links and all((README.parent / link).is_file() for link in links)
+    headings = {
+        f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^#+ (.+)$", TEXT, re.M)
+    }
+    assert links and all(link in headings or (README.parent / link).is_file() for link in links)
 
 
 def scales_table() -> str:

@@ -24,6 +24,7 @@ from eval.recall.train.measuring import free_running, measure
 from eval.recall.train.trial import Cell, delays, run_cell
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
+SMALL["validation_examples"] = 100
 
 
 def test_one_cat_layer_learns_recall_generalises_and_no_mixing_guesses():
@@ -139,7 +140,7 @@ def test_all_that_decides_a_result_decides_its_file(tmp_path):
     others = {"task": "ar", "mixer": "cat", "d_model": 16, "seq_len": 32, "lr": 0.02, "seed": 1}
     others |= {"epochs": 1, "train_examples": 8, "test_examples": 8, "layers": 1, "batch_size": 8}
     others |= {"weight_decay": 0.0, "stop_above": None, "eval_steps": 1, "test_lengths": (32,)}
-    others |= {"fixed_items": True}
+    others |= {"fixed_items": True, "validation_examples": 8, "embedding_dropout": 0.5}
     assert others.keys() == {field.name for field in dataclasses.fields(Cell)}
     changed = [dataclasses.replace(cell, **{name: value}) for name, value in others.items()]
     assert len({cells.cell_path(tmp_path, one) for one in (cell, *changed)}) == len(others) + 1

@@ -29,6 +29,7 @@ BASE = Cell(
     epochs=2,
     train_examples=80,  # the last batch of an epoch is a short one
     test_examples=40,
+    validation_examples=40,
     batch_size=32,
     eval_steps=2,
     stop_above=None,
@@ -45,13 +46,13 @@ def three(**changes):
 @pytest.fixture
 def no_dropout(monkeypatch):
     """Draws that a stack and its models alone do not share. Mixers have an option for theirs."""
-    monkeypatch.setattr("eval.recall.model.EMBEDDING_DROPOUT", 0.0)
+    monkeypatch.setattr("eval.recall.model.Block.embedding_dropout", 0.0)
 
 
 def assert_same(stacked, alone, rtol=1e-4):
     """Two records of a cell, up to the rounding of fp32."""
     assert set(stacked) == {*alone, "stacked"}
-    for name in ("cell", "task", "mixer", "layers", "parameters", "steps"):
+    for name in ("cell", "task", "mixer", "layers", "parameters", "steps", "protocol"):
         assert stacked[name] == alone[name]
     assert len(stacked["history"]) == len(alone["history"])
     for point, expected in zip(stacked["history"], alone["history"], strict=True):
@@ -96,7 +97,9 @@ def test_answers_fed_back_equal_those_of_a_model_alone(no_dropout):
 
 @pytest.mark.parametrize("where", ["embedding", "attention"])
 def test_every_model_draws_its_own_dropout(where, monkeypatch):
-    monkeypatch.setattr("eval.recall.model.EMBEDDING_DROPOUT", 0.5 if where == "embedding" else 0.0)
+    monkeypatch.setattr(
+        "eval.recall.model.Block.embedding_dropout", 0.5 if where == "embedding" else 0.0
+    )
     mixer = f"cat:dropout={0.5 if where == 'attention' else 0}"
     first, second = (record for _, record in run_stack([three(mixer=mixer)[0]] * 2))
     assert first["history"][-1]["loss"] != second["history"][-1]["loss"]
@@ -105,7 +108,7 @@ def test_every_model_draws_its_own_dropout(where, monkeypatch):
 
 
 def test_who_stops_early_leaves_and_changes_nothing_for_the_others(no_dropout):
-    alike = three(stop_above=0.072, epochs=6)
+    alike = three(stop_above=0.06, epochs=6)
     alone = {cell: run_cell(cell, quiet=True) for cell in alike}
     assert len({record["steps"] for record in alone.values()}) == 3
     found = dict(run_stack(alike))
@@ -127,7 +130,7 @@ def test_a_stopped_model_takes_no_more_time(no_dropout, monkeypatch):
         return step(models, trials, rows)
 
     monkeypatch.setattr(stack, "train_step", counted)
-    records = [record for _, record in run_stack(three(stop_above=0.072, epochs=6))]
+    records = [record for _, record in run_stack(three(stop_above=0.06, epochs=6))]
     ends = [record["steps"] for record in records]
     assert sizes == [sum(end >= n for end in ends) for n in range(1, max(ends) + 1)]
 
@@ -143,7 +146,7 @@ def test_a_model_that_diverges_does_not_touch_its_neighbours(no_dropout):
 
 
 def test_a_killed_stack_keeps_who_had_stopped(no_dropout, tmp_path, monkeypatch):
-    alike = three(stop_above=0.072, epochs=6)
+    alike = three(stop_above=0.06, epochs=6)
     step, left = stack.train_step, []
 
     def killed(models, trials, rows):
@@ -191,12 +194,12 @@ def test_a_grid_runs_in_stacks_in_processes(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
     assert run_unfinished("all", runs, tmp_path, Execution(stack=4))
     said = capsys.readouterr().out
-    assert "5 runs, 4 to do" in said and "1 stacks of up to 3 models, 1 models alone" in said
+    assert "4 runs, 4 to do" in said and "1 stacks of up to 3 models, 1 models alone" in said
     assert "hours by mixer: cat" in said and "4/4 " in said
     records = [cells.finished(tmp_path, run.cell) for run in runs]
     assert [record.get("stacked") for record in records] == [3, 3, 3, 3, None]
     assert run_unfinished("all", runs, tmp_path, Execution(stack=4))
-    assert "5 runs, 0 to do" in capsys.readouterr().out
+    assert "4 runs, 0 to do" in capsys.readouterr().out
 
 
 def test_groups_are_of_one_kind_and_even():

@@ -6,28 +6,40 @@ import csv
 import dataclasses
 import io
 import math
-from itertools import permutations
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.cat import Options
-from cat_lm.mixers.modules.projections import ConvolvedProjections
+from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters
 from eval.recall.grids import streams
 from eval.recall.grids.plan import Run
+from eval.recall.grids.tuning import Choice
+from eval.recall.show import streams as page
+from eval.recall.train import cells, execution
+from eval.recall.train.held_out import held_out, over_documents
 from eval.recall.train.language import LanguageCell, _rate
 
 
 @pytest.fixture(scope="module")
 def cell(tiny_corpus: Path) -> LanguageCell:
     fingerprint = open_corpus(tiny_corpus, "train").fingerprint
-    return LanguageCell(str(tiny_corpus), fingerprint, "cat", 32, 32, 1, 60, 1e-2, batch_size=8)
+    documents = open_corpus(tiny_corpus, "validation").num_documents
+    return LanguageCell(
+        *(str(tiny_corpus), fingerprint, "cat", 32, 32, 1, 60, 1e-2),
+        batch_size=8,
+        documents=documents,
+        document_tokens=100,
+    )
 
 
 def test_a_small_language_model_learns_and_is_repeatable(cell, tiny_corpus):
@@ -36,7 +48,13 @@ def test_a_small_language_model_learns_and_is_repeatable(cell, tiny_corpus):
     assert record["loss"] < unigram - 0.3
     assert record == {**cell.run("cpu", quiet=True), "seconds": record["seconds"]}
     split = open_corpus(tiny_corpus, "validation")
-    assert record["tokens_scored"] == min(split.num_tokens - 1, 256 * 32)  # each token once
+    sizes = [split.document(i)[1] - split.document(i)[0] for i in range(split.num_documents)]
+    assert record["documents"]["tokens"] == [min(n - 1, 100) for n in sizes]
+    assert record["tokens_scored"] == sum(record["documents"]["tokens"])
+    assert math.isclose(
+        sum(record["documents"]["nats"]) / record["tokens_scored"], record["loss"], rel_tol=1e-4
+    )
+    assert 0 < record["standard_error"] < 0.5
     other = dataclasses.replace(cell, seed=1).run("cpu", quiet=True)
     assert other["loss"] != record["loss"]
     with pytest.raises(UserError, match="changed since"):
@@ -70,115 +88,243 @@ def test_shared_keys_and_values_differ_by_their_filters_alone():
         make_mixer("gated-deltanet:shared_kv=true").build(Setting(8))
 
 
-def test_the_grid_has_every_subset_of_every_mixer_once(tiny_corpus):
-    for scale in streams.SCALES.values():
-        runs = streams.plan(scale, str(tiny_corpus))
-        assert len({run.cell for run in runs}) == len(runs)
-        lines = {(run.row, run.column, run.line) for run in runs}
-        assert len(lines) == 2 * 4 * (8 + 5)
-        for run in runs:
-            options = make_mixer(run.cell.mixer).options
-            subset = run.line.removeprefix("K = V, ")
+def test_held_out_rows_are_the_starts_of_documents(tiny_corpus):
+    corpus = open_corpus(tiny_corpus, "validation")
+    found = held_out(corpus, 3, 10, 4)
+    for number in range(3):
+        start, stop = corpus.document((2 * number + 1) * corpus.num_documents // 6)
+        text = corpus.tokens(start, min(stop, start + 11)).tolist()
+        rows = found.documents == number
+        labels = found.labels[rows].flatten()
+        assert labels[labels != IGNORE_INDEX].tolist() == text[1:]
+        inputs = found.inputs[rows].flatten()
+        assert inputs[labels != IGNORE_INDEX].tolist() == text[:-1]
+    with pytest.raises(UserError, match=r"has \d+ documents, 9,999 are to be scored; .*--valid"):
+        held_out(corpus, 9_999, 10, 4)
+
+
+def test_a_short_document_ends_with_its_eod_and_one_without_text_counts_nothing():
+    tokens = np.array([5, 9, 9, 6, 7, 8, 9])  # documents 5 EOD; EOD; 6 7 8 EOD
+    ends = [(0, 2), (2, 3), (3, 7)]
+    corpus = SimpleNamespace(
+        name="small",
+        num_documents=3,
+        eod_id=9,
+        document=lambda i: ends[i],
+        tokens=lambda start, stop: tokens[start:stop],
+    )
+    found = held_out(corpus, 3, 8, 2)
+    assert found.inputs.tolist() == [[5, 9], [9, 9], [6, 7], [8, 9]]
+    ignored = IGNORE_INDEX
+    assert found.labels.tolist() == [[9, ignored], [ignored, ignored], [7, 8], [9, ignored]]
+    assert found.documents.tolist() == [0, 1, 2, 2]
+
+
+def test_the_error_over_documents_is_that_of_their_ratio():
+    nats, tokens = [10.0, 30.0, 20.0], [10, 10, 10]
+    found = over_documents(nats, tokens)
+    assert found["loss"] == 2 and found["tokens_scored"] == 30
+    assert found["standard_error"] == pytest.approx(1 / math.sqrt(3))  # of 1, 3 and 2
+    assert over_documents([3.0], [2])["standard_error"] is None
+
+
+def tiny(scale: str) -> streams.Scale:
+    return dataclasses.replace(streams.SCALES[scale], documents=4)
+
+
+def test_the_grid_compares_like_with_like(tiny_corpus):
+    for scale in map(tiny, streams.SCALES):
+        places = streams.plan(scale, [str(tiny_corpus)])
+        names = {(p.run.row, p.run.column, p.run.line) for p in places}
+        assert len(names) == len(places) == 2 * 8 * (8 + 2 + 5 + 2)
+        for place in places:
+            run, cell = place.run, place.run.cell
+            options = make_mixer(cell.mixer).options
+            assert (options.heads, options.activation) == (2, "none")
+            assert getattr(options, "dropout", 0.0) == 0.0 and not getattr(options, "bias", False)
+            assert getattr(options, "position", "none") == "none"
+            assert getattr(options, "expand_v", 1.0) == 1.0
+            assert options.shared_kv == run.line.startswith("K = V")
+            subset = run.line.removeprefix("K = V, ").removesuffix(", W = 2")
             assert (options.streams or "none") == subset
-            assert options.shared_kv == run.line.startswith("K = V") and options.window == 4
-            assert run.cell.layers == 1 or run.row == streams.LANGUAGE
-            if run.row == streams.RECALL:
-                run.cell.make_task()
+            assert cell.layers == 1 or run.row != streams.RECALL
+            if subset != "none":
+                assert options.init == "identity"
+                assert options.window == (2 if run.line.endswith("W = 2") else 4)
+                assert run.column.endswith(f", {options.conv_type}")
+        starts = {p.run.cell.mixer for p in places if p.run.line == "none"}
+        assert len(starts) == 4  # the same whatever the filters would be
+    assert all(
+        len(s.rates) == 3 == len(s.text_rates) for n, s in streams.SCALES.items() if n != "smoke"
+    )
+    assert streams.SCALES["cpu"].documents >= 200 <= streams.SCALES["paper"].documents
+
+
+def test_every_model_of_the_grid_starts_as_the_one_without_filters():
+    x = torch.randn(2, 9, 16)
+    for mixer in streams.MIXERS.values():
+        for kind in streams.CONV_TYPES:
+            for line in streams.LINES:
+                base = streams.Line("none", shared_kv=line.shared_kv)
+                found = []
+                for each in (line, base):
+                    torch.manual_seed(0)
+                    mixed = make_mixer(streams.specification(mixer, kind, each))
+                    found.append(mixed.build(Setting(16)).train())
+                filtered, plain = found
+                state = {k: v for k, v in filtered.state_dict().items() if "filters" not in k}
+                plain.load_state_dict(state)
+                torch.testing.assert_close(filtered(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("line", streams.LINES, ids=lambda line: line.name)
+@pytest.mark.parametrize("name", streams.SUMS)
+def test_what_holds_by_algebra(name, line):
+    """Exchanging two keys' values changes no answer where neither k nor v has a filter."""
+    torch.manual_seed(0)
+    specification = streams.specification(streams.MIXERS[name], "depthwise", line)
+    layer = make_mixer(specification).build(Setting(16)).eval()
+    for module in layer.modules():  # trained filters are no identity
+        if isinstance(module, Filters):
+            for filters in module.values():
+                torch.nn.init.normal_(filters)
+    tokens = torch.randn(1, 12, 16)  # four keys with their values, three others, a query
+    swapped = tokens[:, [0, 3, 2, 1, *range(4, 12)]]
+    answers = [layer(row)[:, -1] for row in (tokens, swapped)]
+    equal = torch.allclose(*answers, rtol=1e-4, atol=1e-6)
+    assert equal == (line.streams in ("none", "q"))
+
+
+def test_data_that_do_not_fit_are_one_line(tiny_corpus, tmp_path):
+    few = dataclasses.replace(streams.SCALES["smoke"], documents=200)
+    with pytest.raises(UserError, match=r"--data .*: its validation split has \d+ documents, 200"):
+        streams.plan(few, [str(tiny_corpus)])
     with pytest.raises(UserError, match="no such folder"):
-        streams.plan(streams.SCALES["smoke"], "nowhere")
+        streams.plan(tiny("smoke"), ["nowhere"])
+    with pytest.raises(UserError, match="there is another folder of this name"):
+        streams.plan(tiny("smoke"), [str(tiny_corpus), str(tiny_corpus)])
 
 
-def test_the_best_rate_is_the_highest_accuracy_and_the_lowest_loss(tiny_corpus):
-    scale = dataclasses.replace(
-        streams.SCALES["smoke"], rates=(1e-3, 1e-2), text_rates=(1e-3, 1e-2), seeds=2
-    )
-    rows = []
-    for run in streams.plan(scale, str(tiny_corpus)):
-        good = (run.cell.lr == 1e-3) == (run.row == streams.LANGUAGE)
-        value = 0.25 * (run.cell.seed + 1) if good else 0.1
-        rows.append((run, {"best_accuracy": value, "loss": 1 - value}))
-    lines = streams.summary(rows)
-    recall = next(x for x in lines if x["row"] == streams.RECALL)
-    text = next(x for x in lines if x["row"] == streams.LANGUAGE)
-    assert (recall["best_lr"], recall["mean"], recall["min"], recall["max"]) == (
-        1e-2,
-        0.375,
-        0.25,
-        0.5,
-    )
-    assert (text["best_lr"], text["mean"], text["min"], text["max"]) == (1e-3, 0.625, 0.5, 0.75)
-    assert "| K = V, k | 0.375 (0.250 to 0.500) |" in streams.table(lines)
-    assert len(streams.draw(lines).axes) == 2
-
-
-def rows_of(row: str, mixer: str, subset: str, found: dict[float, tuple[float, ...]]) -> list:
-    """Runs with the accuracies or losses of each learning rate."""
-    name = "best_accuracy" if row == streams.RECALL else "loss"
-    return [
-        (Run(row, mixer, subset, SimpleNamespace(lr=rate)), {"accuracy": 0.0, name: value})
-        for rate, values in found.items()
-        for value in values
-    ]
-
-
-@pytest.mark.parametrize("row", [streams.RECALL, streams.LANGUAGE])
-def test_a_diverged_rate_is_the_last_choice_and_an_edge_is_told(row):
-    middle = (0.5, 0.75) if row == streams.RECALL else (2.5, 2.75)
-    worse = (0.25,) if row == streams.RECALL else (3.0,)
-    found = {1e-2: middle, 1e-3: (math.nan, 0.625), 3e-2: worse}
-    for rates in permutations(found.items()):
-        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", dict(rates)))
-        assert line["best_lr"] == 1e-2 and not line["best_lr_on_grid_edge"]
-        assert (line["min"], line["max"]) == middle and line["mean"] == sum(middle) / 2
-        assert line["runs"].keys() == {"0.01", "0.001", "0.03"}
-        assert line["runs"]["0.01"] == list(middle)
-    for other in (1e-3, 3e-2):
-        (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: middle, other: worse}))
-        assert line["best_lr"] == 1e-2 and line["best_lr_on_grid_edge"]
-    (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: middle}))
-    assert not line["best_lr_on_grid_edge"]  # no grid
-    (line,) = streams.summary(rows_of(row, "DeltaNet", "k", {1e-2: (math.nan,)}))
-    assert math.isnan(line["mean"])
+def row_of(row: str, mixer: str, line: str, seed: int, value: float, choice: Choice) -> tuple:
+    """A run, a record of it and its choice; of text with two documents."""
+    record = {"accuracy": value}
+    if row != streams.RECALL:
+        nats = {"nats": [10 * value - 1, 10 * value + 1], "tokens": [10, 10]}
+        record = {"accuracy": 0.0, "loss": value, "standard_error": 0.1, "documents": nats}
+    return Run(row, mixer, line, SimpleNamespace(seed=seed)), record, choice
 
 
 @pytest.fixture
 def lines() -> list[dict]:
-    """Two mixers on recall with three rates, one of them on text with one."""
-    rates = {1e-3: (0.25,), 1e-2: (0.5, 0.5, 0.875), 3e-2: (0.375,)}
-    rows = rows_of(streams.RECALL, "DeltaNet", "k", rates)
-    rows += rows_of(streams.RECALL, "DeltaNet", "kv", {**rates, 3e-2: (0.75,)})
-    rows += rows_of(streams.RECALL, "softmax attention", "k", {1e-2: (0.125,)})
-    rows += rows_of(streams.RECALL, "softmax attention", "kv", {1e-2: (1.0,)})
-    rows += rows_of(streams.LANGUAGE, "DeltaNet", "k", {1e-2: (2.5, 2.625)})
-    return streams.summary(rows)
-
-
-def test_the_table_has_every_number_in_its_place(lines):
-    recall, text = streams.table(lines).split("text: validation loss")
-    assert "| convolved | DeltaNet | softmax attention |" in recall
-    assert "| k | 0.625 (0.500 to 0.875) | 0.125 (0.125 to 0.125) |" in recall
-    assert "| kv | 0.750 (0.750 to 0.750) | 1.000 (1.000 to 1.000) |" in recall
-    assert "is on its grid's edge in 1 of 2." in recall
-    assert "| convolved | DeltaNet |" in text and "| k | 2.562 (2.500 to 2.625) |" in text
-    assert "One learning rate was run." in text
-    table = list(csv.DictReader(io.StringIO(streams._csv(lines))))
-    names = ("row", "mixer", "streams", "best_lr", "best_lr_on_grid_edge", "mean", "min", "max")
-    assert table == [{name: str(line[name]) for name in names} for line in lines]
-
-
-def test_the_picture_has_recall_above_text_and_bars_from_least_to_most(lines):
-    found = {}
-    for axes in streams.draw(lines).axes:
-        for points in axes.containers:
-            middle, _, (bars,) = points.lines
-            ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
-            found[axes.get_title(loc="left"), points.get_label()] = [
-                *middle.get_ydata().tolist(),
-                *ends,
-            ]
-    assert found == {
-        ("MQAR", "DeltaNet"): [0.625, 0.75, [0.5, 0.875], [0.75, 0.75]],
-        ("MQAR", "softmax attention"): [0.125, 1.0, [0.125, 0.125], [1.0, 1.0]],
-        ("text", "DeltaNet"): [2.5625, [2.5, 2.625]],
-        ("text", "softmax attention"): [],
+    """Recall by one mixer and text by two, three seeds."""
+    choice = Choice(1e-2, {1e-2: 0.5, 1e-3: 0.25, 3e-2: 0.375}, False)
+    edge = Choice(3e-2, {1e-2: -2.5, 3e-2: -2.25}, True)
+    values = {
+        (streams.RECALL, "softmax attention, head", "none"): (0.125, 0.125, 0.125),
+        (streams.RECALL, "softmax attention, head", "k"): (0.875, 1.0, 1.0),
+        (streams.RECALL, "softmax attention, head", "K = V, none"): (0.125, 0.25, 0.125),
+        (streams.RECALL, "softmax attention, head", "K = V, k"): (1.0, 1.0, 1.0),
+        ("text: a", "DeltaNet, head", "none"): (2.5, 2.6, 2.7),
+        ("text: a", "DeltaNet, head", "k"): (2.0, 2.1, 2.2),
+        ("text: a", "DeltaNet, head", "v"): (2.4, 2.7, 2.6),
     }
+    return streams.summary(
+        [
+            row_of(*place, seed, value, choice if place[0] == streams.RECALL else edge)
+            for place, of_seeds in values.items()
+            for seed, value in enumerate(of_seeds)
+        ]
+    )
+
+
+def test_lines_differ_from_the_same_without_filters(lines):
+    found = {(x["row"], x["streams"]): x for x in lines}
+    k = found["text: a", "k"]
+    assert (k["mean"], k["min"], k["max"]) == pytest.approx((2.1, 2.0, 2.2))
+    assert k["runs"] == {"0": 2.0, "1": 2.1, "2": 2.2} and k["rate"] == 0.03
+    less = k["less_no_filters"]
+    assert less["mean"] == pytest.approx(-0.5) and less["verdict"] == "lower"
+    assert less["comparisons"] == 15 and less["document_error"] == pytest.approx(0, abs=1e-9)
+    assert found["text: a", "v"]["less_no_filters"]["verdict"] == "unclear"
+    shared = found[streams.RECALL, "K = V, k"]["less_no_filters"]
+    assert shared["mean"] == pytest.approx(1 - 0.5 / 3)  # against K = V without filters
+    assert [x["streams"] for x in lines if x["less_no_filters"] is None] == [
+        *("none", "K = V, none", "none")
+    ]
+    assert [x["streams"] for x in lines if x["by_algebra"]] == ["none", "K = V, none"]
+
+
+def test_the_page_has_every_number_in_its_place(lines):
+    recall, text = page.markdown(lines).split("text: a: loss on held-out documents")
+    assert "| convolved | softmax attention, head |" in recall
+    assert "| none | 0.125 (0.125 to 0.125) † |" in recall and "by algebra" in recall
+    assert "| k | 0.958 (0.875 to 1.000) |" in recall
+    assert "on the edge of what was tried in 0 of 4." in recall
+    assert "| k | 2.100 (2.000 to 2.200) |" in text and "by algebra" not in text
+    assert "in 3 of 3: DeltaNet, head, none: 0.03; DeltaNet, head, k: 0.03" in text
+    assert re.search(r"\| k \| -0\.500 \[-0\.500, -0\.500\] lower \|", text)
+    assert re.search(r"\| v \| -0\.033 \[-\d\.\d+, \+\d\.\d+\] \|", text)
+    assert "corrected for the column's 15 comparisons" in text
+    rows = list(csv.DictReader(io.StringIO(page.csv_text(lines))))
+    assert len(rows) == len(lines)
+    assert [float(row["mean"]) for row in rows] == [line["mean"] for line in lines]
+    assert [row["verdict"] for row in rows][4:] == ["", "lower", "unclear"]
+
+
+def test_one_seed_and_one_rate_are_told_without_intervals():
+    choice = Choice(1e-2, {}, False)
+    place = ("text: a", "DeltaNet, head")
+    rows = [row_of(*place, "none", 0, 2.5, choice), row_of(*place, "k", 0, 2.25, choice)]
+    told = page.markdown(streams.summary(rows))
+    assert "| k | -0.250 |" in told and "One learning rate was run." in told
+
+
+def test_the_picture_has_a_panel_for_each_task_and_bars_from_least_to_most(lines):
+    found = {}
+    for axes in page.draw(lines).axes:
+        for points in axes.containers:
+            _, _, (bars,) = points.lines
+            ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
+            if len(ends):
+                found[axes.get_title(loc="left"), points.get_label()] = ends
+    assert found[streams.RECALL, "softmax attention, head"][1] == pytest.approx([0.875, 1.0])
+    assert found["text: a", "DeltaNet, head"][0] == pytest.approx([2.5, 2.7])
+    assert len(found) == 2
+
+
+def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
+    """Few models: the study's own way through rates, seeds, records and pages."""
+    monkeypatch.setattr(streams, "LINES", (streams.Line("none"), streams.Line("k")))
+    monkeypatch.setattr(streams, "save_figure", lambda drawing, path: path.write_text("drawn"))
+    monkeypatch.setattr(streams, "MIXERS", {"DeltaNet": streams.MIXERS["DeltaNet"]})
+    small = {"examples": 64, "documents": 4, "text_rates": (1e-3, 3e-3), "text_steps": 2}
+    scale = dataclasses.replace(streams.SCALES["smoke"], **small)
+    monkeypatch.setitem(streams.SCALES, "smoke", scale)
+    ran = []
+
+    def in_this_process(groups, out, device, workers):
+        for run in (run for group in groups for run in group):
+            ran.append(run.cell)
+            cells.run(out, run.cell, device, quiet=True)
+
+    monkeypatch.setattr(execution, "execute", in_this_process)
+    monkeypatch.setattr(execution, "hours_by_mixer", lambda groups, device: {"deltanet": 0.1})
+    texts, how = [str(tiny_corpus)], execution.Execution()
+    estimate = dataclasses.replace(how, estimate_only=True)
+    assert streams.ablation("smoke", texts, tmp_path, estimate) is None and not ran
+    record = streams.ablation("smoke", texts, tmp_path, how)
+    text = [x for x in record["lines"] if x["row"].startswith("text: ")]
+    assert all(len(x["runs"]) == 2 and len(x["rates_tried"]) >= 2 for x in text)
+    head, depthwise = (
+        next(x for x in text if (x["mixer"], x["streams"]) == (f"DeltaNet, {kind}", "none"))
+        for kind in streams.CONV_TYPES
+    )
+    assert head["runs"] == depthwise["runs"]
+    assert len(set(ran)) == len(ran)
+    for name in ("streams.json", "streams.md", "streams.csv", "streams"):
+        assert (tmp_path / name).stat().st_size > 0
+    ran.clear()
+    assert streams.ablation("smoke", texts, tmp_path, how)["lines"] == record["lines"]
+    assert not ran
+    more = streams.ablation("smoke", texts, tmp_path, how, seeds=3)
+    assert {cell.seed for cell in ran} == {2} and len(more["lines"][0]["runs"]) == 3

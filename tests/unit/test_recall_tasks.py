@@ -10,7 +10,7 @@ import pytest
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from eval.recall.tasks import TASKS, generate, make_task
-from eval.recall.tasks.base import SPLITS, row_bits
+from eval.recall.tasks.base import SPLITS, row_splits
 
 CASES = [
     ("ar", 33, {}),
@@ -23,6 +23,7 @@ CASES = [
     ("mqnar", 64, {}),
     ("mqnar", 96, {"ngram": "4", "keys": "3"}),
     ("hard-mqnar", 64, {}),
+    ("hard-mqnar", 64, {"pool": "dense", "ngram": "3"}),
     ("selective-copy", 64, {}),
     ("selective-copy", 48, {"unique": "false", "signals": "5", "noises": "3", "copies": "9"}),
     ("selective-copy", 48, {"mode": "oneshot", "copies": "8"}),
@@ -48,11 +49,14 @@ def test_rows_are_a_pure_function_of_the_seed(task):
     assert first.inputs.min() >= 0 and first.inputs.max() < task.vocabulary
 
 
-def test_no_row_is_in_both_splits(task):
-    train = {row.tobytes() for row in generate(task, 2000, seed=3, split="train").inputs}
-    test = {row.tobytes() for row in generate(task, 2000, seed=4, split="test").inputs}
-    same_seed = {row.tobytes() for row in generate(task, 2000, seed=3, split="test").inputs}
-    assert not train & test and not train & same_seed
+def test_no_row_is_in_two_splits(task):
+    def rows(seed: int, split: str) -> set[bytes]:
+        return {row.tobytes() for row in generate(task, 1000, seed=seed, split=split).inputs}
+
+    train, test, validation = (rows(seed, split) for seed, split in enumerate(SPLITS, 3))
+    assert not train & test and not train & validation and not test & validation
+    assert not train & rows(3, "test") and not train & rows(3, "validation")
+    assert not test & rows(4, "validation")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] != "selective-copy"], ids=name_of)
@@ -95,22 +99,28 @@ def test_nothing_is_asked_by_accident(name, filler):
 def test_a_small_task_is_divided_between_the_splits():
     """All its rows come, each in one of the splits."""
     task = make_task("mqar", 4, {"keys": "1", "vocab_size": "16", "filler": "zeros"})
-    train, test = (
+    parts = [
         set(map(tuple, generate(task, 2000, seed=0, split=split).inputs.tolist()))
-        for split in ("train", "test")
-    )
-    assert not train & test and min(len(train), len(test)) > 15
-    assert train | test == {(k, v, k, 0) for k in range(1, 8) for v in range(8, 16)}
+        for split in SPLITS
+    ]
+    assert sum(map(len, parts)) == 56 and min(map(len, parts[:2])) > 15 and parts[2]
+    assert set.union(*parts) == {(k, v, k, 0) for k in range(1, 8) for v in range(8, 16)}
 
 
 def test_a_split_without_rows_is_refused():
     """One signal, one place, one noise: a single row, which one of the splits has."""
     task = make_task("selective-copy", 2, {"copies": "1", "signals": "1"})
-    half = int(row_bits(np.array([[1, 2]]))[0])
-    assert generate(task, 5, seed=0, split=SPLITS[half]).inputs.tolist() == [[1, 2]] * 5
-    split = SPLITS[1 - half]
-    with pytest.raises(UserError, match=f"too few different rows for a {split} split"):
-        generate(task, 5, seed=0, split=split)
+    mine = SPLITS[int(row_splits(np.array([[1, 2]]))[0])]
+    assert generate(task, 5, seed=0, split=mine).inputs.tolist() == [[1, 2]] * 5
+    for split in set(SPLITS) - {mine}:
+        with pytest.raises(UserError, match=f"too few different rows for a {split} split"):
+            generate(task, 5, seed=0, split=split)
+
+
+def test_test_has_half_of_all_rows_and_validation_an_eighth():
+    rows = np.random.default_rng(0).integers(0, 50, (80_000, 6))
+    shares = np.bincount(row_splits(rows), minlength=3) / len(rows)
+    assert shares == pytest.approx([3 / 8, 1 / 2, 1 / 8], abs=0.01)
 
 
 def test_pairs_are_as_many_as_fit_behind_zeros():
@@ -151,6 +161,8 @@ CHANCE = [
     ("mqar", 24, {"keys": "3", "vocab_size": "16"}),
     ("mqnar", 24, {"vocab_size": "12"}),
     ("hard-mqnar", 24, {"vocab_size": "12"}),
+    ("mqnar", 24, {"vocab_size": "12", "unmatched": "2"}),
+    ("mqar", 32, {"vocab_size": "16", "unmatched": "1", "keys": "3"}),
     ("selective-copy", 16, {"copies": "4", "signals": "5"}),
     ("selective-copy", 16, {"copies": "4", "signals": "5", "unique": "false"}),
     ("selective-copy", 16, {"copies": "4", "signals": "5", "mode": "oneshot"}),
@@ -198,6 +210,10 @@ def test_rows_stay_what_they_were(case):
         ("mqar", 64, {"vocab_size": "20"}, "vocab_size=20"),
         ("hard-mqnar", 64, {"pool": "3"}, "9 2-grams, 10 keys needed"),
         ("hard-mqnar", 64, {"pool": "many"}, "pool='many'"),
+        ("mqar", 64, {"unmatched": "-1"}, "unmatched=-1: must be at least 0"),
+        ("mqar", 64, {"unmatched": "31"}, "31 queries without a match need 66 tokens"),
+        ("mqar", 64, {"keys": "13", "unmatched": "8"}, "keys=13: seq_len=64 fits 1 to 12"),
+        ("hard-mqnar", 64, {"pool": "3", "unmatched": "2"}, "9 2-grams, 11 keys needed"),
         ("mqar", 64, {"filler": "none"}, "choose one of unused, random, zeros"),
         ("ar", 64, {"layout": "free", "vocab_size": "2"}, "too few"),
         ("selective-copy", 64, {"signals": "8"}, "need as many signals"),

@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from eval.recall.theory import associative, copying, generalization, landmark, report
-from eval.recall.theory.claims import Claim
+from eval.recall import __main__ as command
+from eval.recall.theory import (
+    associative,
+    copying,
+    generalization,
+    landmark,
+    ngram,
+    report,
+    two_sided,
+    width,
+)
+from eval.recall.theory.associative import Recipe
+from eval.recall.theory.claims import Claim, Control, Verdict
 from eval.recall.theory.report import theory
+from eval.recall.theory.two_sided import Problem
+from tests.conftest import REPOSITORY
+
+README = (REPOSITORY / "eval/recall/README.md").read_text(encoding="utf-8")
+CONTROL = Control("<i>w", "m", False)
+SOURCES = (
+    "Theorem 1, key delay",
+    "Theorem 1, value delay",
+    "Theorem 1, causality",
+    "Corollary 1",
+    "Theorem 2, filter (Lemma 1)",
+    "Lemma 1, attention",
+    "Theorem 2, attention map",
+    "Theorem 2, length generalization",
+    "Lemma 2 (Assumption 1.b)",
+    "Proposition 3, filter (Lemma 3)",
+    "Lemma 3, attention",
+    "Proposition 3, attention map",
+    "Proposition 3, length generalization",
+    "Theorem 4 (W = ∞, no positions)",
+    "Theorem 4 (W = N with positions)",
+    "Theorem 4, how far apart",
+    "Proposition 1 (A)",
+    "Proposition 1 (B)",
+    "Proposition 1, threshold",
+    "Proposition 1 (C)",
+    "Proposition 2",
+    "Definition 7",
+    "Proposition 4",
+    "Lemma 4",
+    "Proposition 5",
+)
 
 
 @pytest.mark.parametrize("delay", ["key", "value"])
 @pytest.mark.parametrize("ngram", [1, 2])
 def test_theorem_1_recalls_wherever_the_padding_imitates_nothing(ngram, delay):
-    found = associative.measure(ngram, 48, delay, 300, seed=3)
-    assert found["wrong_elsewhere"] == 0
-    assert found["distance"] <= found["bound"]
+    found = associative.measure(Recipe(delay), associative.SIZES[0], ngram, 48, 300, seed=3)
+    assert found.elsewhere == 0
+    assert found.distance <= found.bound
 
 
 def test_the_layer_is_the_formula_row_by_row():
@@ -37,13 +82,13 @@ def test_the_layer_is_the_formula_row_by_row():
     c = construction.temperature(6)
     weights = torch.stack([c * key @ rows[-1] for key in keys]).softmax(0)
     expected = (weights[:, None] * x).sum(0)
-    torch.testing.assert_close(associative.layer(construction, tokens, "key")[0], expected)
+    torch.testing.assert_close(associative.layer(construction, tokens, Recipe("key"))[0], expected)
 
 
 def test_a_constant_ngram_collides_with_the_padded_start():
     construction = associative.Construction.draw(2, seed=0)
     tokens = torch.tensor([[4, 9, 1, 4, 4, 7, 2, 4, 4]])
-    output = associative.layer(construction, tokens, "key")[0]
+    output = associative.layer(construction, tokens, Recipe("key"))[0]
     weights = (construction.embeddings @ output).topk(2).indices
     # Half of the attention follows position 0 (answer 9), half the true copy (answer 7), if the
     # filter's sum has the sign of its first tap; the true copy alone otherwise.
@@ -52,14 +97,35 @@ def test_a_constant_ngram_collides_with_the_padded_start():
     assert bool(9 in weights and abs(output @ construction.embeddings[9]) > 0.3) == bool(same_sign)
 
 
+def test_every_position_as_a_query_is_the_layer_at_each_length():
+    construction = associative.Construction.draw(2, seed=1)
+    tokens = torch.randint(12, (3, 7), generator=torch.Generator().manual_seed(0))
+    outputs = associative.everywhere(construction, tokens, Recipe("key"))
+    torch.testing.assert_close(
+        outputs[:, -1], associative.layer(construction, tokens, Recipe("key"))
+    )
+    other = tokens.clone()
+    other[:, 4] = (other[:, 4] + 1) % 12
+    moved = associative.everywhere(construction, other, Recipe("key")) - outputs
+    assert moved[:, :4].abs().max() == 0 < moved[:, 4:].abs().min(dim=1).values.max()
+
+
 def test_selective_copying_works_as_corrected_and_not_as_printed():
     for layer in (copying.CopyLayer(None, theta=0.0), copying.CopyLayer(8)):
-        for count in (8, 4):
-            assert copying.success(layer, length=40, count=count, rows=40) == 1
+        for shape in ((8, 8, 1), (4, 8, 1), (8, 20, 5)):
+            assert copying.success(layer, copying.Prompts(40, *shape), rows=40) == 1
+    prompts = copying.Prompts(40, 8, 8)
     printed = copying.CopyLayer(None, theta=0.0, first_lag=1)
-    assert copying.success(printed, length=40, count=8, rows=40) < 0.2
-    no_window = copying.CopyLayer(1)
-    assert copying.success(no_window, length=40, count=8, rows=40) < 0.2
+    assert copying.success(printed, prompts, rows=40) < 0.2
+    assert copying.success(copying.CopyLayer(1), prompts, rows=40) < 0.2
+
+
+def test_prompts_hold_each_signal_once_among_all_noise_tokens():
+    prompt, order = copying.Prompts(30, 6, 9, noises=3).draw(50, np.random.default_rng(0))
+    signal = (prompt >= 1) & (prompt <= 9)
+    np.testing.assert_array_equal(prompt[signal].reshape(50, 6), order)
+    assert (signal.sum(axis=1) == 6).all()
+    assert set(np.unique(prompt[~signal])) == {0, 11, 12}  # 10 is ⊥
 
 
 def test_fixed_thresholds_equal_quadrature():
@@ -118,13 +184,83 @@ def test_exponential_thresholds_equal_whole_sequences(monkeypatch):
         assert abs(np.quantile(found, share) / np.quantile(expected, share) - 1) < 0.08
 
 
+@pytest.mark.parametrize("index", range(6))
+def test_support_functions_are_suprema(index):
+    """Against the best of many members of the set, and of x's own direction where it is one."""
+    queries = width.query_sets()[index]
+    rng = np.random.default_rng(3)
+    members = rng.standard_normal((200_000, queries.rank))
+    if queries.name.startswith("cap"):
+        members[:, 0] = 5 * np.abs(members[:, 0])
+        members /= np.linalg.norm(members, axis=1, keepdims=True)
+        members = members[members[:, 0] >= math.cos(0.5)]
+    elif queries.name.startswith("3-sparse"):
+        members[:, 3:] = 0
+        members = rng.permuted(members, axis=1)
+    elif queries.name.startswith("64"):
+        members = np.random.default_rng([0, 5]).standard_normal((64, 16))
+    elif queries.rank == 1:
+        members = np.ones((1, 1))
+    members /= np.linalg.norm(members, axis=1, keepdims=True)
+    for x in rng.standard_normal((5, queries.rank)):
+        best, bound = (members @ x).max(), float(queries.support(x))
+        assert best <= bound + 1e-9
+        assert best >= bound - (1e-9 if len(members) <= 64 else 0.45 * bound)
+    own = members[0]  # a member attains 1 at itself
+    assert abs(float(queries.support(own)) - 1) < 1e-9
+
+
+def test_set_thresholds_of_a_sphere_are_those_of_its_subspace(monkeypatch):
+    monkeypatch.setattr(landmark, "LENGTH", 2048)
+    sphere = width.query_sets()[2]
+    found = landmark.set_thresholds(sphere.support, sphere.rank, 16, 1500, seed=0)
+    expected = landmark.subspace_thresholds(16, sphere.rank, 1500, seed=1)
+    for share in (0.1, 0.5, 0.9):
+        assert abs(np.quantile(found, share) / np.quantile(expected, share) - 1) < 0.05
+
+
+def test_the_exponential_rate_is_the_filters():
+    """A state over blocks at twice the rate, against the recursion."""
+    noise = np.random.default_rng(0).standard_normal((2, 200))
+    state = np.zeros(2)
+    for column in noise.T:
+        state = math.exp(-2.0) * state + column
+    np.testing.assert_allclose(landmark._decaying_sum(noise, 2.0)[:, -1], state)
+
+
+def test_the_residual_of_lemma_2():
+    table = torch.eye(4, dtype=torch.float64)
+    assert ngram.residual(table, 4) == pytest.approx(1)
+    table[3] = torch.tensor([0.6, 0.0, 0.0, 0.8])
+    assert ngram.residual(table, 4) == pytest.approx(0.8)  # (0.6, 0, 0, 0.8) from e_1
+    table[3] = torch.tensor([0.6, 0.8, 0.0, 0.0])
+    assert ngram.residual(table, 4) < 1e-12
+    assert ngram.residual(table, 2) == pytest.approx(0.6)  # its sine to e_2
+
+
+@pytest.mark.parametrize("grams", [1, 2])
+def test_sequences_follow_the_definitions(grams):
+    problem = Problem(10, grams, vocabulary=4, width=4)
+    tokens, answers = two_sided.sequences(problem, 10, 50, "train", most=10**6)
+    golden = two_sided.places(tokens, grams)
+    assert (golden.sum(dim=1) == 2).all() and golden[:, -1].all()
+    first = golden.double().argmax(dim=1)
+    assert (first < 10 - grams).all()
+    assert (tokens.gather(1, first[:, None] + 1)[:, 0] == answers).all()
+    if grams == 1:  # all X^i of the proof: query, filler, place
+        pairs = {tuple(row) for row in tokens.tolist() if len(set(row)) == 2}
+        assert len(pairs) >= 4 * 3 * 9
+    else:
+        constant = (tokens[:, -2] == tokens[:, -1]) & (tokens[:, 0] == tokens[:, -1])
+        assert not constant.any()
+
+
 def test_the_two_sided_layer_filters_values():
-    torch.manual_seed(0)
-    table = torch.randn(6, 4, dtype=torch.float64)
-    layer = generalization.TwoSidedLayer(table, reach=2)
+    problem = Problem(4, vocabulary=6, width=6)
+    layer = two_sided.TwoSidedLayer(problem)
     layer.roots.data.uniform_(0, 1)
-    tokens = torch.randint(6, (3, 5))
-    x, weights = table[tokens], layer.attention(tokens)
+    tokens = torch.randint(6, (3, 5), generator=torch.Generator().manual_seed(0))
+    x, weights = layer.embeddings[tokens], layer.attention(layer.keys(tokens))
     values = torch.zeros_like(x)
     for i in range(5):
         for lag in range(-2, 3):
@@ -133,26 +269,177 @@ def test_the_two_sided_layer_filters_values():
     torch.testing.assert_close(layer(tokens), torch.einsum("bt,btd->bd", weights, values))
 
 
-def test_theory_writes_everything_and_every_claim_holds(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(landmark, "BLOCKS", (128, 512))
-    monkeypatch.setattr(landmark, "RANKS", (4,))
-    monkeypatch.setattr("eval.recall.theory.report.TRIALS", 2000)
-    assert theory(tmp_path, rows=20, slow_trials=30)
-    record = json.loads((tmp_path / "theory.json").read_text())
-    sources = " ".join(claim["source"] for claim in record["claims"])
-    for name in ("Theorem 1", "Corollary 1", "Theorem 2", "Theorem 4", "(A)", "(B)", "(C)"):
-        assert name in sources
-    filters = np.array(record["theorem_2"]["filter"])
-    assert filters.argmax() == 6 and abs(filters[6] - 2) < 0.1  # lag −1
+def test_a_layer_reaching_beyond_differs_at_longer_lengths_alone():
+    layer = two_sided.TwoSidedLayer(Problem(6, vocabulary=5, width=5))
+    other = layer.reaching_beyond()
+    tokens = torch.randint(5, (4, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(other(tokens[:, :6]), layer(tokens[:, :6]))
+    assert (other(tokens) - layer(tokens)).norm(dim=1).min() > 0.1
+
+
+def test_the_largest_ratio_is_that_of_attention_weights():
+    layer = two_sided.TwoSidedLayer(Problem(6, 2, vocabulary=3, width=4))
+    worst = 0.0
+    for row in itertools.product(range(3), repeat=6):
+        tokens = torch.tensor([row])
+        weights = layer.attention(layer.keys(tokens))[0]
+        query = row[-2:]
+        for place in range(5):
+            window = row[max(0, place - 1) : place + 1]
+            if window == query or (len(window) == 1 and set(query) == set(window)):
+                continue
+            worst = max(worst, (weights[place] / weights[-1]).item())
+    assert layer.largest_ratio() == pytest.approx(worst)
+    assert layer.confusing().largest_ratio() >= 1 - 1e-9
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The whole command at small sizes: what it returned, its folder and record."""
+    out = tmp_path_factory.mktemp("theory")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landmark, "BLOCKS", (32, 512))
+        patch.setattr(landmark, "RANKS", (64,))
+        patch.setattr(associative, "SIZES", associative.SIZES[:1])
+        patch.setattr(associative, "LENGTHS", (16, 32))
+        patch.setattr(report, "TRIALS", 2000)
+        patch.setattr(report, "TRAINING_ROWS", 150)
+        patch.setattr(report, "TABLES", 1)
+        patch.setattr(generalization, "PROBLEMS", (Problem(5, vocabulary=5, width=6),))
+        patch.setattr(generalization, "LENGTHS", (10, 40, 160))
+        patch.setattr(ngram, "PROBLEMS", (Problem(8, 2, 4, 6, bounded=True, seed=1),))
+        patch.setattr(ngram, "LENGTHS", (16, 64))
+        fallen = theory(out, rows=20, slow_trials=40)
+    return fallen, out, json.loads((out / "theory.json").read_text())
+
+
+def test_theory_writes_everything_and_every_claim_stands(run):
+    fallen, out, record = run
+    assert fallen == []
+    filters = np.array(record["theorem_2"][0]["filter"])
+    assert filters.argmax() == len(filters) // 2 - 1 and abs(filters.max() - 2) < 1e-3
+    assert record["theorem_2"][0]["measured"][-1]["error"] < 1e-4
     for name in ("landmark_tradeoff.png", "theorem_2.svg", "theory.html", "theory.md"):
-        assert (tmp_path / name).stat().st_size > 1000
-    assert "holds" in capsys.readouterr().out
+        assert (out / name).stat().st_size > 1000
+    page = (out / "theory.html").read_text()
+    assert page.count("claim holds: <strong>yes") == len(record["claims"])
+    controls = sum(len(claim["controls"]) for claim in record["claims"])
+    assert page.count("control fails: <strong>yes") == controls
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_row_holds_and_refuses_all_that_is_wrong(run, source):
+    (claim,) = [claim for claim in run[2]["claims"] if claim["source"] == source]
+    assert claim["holds"]
+    assert claim["controls"] and all(control["fails"] for control in claim["controls"])
+
+
+def test_no_row_is_without_a_test_of_its_controls(run):
+    assert [claim["source"] for claim in run[2]["claims"]] == list(SOURCES)
+
+
+def test_what_is_untrained_exceeds_the_bound_even_at_the_largest_error_admitted(run):
+    for claim in run[2]["claims"]:
+        for control in claim["controls"]:
+            if control["what"] == "untrained":
+                assert "condition not met" in control["measured"]
+                # Its attention alone may be fair: it starts at a multiple of the identity.
+                if "filter" in claim["source"] or "generalization" in claim["source"]:
+                    assert float(control["measured"].split("; ")[1].split()[0]) > 1
+
+
+def test_the_tables_rows_are_those_of_the_command(run):
+    """Every row of README's table that names the command's rows names existing ones, and all."""
+    part = README.split("\n## Theorems and definitions\n")[1].split("\n## ")[0]
+    named = re.findall(r"`theory`: ([^|]*)\|", part)
+    rows = [row.strip() for cell in named for row in cell.split(";")]
+    assert set(rows) == set(SOURCES)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """One layer of Theorem 2 at two decades of error, and the wrong ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_sided, "ERRORS", (1e-2, 1e-3))
+        problems = (Problem(5, vocabulary=4, width=4),)
+        return generalization.trained(problems, (10, 40), 30, generalization.distance_unit)
+
+
+def test_one_good_layer_alone_passes_the_checks_that_refuse_one_bad_layer(small):
+    """Nothing fails for being one layer: what refuses the untrained one is what it does."""
+    (case,) = small.cases
+    alone = [dataclasses.replace(case, measured=case.measured[-1:])]
+    (bad,) = small.controls["untrained"]
+    # The same numbers but for the error claimed: the bound itself refuses them.
+    liar = dataclasses.replace(bad.measured[0], error=case.measured[-1].error)
+
+    def curve(_, m):
+        return {length: values[0] for length, values in m.by_length.items()}
+
+    assert generalization.judge(alone, curve, generalization.error_bound).passes
+    for measured in (bad.measured, [liar]):
+        wrong = [dataclasses.replace(bad, measured=measured)]
+        assert not generalization.judge(wrong, curve, generalization.error_bound).passes
+
+
+def test_a_bound_that_scales_wrongly_is_refused(small):
+    (case,) = small.cases
+    slow = [dataclasses.replace(m, filter=1e-9 * m.error**0.5, by_length={}) for m in case.measured]
+    case = dataclasses.replace(case, measured=slow)
+    found = generalization.judge(
+        [case], lambda c, m: {5: m.filter}, lambda c, m, _: generalization.filter_bound(c, m)
+    )
+    assert "0.50" in found.measured and not found.passes
+
+
+def test_the_bounds_are_lemma_1s(small):
+    """At ε₀ = 0.01, L = 5, W = 3, by hand: Γ, 1/s_q, D, M and the error."""
+    (case,) = small.cases
+    assert case.problem.reach == 3
+    m = dataclasses.replace(case.measured[0], error=0.01 / case.unit)
+    inverse = (2 - 0.05) / 0.96
+    assert generalization.gamma(case, m) == pytest.approx(0.01 / 0.96)
+    own = max(1.02 * inverse - 2, 0.08 + 0.01 * inverse)
+    far = own + 3.5 * 0.01 * inverse
+    assert generalization.filter_bound(case, m) == pytest.approx(far)
+    mass = 98 * 0.01 / 0.96
+    off = mass / (2 + mass)
+    assert generalization.off_map(case, m, 100) == pytest.approx(off)
+    expected = (3 + far) * off + (far + 0.015 * inverse) / 2
+    assert generalization.error_bound(case, m, 100) == pytest.approx(expected)
+
+
+def test_a_claim_needs_a_control_and_stands_only_if_that_fails():
+    def check(number):
+        return Verdict(f"{number}", number > 0)
+
+    assert Claim.judged("T", "s", "c", check, 1, {"wrong": -1}).stands
+    weak = Claim.judged("T", "s", "c", check, 1, {"wrong": -1, "also wrong": 2})
+    assert weak.holds and not weak.stands
+    assert "control fails: NO (also wrong: 2)" in weak.text()
+    assert not Claim.judged("T", "s", "c", check, -1, {"wrong": -1}).stands
+    with pytest.raises(ValueError, match="T: a claim needs a negative control"):
+        Claim.judged("T", "s", "c", check, 1, {})
+
+
+def test_the_command_fails_with_the_rows_that_do_not_stand(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(report, "theory", lambda out, **_: ["Lemma 9", "Theorem 0"])
+    monkeypatch.setattr("sys.argv", ["eval.recall", "theory", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: theory: do not hold or have a control that passes: Lemma 9; Theorem 0"
+    ]
 
 
 def test_the_page_takes_what_is_claimed_as_text():
-    claim = Claim("T <i>1", "x < y & z", "a 'b'", "m", False, "not <i>so")
+    claim = Claim("T <i>1", "x < y & z", "a 'b'", "m", False, (CONTROL,), "not <i>so")
     page = report.page([claim], "python <i>")
     assert "<i>" not in page and "<p>x &lt; y &amp; z</p>" in page
-    assert "<h2>T &lt;i&gt;1: does not hold</h2>" in page
+    assert "<h2>T &lt;i&gt;1</h2>" in page and "claim holds: <strong>no" in page
+    assert "control fails: <strong>no</strong> (&lt;i&gt;w:" in page
     assert "<em>Correction.</em> not &lt;i&gt;so" in page
     assert "Correction" not in report.page([dataclasses.replace(claim, correction="")], "")
+    table = report.markdown([dataclasses.replace(claim, controls=(CONTROL, CONTROL))], "")
+    assert table.count("**no**") == 3 and table.count("not <i>so") == 1

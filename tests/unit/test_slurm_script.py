@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,25 @@ def test_bash_and_shellcheck_accept_it(name):
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "site", "lines"),
+    [
+        ({"gpus_per_node": 8}, {}, ["--cpus-per-task=8"]),
+        ({"gpus_per_node": 8, "cpus_per_task": 6}, {}, ["--cpus-per-task=6"]),
+        ({"gpus_per_node": 8}, {"cpus_per_task": 5}, ["--cpus-per-task=5"]),
+        ({"gpus_per_node": 8}, {"sbatch": ["--cpus-per-gpu=4"]}, ["--cpus-per-gpu=4"]),
+        ({"gpus_per_node": 8}, {"sbatch": ["-c 4"]}, ["-c 4"]),
+        ({"tasks_per_node": 8}, {}, []),
+    ],
+)
+def test_a_gpu_s_rank_has_cores(options, site, lines):
+    """One core, SLURM's own default, would be shared by four threads and more."""
+    site = Site(**site)
+    text = render(FOLDER, Options(**options).with_site(site), site, [])
+    found = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    assert [line for line in found if line.startswith(("--cpus-per", "-c"))] == lines
+
+
 def test_no_other_launcher_and_no_host_list():
     for text in TEXTS.values():
         for word in ("ssh", "hostfile", "torchrun", "mpirun"):
@@ -102,6 +122,7 @@ STUBS = {
     "srun": STUB
     + """
 env >"$STUBS/environment"
+ulimit -S -l >"$STUBS/locked"
 if [ -n "${SRUN_BUSY:-}" ]; then
     trap 'echo "$SRUN_BUSY" >>"$STUBS/signals"' USR1
     touch "$STUBS/waits"
@@ -182,6 +203,11 @@ class Job:
         return self.folder.log.read_text(encoding="utf-8")
 
     @property
+    def environment(self) -> list[str]:
+        """The ranks' variables, NAME=VALUE."""
+        return (self.stubs / "environment").read_text(encoding="utf-8").splitlines()
+
+    @property
     def was_requeued(self) -> bool:
         return "scontrol requeue 20123\n" in self.calls
 
@@ -206,7 +232,7 @@ def test_how_ranks_are_started(job, restarts, port):
         "srun --mpi=none --export=ALL --kill-on-bad-exit=1 --wait=60 "
         f"python -u train.py {job.folder.config} train.resume=auto"
     )
-    environment = (job.stubs / "environment").read_text(encoding="utf-8").splitlines()
+    environment = job.environment
     for expected in (
         "MASTER_ADDR=10.0.0.7",
         f"MASTER_PORT={port}",
@@ -217,6 +243,28 @@ def test_how_ranks_are_started(job, restarts, port):
     ):
         assert expected in environment
     assert not [line for line in environment if line.startswith(("RANK=", "WORLD_SIZE="))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "threads"),
+    [({}, 1), ({"SLURM_CPUS_PER_GPU": 4}, 4), ({"SLURM_CPUS_PER_TASK": 8}, 8)],
+)
+def test_threads_are_the_cores_that_slurm_gave(job, asked, threads):
+    assert job.run(**asked) == 0
+    assert f"OMP_NUM_THREADS={threads}" in job.environment
+
+
+def test_ranks_may_lock_what_the_node_allows(job):
+    """A low limit of the shell that submits, or of slurmd, would come with the job."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, hard))
+    try:
+        assert job.run() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    locked = (job.stubs / "locked").read_text(encoding="utf-8").strip()
+    unlimited = hard == resource.RLIM_INFINITY
+    assert locked == ("unlimited" if unlimited else str(hard // 1024))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -28,10 +28,12 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
-from eval.small_study.__main__ import main, parse_arguments, study_of
-from eval.small_study.comparison import T_QUANTILES, compare, summarise
+from eval.small_study.__main__ import main
+from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
-from eval.small_study.plan import CONFIGS, MODELS, ROOT, SIZES, Job, Study, claim
+from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
+from eval.small_study.questions import MODELS, QUESTIONS
+from eval.small_study.tune import tuned
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
 DEFINITION = {
@@ -41,17 +43,32 @@ DEFINITION = {
     "cat_nope": ("head", "qkv", 21, "none"),
     "mh_cat_rope": ("multihead", "qkv", 21, "rope"),
     "mh_cat_nope": ("multihead", "qkv", 21, "none"),
-    "cat_v": ("head", "v", 21, "rope"),
-    "cat_k": ("head", "k", 21, "rope"),
     "canon_b": ("depthwise", "qkv", 4, "rope"),
+    **{
+        f"cat_{streams}{suffix}": ("head", streams, 21, positions)
+        for suffix, positions in (("", "rope"), ("_nope", "none"))
+        for streams in ("v", "k", "qk", "kv")
+    },
+    **{
+        f"{name}{suffix}": (kind, streams, window, positions)
+        for suffix, positions in (("", "rope"), ("_nope", "none"))
+        for name, kind, streams, window in (
+            ("mh_cat_v", "multihead", "v", 21),
+            ("mh_maps", "multihead", "qkv", 21),
+            ("mh_maps_v", "multihead", "v", 21),
+            ("cat_w4", "head", "qkv", 4),
+        )
+    },
 }
+NINE = QUESTIONS["variants"].models
+F, OTHER = {"": "f" * 64}, {"": "e" * 64}  # fingerprints of data
 LENGTHS = (64, 128, 256, 512, 1024)
 
 
 class TestPlan:
     @pytest.mark.parametrize("size", SIZES)
-    def test_nine_models_differ_only_in_what_they_are(self, size):
-        assert list(MODELS) == list(DEFINITION)
+    def test_models_differ_only_in_what_they_are(self, size):
+        assert MODELS.keys() == DEFINITION.keys()
         base_file = ROOT / CONFIGS / f"base_{size}.yaml"
         base = yaml.safe_load(base_file.read_text())
         found = []
@@ -60,19 +77,46 @@ class TestPlan:
             assert own.keys() == {"base", "model", "train"} and own["base"] == "base_cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
-                *("conv_type", "conv_streams", "conv_window", "position_embedding")
+                *("conv_type", "conv_streams", "conv_window", "position_embedding"),
+                "conv_mixing",
             }
             config = load_config(ROOT / CONFIGS / f"{model}.yaml", [f"base={base_file}"])
             assert config.model.conv_type == conv_type
             assert config.model.position_embedding == positions
+            mixing = "maps" if model.startswith("mh_maps") else "embeddings"
+            assert config.model.conv_mixing == mixing
             if conv_type != "none":
                 assert (config.model.conv_streams, config.model.conv_window) == (streams, window)
             assert config.model.hidden_size == base["model"]["hidden_size"]
             found.append(config.train.output_dir)
-        assert len(set(found)) == 9
+        assert len(set(found)) == len(MODELS)
+
+    def test_questions_compare_models_that_differ_as_they_say(self):
+        assert list(QUESTIONS) == ["variants", "streams", "maps", "length"]
+        sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
+        assert sizes == {"variants": 9, "streams": 12, "maps": 10, "length": 8}
+        for question in QUESTIONS.values():
+            assert len(set(question.contrasts)) == len(question.contrasts)
+            assert set(question.models) <= MODELS.keys()
+        for name in ("streams", "maps"):
+            for a, b in QUESTIONS[name].contrasts:
+                assert DEFINITION[a][3] == DEFINITION[b][3], "the same positions"
+        positions = [pair for pair in QUESTIONS["length"].contrasts if "nope" not in pair[1]]
+        for a, b in positions[:4]:
+            assert DEFINITION[a][:3] == DEFINITION[b][:3] and DEFINITION[a][3] == "none"
+        assert QUESTIONS["length"].factors[-1] == 32
+
+    def test_the_readme_has_the_questions(self):
+        text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
+        table = text.split("<!-- questions -->\n")[1].split("<!-- /questions -->")[0]
+        lines = [
+            f"| `{name}` | {asked.text} | {len(asked.models)} | {len(asked.contrasts)} |"
+            for name, asked in QUESTIONS.items()
+        ]
+        assert table.splitlines()[2:] == lines
 
     def test_jobs_are_seed_by_seed_and_their_commands_are_a_person_s(self, tmp_path):
-        study = Study(SIZES["cpu"], tuple(MODELS), (0, 1, 2), tmp_path / "out", tmp_path / "data")
+        study = Study(SIZES["cpu"], NINE, (0, 1, 2), tmp_path / "out", tmp_path / "data")
         jobs = study.jobs()
         assert len({job.folder for job in jobs}) == 27
         assert [job.seed for job in jobs[:10]] == [0] * 9 + [1]
@@ -83,7 +127,7 @@ class TestPlan:
         assert found["sweep"][found["sweep"].index("--lengths") + 1] == ",".join(map(str, LENGTHS))
 
     def test_same_data_order_for_all_models_of_a_seed(self, tmp_path):
-        study = Study(SIZES["cpu"], tuple(MODELS), (0, 1), tmp_path / "out", tmp_path / "data")
+        study = Study(SIZES["cpu"], NINE, (0, 1), tmp_path / "out", tmp_path / "data")
         order = {}
         for job in study.jobs():
             config = study.config(job)
@@ -94,19 +138,30 @@ class TestPlan:
 
     def test_other_settings_in_the_folder_are_refused(self, tmp_path):
         study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
-        claim(study, "f" * 64)
-        claim(study, "f" * 64)
+        claim(study, F)
+        claim(study, F)
         # More seeds or models are no other study.
-        claim(Study(SIZES["cpu"], ("cat_rope",), (0, 1), tmp_path, tmp_path / "data"), "f" * 64)
+        claim(Study(SIZES["cpu"], ("cat_rope",), (0, 1), tmp_path, tmp_path / "data"), F)
         with pytest.raises(UserError, match="another data_fingerprint"):
-            claim(study, "e" * 64)
+            claim(study, OTHER)
         other = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data", tokens=8192)
         with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1433600, now 8192\)"):
-            claim(other, "f" * 64)
+            claim(other, F)
+
+    def test_a_study_from_before_questions_is_not_continued(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
+        claim(study, F)
+        path = tmp_path / "settings.json"
+        settings = json.loads(path.read_text())
+        for key in ("question", "contrasts", "held_out"):
+            del settings[key]
+        write_json(path, settings | {"sweep_tokens": 65_536})
+        with pytest.raises(UserError, match=r"another sweep_tokens \(65536, now 204800\)"):
+            claim(study, F)
 
     def test_a_key_that_becomes_null_or_ceases_to_be_it_is_another_setting(self, tmp_path):
         study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
-        claim(study, "f" * 64)
+        claim(study, F)
         path = tmp_path / "settings.json"
         settings = json.loads(path.read_text())
         optimizer = settings["configs"]["cat_k"]["optimizer"]
@@ -116,11 +171,11 @@ class TestPlan:
             changed["configs"]["cat_k"]["optimizer"][key] = value
             write_json(path, changed)
             with pytest.raises(UserError, match=rf"another configs\.cat_k\.optimizer\.{key}"):
-                claim(study, "f" * 64)
+                claim(study, F)
             # What an earlier version did not know is no other setting.
             del changed["configs"]["cat_k"]["optimizer"][key]
             write_json(path, changed)
-            claim(study, "f" * 64)
+            claim(study, F)
 
     def test_tokens_in_either_case(self):
         found = [study_of(parse_arguments(["--tokens", n])).tokens for n in ("20K", "20k", "1e6")]
@@ -129,8 +184,10 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--models", "pythia,cats"], "--models cats: unknown; known: pythia"),
-            (["--seeds", ",".join(map(str, range(11)))], "--seeds: 11 of them; must be up to 10"),
+            (
+                ["--models", "pythia,cats"],
+                "--models cats: is not of --question variants, which has pythia",
+            ),
         ],
     )
     def test_bad_arguments_are_one_line(self, arguments, message):
@@ -145,6 +202,11 @@ class TestPlan:
             (["--parallel", "0"], "'0' must be from 1 to 4,096"),
             (["--tokens", "many"], "'many' must be a whole number such as"),
             (["--tokens", "1e30"], "'1e30' must be from 1 to"),
+            (["--rates", "1e-3,x,1e-2"], "'x' must be a number; give a list such as 1e-3"),
+            (["--rates", "1e-3,0,1e-2"], "'0' must be greater than 0; give a list"),
+            (["--rates", "1e-3,1e-2"], "'1e-3,1e-2' must be three or more different rates"),
+            (["--held-out", "a/x,b/x"], "'a/x,b/x' must be folders of different names"),
+            (["--documents", "1"], "'1' must be from 2 to"),
         ],
     )
     def test_bad_numbers_are_refused(self, arguments, message):
@@ -165,56 +227,12 @@ class TestPlan:
         assert "--size" in result.stdout
 
 
-class TestStatistics:
-    def test_difference_by_hand(self):
-        a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
-        found = compare(a, b)
-        # d = -0.3, -0.4, -0.2: mean -0.3, sd 0.1; variances 0.01 and 0.03
-        assert found.mean == pytest.approx(-0.3)
-        assert found.spread == pytest.approx(math.sqrt(0.02))
-        half = 4.303 * 0.1 / math.sqrt(3)
-        assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
-        assert found.verdict == "lower"
-        assert compare(b, a).verdict == "higher"
-
-    @pytest.mark.parametrize(
-        ("differences", "noise", "verdict"),
-        [
-            ((-0.10, -0.11, -0.09), 0.0, "lower"),
-            ((0.10, 0.11, 0.09), 0.0, "higher"),
-            ((0.10, 0.11, 0.09), 0.2, "within spread"),
-            ((0.10, 0.30, 0.01), 0.0, "unclear"),
-            ((0.0, 0.0, 0.0), 0.0, "within spread"),
-        ],
-    )
-    def test_verdicts(self, differences, noise, verdict):
-        base = {seed: 3.0 + noise * shift for seed, shift in enumerate((-1, 1, 0))}
-        other = {seed: base[seed] + d for seed, d in enumerate(differences)}
-        assert compare(other, base).verdict == verdict
-
-    def test_seeds_are_paired_and_one_says_nothing(self):
-        found = compare({0: 1.0, 5: 9.0}, {0: 2.0, 7: 1.0})
-        assert (found.mean, found.n, found.verdict, found.spread) == (-1.0, 1, "one seed", None)
-        assert compare({0: 1.0}, {1: 1.0}) is None
-        assert summarise([2.0]).sd is None
-        assert summarise([1.0, 2.0, 3.0]).sd == pytest.approx(1.0)
-
-    def test_quantiles_are_student_s(self):
-        def density(x: float, df: int) -> float:
-            scale = math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
-            return scale * (1 + x * x / df) ** (-(df + 1) / 2)
-
-        for df, quantile in enumerate(T_QUANTILES, 1):
-            steps = 4000
-            width = quantile / steps
-            inner = sum(density((i + 0.5) * width, df) for i in range(steps)) * width
-            assert 0.5 + inner == pytest.approx(0.975, abs=2e-5), df
-
-
 class Imitation:
     """Stands for `Workers.process`: leaves what the real commands leave, at once."""
 
     LOSS: ClassVar = {"pythia": 4.0, "cat_rope": 3.8, "canon_b": 4.001}
+
+    best_rate = 3e-3
 
     def __init__(self, fails: str = "", diverges: str = "") -> None:
         self.fails, self.diverges, self.calls = fails, diverges, []
@@ -240,6 +258,9 @@ class Imitation:
         self.sweep(Path(arguments[2]), Path(arguments[-1]))
         return 0
 
+    def validation(self, config) -> float:
+        return 4.0 + abs(math.log10(config.optimizer.lr / self.best_rate))
+
     def train(self, arguments: list[str]) -> int:
         config = load_config(ROOT / arguments[1], arguments[2:])
         run = Path(config.train.output_dir)
@@ -253,9 +274,19 @@ class Imitation:
                 record |= {"loss": None, "skipped": True} if bad and step > 4 else {}
                 file.write(json.dumps(record) + "\n")
             if not bad:
-                values = {"val_loss": 4.0, "val_perplexity": 54.6, "val_bits_per_byte": 2.0}
+                values = {
+                    "val_loss": self.validation(config),
+                    "val_perplexity": 54.6,
+                    "val_bits_per_byte": 2.0,
+                }
                 file.write(json.dumps({"step": 8, "tokens": 16384, **values}) + "\n")
         return 2 if bad else 0
+
+    @staticmethod
+    def nlls(model: str, loss: float) -> list[float]:
+        """Eight documents, easy and hard; one model's are not the others' plus a constant."""
+        own = 0.02 if model == "canon_b" else 0.0
+        return [1024 * (loss + number / 8 + own * (-1) ** number) for number in range(8)]
 
     def sweep(self, run: Path, out: Path) -> None:
         model, seed = run.name.split("-seed")
@@ -268,6 +299,7 @@ class Imitation:
                 row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}
                 row |= {"model_sha256": folder_sha256(run / "model")}
                 row |= {"group_kind": "documents", "training_length": 128, "document_count": 9}
+                row |= {"document_tokens": [1024] * 8, "document_nlls": self.nlls(model, loss)}
                 rows.append(row)
         write_json(out / "length_sweep.json", {"text": "x", "rows": rows})
 
@@ -287,10 +319,19 @@ def run_study(
 
 
 class TestStudy:
+    @pytest.fixture(autouse=True)
+    def undrawn(self, request, monkeypatch):
+        """Pictures take longer than the rest of a test; one test looks for them."""
+        if request.node.name != "test_results":
+            monkeypatch.setattr("eval.report.write.report", lambda *_: None)
+            monkeypatch.setattr("eval.small_study.figure.study_figure", lambda _: None)
+            monkeypatch.setattr("eval.common.style.save_figure", lambda *_: None)
+
     @pytest.fixture
-    def arguments(self, tiny_corpus, tmp_path) -> list[object]:
+    def arguments(self, long_corpus, tmp_path) -> list[object]:
         models = "pythia,cat_rope,canon_b"
-        return ["--data", tiny_corpus, "--out", tmp_path / "out", "--models", models]
+        chosen = ["--models", models, "--documents", 4]
+        return ["--data", long_corpus, "--out", tmp_path / "out", *chosen]
 
     def test_results(self, arguments, tmp_path, monkeypatch, capsys):
         code, out, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--parallel", 2)
@@ -307,41 +348,105 @@ class TestStudy:
         }
         assert verdicts == {
             ("cat_rope", "pythia"): "lower",
-            ("canon_b", "pythia"): "within spread",
+            ("canon_b", "pythia"): "unclear",
             ("canon_b", "cat_rope"): "higher",
         }
+        by_document = [pair["document_error"] for pair in summary["comparisons"]]
+        # Of 8 documents, ± 0.02 in turn: sqrt(8/7 * 8 * 0.02^2) / 8; 3 pairs, 2 lengths.
+        assert by_document[:2] == pytest.approx([0, 0.02 / math.sqrt(7)], abs=1e-9)
+        assert {pair["comparisons"] for pair in summary["comparisons"]} == {6}
         table = (folder / "small_study.md").read_text(encoding="utf-8")
         row = next(line for line in table.splitlines() if line.startswith("| CAT, RoPE | 1,000"))
         short, trained = (
             sum(math.exp(loss + 0.01 * seed) for seed in range(3)) / 3 for loss in (3.7, 3.8)
         )
         assert f"3.810 ± 0.010 | {short:.2f} ± 0.41 | {trained:.2f} ± " in row
-        assert "-0.200 [-0.200, -0.200] | **lower** |" in row
-        assert "no more than the spread over seeds: depthwise W=4, RoPE and Pythia (RoPE)" in table
+        pair = "| CAT, RoPE | Pythia (RoPE) | -0.200 [-0.200, -0.200] | **lower** | -0.200"
+        assert pair in table and "corrected for 6 comparisons" in table
         assert "| CAT, RoPE | pi+temperature |" in table
         with open(folder / "small_study.csv", encoding="utf-8") as file:
             assert len(list(csv.DictReader(file))) == 3 * 2 * 5
         for name in ("small_study.png", "small_study.svg", "report/index.html"):
             assert (folder / name).stat().st_size > 5000
 
-    def test_unclear_is_what_the_rule_says(self, arguments, tmp_path, monkeypatch, capsys):
-        # Beyond the spread in the mean; one seed differs so much that the interval holds zero.
-        noise = {"cat_rope": (0.10, 0.29, 0.0), "pythia": (0.0, 0.0, 0.0)}
-        losses = {m: {s: 3.0 + d for s, d in enumerate(noise[m])} for m in noise}
-        assert compare(losses["cat_rope"], losses["pythia"]).verdict == "unclear"
-        sweep = Imitation.sweep
+    def test_rates_are_chosen_on_a_seed_that_is_not_reported(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        arguments = [*arguments, "--seeds", "0,1", "--rates", "1e-3,1e-2,3e-3", "--parallel", 1]
+        code, out, err = run_study(monkeypatch, capsys, first := Imitation(), *arguments)
+        assert code == 0, err
+        assert "6 runs of 3 models and 9 that choose rates" in out
+        calls = [call for call in first.calls if "train.py" in call and "max_steps" not in call]
+        assert len(calls) == 15
+        tuning, reported = calls[:9], calls[9:]
+        assert all(f"train.seed={TUNING_SEED}" in call for call in tuning)
+        assert all("lr=0.003 optimizer.min_lr=0.0003 " in f"{call} " for call in reported)
+        assert not any("tuning" in call for call in first.calls if "train.py" not in call)
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        assert {row["seed"] for row in summary["rows"]} == {0, 1}
+        chosen = summary["models"][0]["tuned"]
+        assert (chosen["edge"], list(chosen["losses"])) == ("", ["0.001", "0.003", "0.01"])
+        # Begun again, nothing is left; without rates it is another study.
+        assert run_study(monkeypatch, capsys, again := Imitation(), *arguments)[0] == 0
+        assert again.calls == []
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments[:-4])
+        assert code == 2 and ".optimizer.lr ([0.001, 0.003, 0.01], now 0.003)" in err
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "1000")
+        assert code == 2 and "--seeds 1000: chooses the rates" in err
 
-        def noisy(self: Imitation, run: Path, out: Path) -> None:
-            model, seed = run.name.split("-seed")
-            level = losses.get(model, {}).get(int(seed), 9.0) - 0.01 * int(seed)
-            monkeypatch.setitem(Imitation.LOSS, model, level)
-            sweep(self, run, out)
+    @pytest.mark.parametrize(
+        ("best", "tried", "edge"),
+        [
+            (1.5e-2, [0.001, 0.003, 0.01, 0.0333], ""),
+            (1.0, [0.001, 0.003, 0.01, 0.0333, 0.111], ">="),
+            (1e-5, [0.000111, 0.000333, 0.001, 0.003, 0.01], "<="),
+        ],
+    )
+    def test_a_best_rate_at_the_edge_is_widened_and_marked(
+        self, tmp_path, monkeypatch, best, tried, edge
+    ):
+        imitation = Imitation()
+        monkeypatch.setattr(Imitation, "best_rate", best)
+        monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
+        rates = (1e-3, 3e-3, 1e-2)
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path, rates=rates)
+        workers = Workers(study, 1, 1)
+        run = lambda jobs: [complete_run(workers, job) for job in unfinished(jobs)]  # noqa: E731
+        found = tuned(study, run)["pythia"]
+        assert (list(found.losses), found.edge) == (tried, edge)
+        assert found.rate == {"": 0.01, ">=": tried[-1], "<=": tried[0]}[edge]
+        assert len(imitation.calls) == len(tried), "each is trained once"
 
-        monkeypatch.setattr(Imitation, "sweep", noisy)
-        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--parallel", 1)[0] == 0
+    def test_a_rate_that_diverges_is_not_chosen(self, tmp_path, monkeypatch):
+        imitation = Imitation(diverges="lr0.003")
+        monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
+        rates = (1e-3, 3e-3, 1e-2)
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path, rates=rates)
+        workers = Workers(study, 1, 1)
+        found = tuned(study, lambda jobs: [complete_run(workers, j) for j in unfinished(jobs)])
+        assert found["pythia"].losses[3e-3] == math.inf and found["pythia"].rate != 3e-3
+
+    def test_texts_beside_each_other(
+        self, arguments, long_corpus, tmp_path, monkeypatch, capsys, tiny_corpus
+    ):
+        other = tmp_path / "books"
+        shutil.copytree(long_corpus, other)
+        seeds = ("--seeds", "0,1", "--held-out", other)
+        code, _, err = run_study(monkeypatch, capsys, both := Imitation(), *arguments, *seeds)
+        assert code == 0, err
+        sweeps = [call for call in both.calls if "length_sweep" in call]
+        assert len(sweeps) == 12 and sum(f"--data {other} " in call for call in sweeps) == 6
+        for call in sweeps:
+            assert "--max-document-tokens 1024 --max-tokens 4096 " in call
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        assert list(summary["held_out"]) == ["books"]
+        assert len(summary["held_out"]["books"]["rows"]) == len(summary["rows"]) == 60
+        assert {pair["comparisons"] for pair in summary["comparisons"]} == {12}
         table = (tmp_path / "out/small_study.md").read_text(encoding="utf-8")
-        text = "1 differ by more than the spread, but the 95% interval over seeds holds zero: "
-        assert text + "CAT, RoPE and Pythia (RoPE)" in table
+        assert f"Text of {other} (4,096 tokens of 9 documents" in table
+        few = ("--held-out", tiny_corpus)
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, *few)
+        assert code == 2 and "holds out 0 documents of 1024 tokens or more, 4 are scored" in err
 
     def test_failures_are_kept_apart_and_tried_again(self, arguments, monkeypatch, capsys):
         arguments = [*arguments, "--seeds", "0,1"]
@@ -461,11 +566,22 @@ class TestStudy:
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")
         assert code == 2 and "scored on different tokens" in err
 
-    def test_data_too_short_for_the_lengths(self, arguments, tmp_path, monkeypatch, capsys):
-        few = SimpleNamespace(num_tokens=900, fingerprint="f" * 64)
-        monkeypatch.setattr("cat_lm.data.opening.open_verified", lambda *_: few)
-        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
-        assert code == 2 and "900 held-out tokens are too few for length 1024" in err
+    def test_too_few_held_out_documents(self, arguments, monkeypatch, capsys):
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--documents", 99)
+        assert code == 2 and err.count("\n") == 1
+        assert "documents of 1024 tokens or more, 99 are scored" in err
+
+    def test_another_tokenizer_is_refused_before_training(
+        self, arguments, long_corpus, tmp_path, monkeypatch, capsys
+    ):
+        other = tmp_path / "other"
+        shutil.copytree(long_corpus, other)
+        manifest = json.loads((other / "manifest.json").read_text())
+        manifest["tokenizer"]["sha256"] = "0" * 64
+        (other / "manifest.json").write_text(json.dumps(manifest))
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--held-out", other)
+        assert code == 2 and err.count("\n") == 1
+        assert f"--held-out {other}: was prepared with another tokenizer" in err
 
 
 class TestWorkers:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from cat_lm import architectures
 from cat_lm.ops.convolution import kinds as kinds_table
+from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, flops_per_token
 from eval.speed import choices, machine
 from eval.speed.__main__ import main
 from eval.speed.choices import KERNELS
 from eval.speed.conv import check, kernels, qkv
+from eval.speed.conv.contest import against_rival
 from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
 from eval.speed.conv.kernels import ConvCase, Kernel
 from eval.speed.model import build as models
-from eval.speed.model import decode, train
-from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
+from eval.speed.model import decode, rotation, train
+from eval.speed.timing import WARM_UPS, summary, time_in_turn, times_as_fast
+from tests.distributed.ranks import run_on_ranks
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
 CPU = torch.device("cpu")
@@ -155,12 +159,16 @@ def test_conv_record(speed, conv_type):
     assert {"command", "date", "versions", "commit", "machine"} <= set(record)
     cases = [(c["case"]["dtype"], c["case"]["window"]) for c in record["cases"]]
     assert cases == [("float32", 1), ("float32", 5), ("bfloat16", 1), ("bfloat16", 5)]
-    expected = {"reference", "cpu", "conv1d", "conv1d, transposed"}
+    layouts = {f"conv1d, {layout}" for layout in ("padded", "channels last", "transposed")}
+    expected = {"reference", "cpu", "conv1d", *layouts}
     if conv_type == "qkv":
         expected = {f"{name}, in {way}" for name in names[:2] for way in ("one call", "parts")}
     for result in record["cases"]:
         assert {row["kernel"] for row in result["kernels"]} == expected
         assert result["backend"].keys() == {"name", "reason", "runs"}
+        for direction in ("forward", "forward_backward"):
+            rivals = {row[direction]["rival"] for row in result["kernels"]}
+            assert len(rivals) == 1 and (rivals == {None}) == (conv_type == "qkv")
         for row in result["kernels"]:
             assert row["kernel"] in out
             for direction, floor in result["floor_bytes"].items():
@@ -303,8 +311,18 @@ def test_summary():
 
 def test_ratios_are_taken_within_a_round():
     """One round was ten times slower for both."""
-    own, rival = Timing([1.0, 10.0, 2.0]), Timing([2.0, 20.0, 2.0])
-    assert times_as_fast(own, rival) == 2.0
+    ratio = times_as_fast([1.0, 10.0, 2.0], [2.0, 20.0, 2.0])
+    assert (ratio["median"], ratio["range"]) == (2.0, [1.0, 2.0])
+
+
+def test_the_rival_is_the_layout_that_is_fastest():
+    seconds = {"cpu": [1.0, 1.0, 2.0], "conv1d": [9.0, 9.0, 9.0], "conv1d, padded": [3.0, 4.0, 2.0]}
+    found = against_rival(seconds)
+    assert {row["rival"] for row in found.values()} == {"conv1d, padded"}
+    assert found["cpu"]["times_as_fast_as_conv1d"] == 3.0
+    assert found["cpu"]["times_as_fast_range"] == [1.0, 4.0]
+    alone = against_rival({"cpu": [1.0]})["cpu"]
+    assert alone["rival"] is alone["times_as_fast_range"] is None
 
 
 # Training
@@ -314,7 +332,7 @@ def test_train_record(speed):
     names = ("pythia", "mh_cat")
     code, record, out, err = speed(
         *("train", *TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 2),
-        *("--models", ",".join(names), "--optimizer", "--peak-tflops", 0.5),
+        *("--models", ",".join(names), "--peak-tflops", 0.5),
     )
     assert code == 0, err
     assert tuple(record["results"]) == names
@@ -331,8 +349,93 @@ def test_train_record(speed):
         assert row["mfu"] == pytest.approx(flops / seconds / 0.5e12)
         assert row["peak_memory_bytes"] >= 0
         assert row["model"] in out
-    assert record["results"]["pythia"]["relative_to_plain"] == 1
+    pythia = record["results"]["pythia"]
+    assert pythia["relative_to_plain"] == 1 and pythia["relative_range"] == [1, 1]
+    assert record["step"] == "forward and backward" and record["absent"] == {}
     assert record["results"]["mh_cat"]["convolution"].startswith("multihead convolution")
+
+
+def steps_of_runs(ranks) -> dict:
+    """What `train --optimizer` measures, with the rates that its optimizers were given."""
+    engine, rates = Engine.train_step, []
+
+    def train_step(self, batch, lr):
+        rates.append((lr, self.config.optimizer.grad_clip, self.config.train.zero_stage))
+        return engine(self, batch, lr)
+
+    size = models.ModelSize(1, 32, 2, 61, 3, "bfloat16", "cpu")
+    case = train.TrainCase(size, 2, 16, optimizer=True)
+    with (
+        mock.patch("cat_lm.training.distributed.start") as start,
+        mock.patch.object(Engine, "train_step", train_step),
+    ):
+        start.return_value.__enter__.return_value = ranks
+        record = train.train_speed(case, ("llama-stock",), 1, peak_memory=False)
+    return {**record, "rates": rates}
+
+
+def test_a_run_s_own_step_is_timed():
+    """Of transformers' own class too, whose norms do not say what decays."""
+    (record,) = run_on_ranks(steps_of_runs, 1)
+    assert record["step"].startswith("a run's own")
+    assert set(record["rates"]) == {(0.0, 1.0, 1)} and len(record["rates"]) == 1 + WARM_UPS
+    assert record["results"]["llama-stock"]["peak_memory_bytes"] is None
+
+
+def test_a_run_s_step_is_where_training_is(speed):
+    device = mock.MagicMock()
+    device.__enter__.return_value.device = torch.device("cuda", 0)
+    with mock.patch("cat_lm.training.distributed.start", return_value=device):
+        code, record, _, err = speed("train", *TINY, "--optimizer", "--models", "pythia")
+    assert (code, record) == (2, None)
+    assert "--device cpu: a run's own step is on cuda here" in err.splitlines()[-1]
+
+
+# The rotation, compiled
+
+
+def test_the_rotation_is_compiled_for_its_model_alone(monkeypatch):
+    calls = []
+
+    def compile_(eager, dynamic):
+        def rotate(*arguments):
+            calls.append(arguments[0].shape)
+            return eager(*arguments)
+
+        return rotate
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    size = models.ModelSize(2, 32, 2, 61, 3, "float32", "cpu")
+    names = ("pythia", "pythia-compiled-rotary", "stock")
+    built = {name: models.build(size, name, 16) for name in names}
+    ids = models.random_ids(size, 2, 9)
+    assert rotation.compile_rotation(built[names[1]], ids) is None
+    assert len(calls) == 2 and all(p.grad is None for p in built[names[1]].parameters())
+    assert models.check_logits(built, ids, "float32")[names[1]] < 1e-5
+    assert len(calls) == 4  # of two layers; the other models rotate as they did
+    assert not MODELS["pythia"].compiled_rotation and MODELS[names[1]].stock == "stock"
+
+
+def test_what_does_not_compile_is_absent(speed, monkeypatch):
+    def compile_(eager, dynamic):
+        def rotate(*arguments):
+            raise RuntimeError("no C++ compiler\nwas found")
+
+        return rotate
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(train, "_peak_memories", lambda case, names: dict.fromkeys(names, 0))
+    few = (*TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 1, "--models")
+    code, record, out, err = speed("train", *few, "pythia,pythia-compiled-rotary")
+    assert code == 0 and record["results"].keys() == {"pythia"}
+    reason = "torch.compile failed: RuntimeError: no C++ compiler was found"
+    assert record["absent"] == {"pythia-compiled-rotary": reason}
+    assert f"absent: pythia-compiled-rotary: {reason}" in out
+    code, record, out, err = speed("train", *few, "pythia-compiled-rotary")
+    assert (code, record, out) == (2, None, "")
+    assert err.splitlines()[-1] == f"error: --models: pythia-compiled-rotary: {reason}"
+    code, record, out, err = speed("train", *few, "llama-compiled-rotary", "--compile")
+    assert code == 2 and "--compile compiles the rotation of every model" in err
 
 
 MODELS = choices.models()
@@ -342,6 +445,7 @@ def test_models_are_all_variants_of_all_families():
     assert tuple(MODELS)[:5] == ("pythia", "cat", "depthwise", "mh_cat", "stock")
     for family in map(architectures.get, architectures.names()):
         own = [m for name, m in MODELS.items() if (m.architecture, name) != (family.name, m.stock)]
+        own = [model for model in own if not model.compiled_rotation]
         of_it = [model.variant for model in own if model.architecture == family.name]
         assert of_it == list(family.variants())
         stocks = {m.stock for m in MODELS.values() if m.architecture == family.name}
@@ -359,7 +463,7 @@ def test_every_model_is_stock_with_identity_filters_and_another_with_drawn_ones(
     assert models.check_logits(pair, ids, "float32")[name] < 1e-5
     models.randomize_filters(pair[name])
     same = torch.allclose(pair[name](input_ids=ids).logits, pair[stock](input_ids=ids).logits)
-    assert same == (name == MODELS[name].plain)
+    assert same == (name == MODELS[name].plain or MODELS[name].compiled_rotation)
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.stock is None])
@@ -436,13 +540,40 @@ def test_decode_record(speed):
     places = [(row["name"], row["case"]["prompt_tokens"]) for row in record["results"]]
     decoded = [name for name in tuple(MODELS)[:5] if name != "stock"]
     assert places == [(name, prompt) for name in decoded for prompt in (5, 9)]
+    cold = [row["cold_prompt_tokens"] for row in record["results"]]
+    assert cold == [13, 17, 21, 25, 29, 33, 37, 41]
     for row in record["results"]:
+        assert len(row["tokens_per_second_cold"]["all"]) == 1
         cached, uncached = row["tokens_per_second_cached"], row["tokens_per_second_uncached"]
         for measured in (cached, uncached, row["prompt_seconds"]):
             assert len(measured["all"]) == 2
         assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
         assert row["near_ties"] == 0
         assert MODELS[row["name"]].label in out
+
+
+def test_every_length_of_keys_is_cold_once(monkeypatch):
+    """What is decoded as cold has lengths that nothing before it had, in any model."""
+    met, cold = set(), []
+
+    def lengths(model, prompt, count):
+        new = set(range(prompt.shape[1], prompt.shape[1] + count))
+        cold.append(not met & new)
+        met.update(new)
+        return decode.Decoded(prompt[:, :count], 1.0, 1.0)
+
+    monkeypatch.setattr(decode, "decode_cached", lengths)
+    monkeypatch.setattr(decode, "decode_uncached", lambda model, prompt, count: 1.0)
+    monkeypatch.setattr(
+        decode,
+        "check",
+        lambda model, prompt, case, name: lengths(model, prompt, case.cached_tokens) and 0,
+    )
+    size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
+    cases = [decode.DecodeCase(size, 1, prompt, 5, 3) for prompt in (8, 20)]
+    decode.decode_speed(cases, ("pythia", "cat"), repeats=1)
+    # The check, the cold prompt, a repeat: of two models and two prompts.
+    assert cold == [True, True, False] * 2 + [False, True, False] * 2
 
 
 def test_decoding_is_transformers_greedy():

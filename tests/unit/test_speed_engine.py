@@ -39,6 +39,8 @@ def test_the_record(tmp_path):
     assert record["tokens_per_step"] == 4 * 32 and record["model"]["vocab_size"] == 50
     assert len(record["step_seconds"]["all"]) == 3
     seconds = record["step_seconds"]["median"]
+    host = record["host_seconds"]["all"]
+    assert len(host) == 3 and min(host) > 0, "of this process, in CPU time"
     assert record["tokens_per_second"] == pytest.approx(128 / seconds)
     assert record["flops_per_step"] > 6 * 128 * (record["parameters"] - 50 * 32) > 0
     assert record["mfu"] is None and record["peak_flops"] is None

@@ -15,11 +15,12 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 import pytest
 import torch
 
+import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError, UserError, command
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.training import launcher
+from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model
 from cat_lm.training.estimate import count_parameters, flops_per_token, memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
@@ -133,6 +134,68 @@ def test_ranks_that_do_not_all_meet_may_be_started_again():
     line = done.stderr.splitlines()[-1]
     assert line.startswith("error: rank 0 on ") and "Traceback" not in done.stderr
     assert f"2 ranks were started and did not all meet at 127.0.0.1:{port} (" in line
+
+
+@pytest.mark.parametrize(
+    ("seen", "local_rank", "number", "variable"),
+    [
+        (8, 3, 3, "3"),
+        (1, 3, 0, "0"),  # a task that sees its own GPU only
+        (1, 0, 0, "0"),
+        (2, 3, None, "3"),
+    ],
+)
+def test_a_rank_s_gpu(seen, local_rank, number, variable, monkeypatch):
+    """DeepSpeed reads LOCAL_RANK as the device's number."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if number is None:
+        with pytest.raises(UserError, match="local rank 3 has no GPU of its own: this node shows"):
+            distributed._own_device(local_rank)
+    else:
+        device = distributed._own_device(local_rank)
+        assert chosen == [device] == [torch.device("cuda", number)]
+    assert os.environ["LOCAL_RANK"] == variable
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "a"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b"}, {"PYTORCH_CUDA_ALLOC_CONF": "b"}),
+    ],
+)
+def test_gpu_memory_is_allocated_in_blocks_that_grow(given, expected, monkeypatch):
+    """Unless somebody said otherwise, under the setting's new name or its old one."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, given.get(name, ""))  # restored afterwards
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["train.py", "no-such.yaml"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert {k: v for k, v in os.environ.items() if k.endswith("_ALLOC_CONF")} == expected
+
+
+@pytest.mark.parametrize("duplicate", [True, False])
+def test_ranks_that_share_a_gpu_are_one_line(duplicate, monkeypatch):
+    said = "NCCL error in: ncclUtils.hpp, invalid usage\nLast error:\n"
+    said += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 18000"
+    error = torch.distributed.DistBackendError(said if duplicate else "NCCL error: unhandled")
+
+    def refused(*arguments):
+        raise error
+
+    monkeypatch.setattr(distributed, "join_launcher", lambda: (1, 1, 2))
+    monkeypatch.setattr(distributed, "_start_deepspeed", refused)
+    expected = (UserError, "rank 1 on .*: another rank has the same GPU; .*start one rank per GPU")
+    kind, words = expected if duplicate else (torch.distributed.DistBackendError, "unhandled")
+    with pytest.raises(kind, match=words), distributed.start():
+        pass
 
 
 def test_a_batch_script_itself_is_one_rank(monkeypatch):

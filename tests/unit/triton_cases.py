@@ -18,6 +18,7 @@ from cat_lm.ops.convolution.triton.multihead import (
     multihead_conv_dx,
 )
 from cat_lm.ops.convolution.triton.qkv import conv_qkv, conv_qkv_backward
+from cat_lm.training.preflight.kernel_trial import why_no_kernel
 
 # Relative errors of whole tensors: fp32 sums; one rounding of a half-precision result, which the
 # interpreter does toward zero for bf16.
@@ -233,7 +234,7 @@ def check_qkv(shape, window, dtype, streams="qkv", rotary=0, rows=1, documents=F
 
     turn = (angles.cos(), angles.sin()) if rotary else None
     outputs = backend.head_conv_qkv(qkv, tuple(filters), biases, turn, positions)
-    assert all(y.transpose(1, 2).is_contiguous() for y in outputs)
+    assert all(y.is_contiguous() for y in outputs)
     results = (*outputs, *torch.autograd.grad(outputs, leaves, gradients))
 
     exact = {id(leaf): leaf.detach().double().requires_grad_() for leaf in leaves}
@@ -380,3 +381,10 @@ def test_serves_cpu_tensors_in_the_interpreter():
     assert backend.why_not("head", device, BF16, 21, 2, 64) is None
     assert "float64" in backend.why_not("head", device, torch.float64, 21, 2, 64)
     assert "interpreter" in backend.describe("head", BF16, 21)
+
+
+def test_the_trial_kernel_runs_and_is_compared(monkeypatch):
+    cpu = torch.device("cpu")
+    assert why_no_kernel(cpu) is None
+    monkeypatch.setattr(backend, "convolve", lambda kind, x, *_: x.clone())
+    assert why_no_kernel(cpu) == "a Triton kernel runs and computes wrong numbers on this device"

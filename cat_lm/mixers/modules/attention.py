@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State
 from cat_lm.mixers.modules.projections import ConvolvedProjections
+from cat_lm.ops.convolution.maps import sum_over_maps
 from cat_lm.ops.documents import document_runs
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ class ConvolutionAugmentedAttention(nn.Module):
 
     def __init__(self, options: cat.Options, setting: Setting) -> None:
         super().__init__()
-        self.streams = ConvolvedProjections(setting.d_model, options, options.bias)
+        self.mixes_maps = options.mixes_maps
+        self.streams = ConvolvedProjections(setting.d_model, options, options.bias, self.mixes_maps)
         self.out_proj = nn.Linear(setting.d_model, setting.d_model, bias=options.bias)
         self.dropout, self.rotary = options.dropout, options.position == "rope"
 
@@ -146,5 +148,9 @@ class ConvolutionAugmentedAttention(nn.Module):
         q, k, v = self.streams(x, **how)
         if self.rotary:
             q, k = rotated(q, k, padding_mask, state)
-        dropout = self.dropout if self.training else 0.0
-        return self.out_proj(softmax_attention(q, k, v, dropout, **how).flatten(2))
+        if self.mixes_maps:
+            v = self.streams.mixed(v, **how)
+        y = softmax_attention(q, k, v, self.dropout if self.training else 0.0, **how)
+        if self.mixes_maps:
+            y = sum_over_maps(y)
+        return self.out_proj(y.flatten(2))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops import depthwise_conv, head_conv
+from cat_lm.ops import convolve
+from cat_lm.ops.convolution import kinds
 
 # Tensors by name, rows first; see cat_lm/mixers/base.py.
 State = dict[str, Tensor]
@@ -32,6 +33,7 @@ def short_convolution(
     bias: Tensor | None = None,
     *,
     name: str,
+    conv_type: str = "depthwise",
     document_ids: Tensor | None = None,
     padding_mask: Tensor | None = None,
     state: State | None = None,
@@ -39,23 +41,32 @@ def short_convolution(
     """Convolve x [B, T, H, D] causally along time, after the inputs that `state` holds.
 
     Args:
-        filters: [H, W] for one filter a head, [H, D, W] for one a channel.
+        filters: of the shape that the kind says.
         bias: [H, D].
         name: of the last W−1 inputs in the state.
+        conv_type: the kind's name.
     """
-    convolve = head_conv if filters.dim() == 2 else depthwise_conv
     x = without_padding(x, padding_mask)
-    if state is None:
-        return convolve(x, filters, bias, document_ids=document_ids)
-    past = filters.shape[-1] - 1
+    past = kinds.get(conv_type).window_of(filters) - 1
+    before = inputs_before(x, past, name, padding_mask, state)
+    return convolve(conv_type, x, filters, bias, document_ids=document_ids, initial_state=before)
+
+
+def inputs_before(
+    x: Tensor, past: int, name: str, padding_mask: Tensor | None, state: State | None
+) -> Tensor | None:
+    """Take the last `past` inputs [B, past, …] before x [B, T, …] from the state, and put in x's.
+
+    Returns:
+        None without a state, or where nothing before is read.
+    """
+    if state is None or not past:
+        return None
     before = state.get(name, x[:, :0])
     if before.shape[1] < past:
         before = x.new_zeros(x.shape[0], past, *x.shape[2:])
-    if past:
-        state[name] = _last_inputs(torch.cat([before, x.detach()], dim=1), past, padding_mask)
-    return convolve(
-        x, filters, bias, document_ids=document_ids, initial_state=before if past else None
-    )
+    state[name] = _last_inputs(torch.cat([before, x.detach()], dim=1), past, padding_mask)
+    return before
 
 
 def _last_inputs(history: Tensor, past: int, padding_mask: Tensor | None) -> Tensor:

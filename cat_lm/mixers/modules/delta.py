@@ -17,13 +17,16 @@ from cat_lm.mixers.modules.context import (
     short_convolution,
     without_padding,
 )
-from cat_lm.mixers.modules.projections import Filters
+from cat_lm.mixers.modules.projections import Filters, activate, initial_filters
 from cat_lm.mixers.shared import STREAMS, DeltaOptions
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 
 class DeltaRuleLayer(nn.Module):
-    """Short convolutions with SiLU, unit-norm queries and keys, the delta rule, RMSNorm of heads.
+    """Short convolutions, SiLU, unit-norm queries and keys, the delta rule, RMSNorm of heads.
+
+    Filters of one filter a channel are those of one wide head, [1, C, W].
 
     Args:
         expand_v: width of all values over C.
@@ -42,7 +45,7 @@ class DeltaRuleLayer(nn.Module):
         operator: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.operator = operator or delta_rule
+        self.operator, self.options = operator or delta_rule, options
         width, heads = setting.d_model, options.heads
         self.heads, self.gated = heads, gated
         self.projected = {"q": "q", "k": "k", "v": "k" if options.shared_kv else "v"}
@@ -52,13 +55,14 @@ class DeltaRuleLayer(nn.Module):
         self.projections = nn.ModuleDict(
             {s: nn.Linear(width, sizes[s], bias=False) for s in different}
         )
-        bound = 1 / math.sqrt(options.window)
+        self.groups = 1 if options.conv_type == kinds.DEPTHWISE.name else heads
         self.filters = Filters(
+            options.conv_type,
             {
-                s: nn.Parameter(torch.empty(1, size, options.window).uniform_(-bound, bound))
+                s: nn.Parameter(initial_filters(options, self.groups, size // self.groups))
                 for s, size in sizes.items()
                 if s in (options.streams or "")
-            }
+            },
         )
         self.b_proj = nn.Linear(width, heads, bias=False)
         if gated:
@@ -92,6 +96,10 @@ class DeltaRuleLayer(nn.Module):
     def _stream(self, name: str, x: Tensor, **how: Tensor | State | None) -> Tensor:
         x = self.projections[self.projected[name]](x)
         if name in self.filters:
-            x = short_convolution(x[:, :, None], self.filters[name], name=f"{name}_inputs", **how)
-            x = x.squeeze(2)
-        return F.silu(x)
+            x = short_convolution(
+                *(x.unflatten(-1, (self.groups, -1)), self.filters[name]),
+                name=f"{name}_inputs",
+                conv_type=self.options.conv_type,
+                **how,
+            ).flatten(2)
+        return activate(self.options, x)

@@ -6,38 +6,91 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from cat_lm.mixers.modules.context import State, short_convolution
-from cat_lm.mixers.shared import STREAMS, ConvolutionOptions
+from cat_lm.mixers.modules.context import (
+    State,
+    inputs_before,
+    short_convolution,
+    without_padding,
+)
+from cat_lm.mixers.shared import STREAMS, ConvolutionOptions, DeltaOptions
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.maps import mixed_values
+from cat_lm.ops.convolution.reference import check_kind
+
+
+def initial_filters(
+    options: ConvolutionOptions | DeltaOptions, heads: int, head_dim: int
+) -> Tensor:
+    """Make one stream's filters as they start, of the shape that their kind says.
+
+    Raises:
+        ValueError: the kind is none that there can be.
+    """
+    kind, window = kinds.get(options.conv_type), options.window
+    check_kind(kind)
+    if options.init == "identity":
+        return kind.identity(heads, head_dim, window)
+    filters = torch.empty(kind.filter_shape(heads, head_dim, window))
+    return filters.uniform_(-1, 1) / math.sqrt(kind.fan_in(heads, window))
 
 
 class Filters(nn.ParameterDict):
-    """Filters by stream; none of them takes weight decay."""
+    """Filters by stream; none of them takes weight decay.
+
+    Attributes:
+        conv_type: their kind's name.
+    """
 
     no_decay = tuple(STREAMS)
+
+    def __init__(self, conv_type: str, filters: dict[str, nn.Parameter]) -> None:
+        super().__init__(filters)
+        self.conv_type = conv_type
+
+    @property
+    def of_channels(self) -> bool:
+        """Tell whether each channel has its own."""
+        return "D" in kinds.get(self.conv_type).filter_axes
+
+    def lists(self) -> dict[str, list[list[float]]]:
+        """Give each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels."""
+        axis = kinds.get(self.conv_type).window_axis
+        last = {stream: f.detach().movedim(axis, -1) for stream, f in self.items()}
+        return {stream: f.reshape(-1, f.shape[-1]).tolist() for stream, f in last.items()}
+
+
+def activate(options: ConvolutionOptions | DeltaOptions, x: Tensor) -> Tensor:
+    """Apply the activation that follows the filters."""
+    return F.silu(x) if options.activation == "silu" else x
 
 
 class ConvolvedProjections(nn.Module):
     """Queries, keys and values [B, T, H, D] of an input [B, T, C], filtered along time.
 
-    The filters' parameters are `filters.q`, `filters.k`, `filters.v` [H, W], lag 0 first.
+    The filters' parameters are `filters.q`, `filters.k`, `filters.v`, lag 0 first, of the shape
+    that their kind says: [H, W] for one filter a head.
+
+    Args:
+        mixes_maps: leave the values as they are; their filters are for `mixed`.
     """
 
-    def __init__(self, d_model: int, options: ConvolutionOptions, bias: bool) -> None:
+    def __init__(
+        self, d_model: int, options: ConvolutionOptions, bias: bool, mixes_maps: bool = False
+    ) -> None:
         super().__init__()
         self.options = options
         self.projected = "qkk" if options.shared_kv else STREAMS  # what each stream is made of
         different = len(set(self.projected))
         self.projection = nn.Linear(d_model, different * d_model, bias=bias)
+        sizes = (options.heads, d_model // options.heads)
+        convolved = [stream for stream in STREAMS if stream in (options.streams or "")]
         self.filters = Filters(
-            {s: nn.Parameter(self._initial()) for s in STREAMS if s in (options.streams or "")}
+            options.conv_type,
+            {stream: nn.Parameter(initial_filters(options, *sizes)) for stream in convolved},
         )
-
-    def _initial(self) -> Tensor:
-        shape = (self.options.heads, self.options.window)
-        if self.options.init == "identity":
-            return torch.eye(1, self.options.window).repeat(self.options.heads, 1)
-        return torch.empty(shape).uniform_(-1, 1) / math.sqrt(self.options.window)
+        self.filtered = set(convolved) - ({"v"} if mixes_maps else set())
 
     def forward(
         self,
@@ -50,24 +103,47 @@ class ConvolvedProjections(nn.Module):
         how = {"document_ids": document_ids, "padding_mask": padding_mask, "state": state}
         of = [STREAMS.index(name) for name in self.projected]
         if self.options.place == "before":
-            width = x.shape[-1]
-            weights = self.projection.weight.split(width)
-            bias = self.projection.bias
-            biases = [None] * len(weights) if bias is None else bias.split(width)
-            inputs = [self._filtered(s, x[:, :, None], **how).squeeze(2) for s in STREAMS]
-            found = (
-                nn.functional.linear(value, weights[i], biases[i])
-                for value, i in zip(inputs, of, strict=True)
-            )
-            return [stream[:, :, None] for stream in found]
-        streams = (
-            self.projection(x)
-            .unflatten(-1, (-1, self.options.heads, x.shape[-1] // self.options.heads))
-            .unbind(dim=2)
-        )
-        return [self._filtered(s, streams[i], **how) for s, i in zip(STREAMS, of, strict=True)]
+            streams = self._projected_after(x, of, **how)
+        else:
+            heads = (-1, self.options.heads, x.shape[-1] // self.options.heads)
+            made = self.projection(x).unflatten(-1, heads).unbind(dim=2)
+            streams = [self._filtered(s, made[i], **how) for s, i in zip(STREAMS, of, strict=True)]
+        return [activate(self.options, stream) for stream in streams]
+
+    def mixed(
+        self,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        """Make `mixed_values` [B, T, H, H D] of values [B, T, H, D], for the mixing of maps."""
+        value, filters = without_padding(value, padding_mask), self.filters["v"]
+        before = inputs_before(value, self.options.window - 1, "v_inputs", padding_mask, state)
+        if before is None:
+            return mixed_values(value, filters, document_ids)
+        return mixed_values(torch.cat([before, value], dim=1), filters)[:, before.shape[1] :]
+
+    def _projected_after(
+        self, x: Tensor, of: list[int], **how: Tensor | State | None
+    ) -> list[Tensor]:
+        """Filter the input, and project what comes out; `of` names each stream's projection."""
+        width, bias = x.shape[-1], self.projection.bias
+        weights = self.projection.weight.split(width)
+        biases = [None] * len(weights) if bias is None else bias.split(width)
+        inputs = [self._filtered(s, x[:, :, None], **how).squeeze(2) for s in STREAMS]
+        return [
+            F.linear(value, weights[i], biases[i])[:, :, None]
+            for value, i in zip(inputs, of, strict=True)
+        ]
 
     def _filtered(self, stream: str, x: Tensor, **how: Tensor | State | None) -> Tensor:
-        if stream not in self.filters:
+        if stream not in self.filtered:
             return x
-        return short_convolution(x, self.filters[stream], name=f"{stream}_inputs", **how)
+        return short_convolution(
+            *(x, self.filters[stream]),
+            name=f"{stream}_inputs",
+            conv_type=self.options.conv_type,
+            **how,
+        )

@@ -94,6 +94,14 @@ class Pattern(Entry):
         """
         from transformers.masking_utils import create_causal_mask
 
+        plain = not any(
+            inputs.get(name) is not None
+            for name in ("attention_mask", "past_key_values", "and_mask_function")
+        )
+        if plain and config._attn_implementation == "sdpa":
+            # `is_causal` says it all. transformers says so too, but 5.17 builds the mask where a
+            # graph is captured, with which SDPA computes without flash attention.
+            return None
         return create_causal_mask(config=config, **inputs)
 
 

@@ -54,8 +54,8 @@ def head_conv_qkv(
         backend: auto, reference, cpu or triton.
 
     Returns:
-        q, k, v, each [B, T, H, D], laid out as [B, H, T, D] in memory where that is free, which
-        is how attention reads them.
+        q, k, v, each [B, T, H, D]; on a CPU laid out as [B, H, T, D] in memory where that is free,
+        which is how attention reads them there.
 
     Raises:
         ValueError: as `head_conv`, and for filters of different windows.

@@ -23,7 +23,7 @@ from pathlib import Path
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import bandwidth, facts, rules, shards
+from cat_lm.training.preflight import bandwidth, facts, node, rules, shards
 from cat_lm.training.preflight.dry_run import dry_run_batch
 from cat_lm.training.preflight.folder import Probe
 from cat_lm.training.watchdog import host_name
@@ -54,6 +54,8 @@ def check(
     if ranks.is_first:
         probe.write()
     ranks.barrier()  # the first rank's file is there before another looks for it
+    if ranks.device.type == "cuda":
+        node.keep_triton_cache_here()
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     try:
         gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None))
@@ -62,7 +64,7 @@ def check(
             probe.remove()
     verdict = rules.judge(config, gathered)
     if not verdict.problems:
-        verdict.add_transport(bandwidth.measure(ranks), ranks.device.type)
+        verdict.add_transport(bandwidth.measure(ranks))
     try:
         if verdict.problems:
             raise SharedError(verdict.message())

@@ -8,11 +8,44 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, known_device
 from cat_lm.training.distributed import Ranks
 
 _START_BYTES = 2**20
 _LARGEST_BYTES = {"cuda": 2**29, "cpu": 2**25}
 _SECONDS = 0.1  # what one timed all-reduce may take, about
+
+
+# The share of what the hardware can send below which a fast network is taken for not used. NCCL's
+# own tests reach 0.7 to 0.9 of it; the ways around it (the host's memory within a node, TCP between
+# nodes) a few hundredths.
+_LEAST_OF_LINK, _LEAST_OF_NETWORK = 0.25, 0.1
+# GB/s of a GPU without NVLink, whatever others of its name have: PCIe 5, sixteen lanes.
+_PCIE = 64.0
+# Bytes a second, of devices that are not listed, and of CPUs: gloo in one machine is near 1e9.
+_LEAST_OF_UNKNOWN, _LEAST_OF_CPUS = 1e9, 1e7
+
+
+def least_bandwidth(device: str, nodes: int, per_node: int) -> float:
+    """Bytes a second on the bus that an all-reduce reaches wherever the fast network is used.
+
+    Within a node a quarter of the GPU's link: 112 GB/s of an H100's 450. Between nodes a ring has
+    all of a node's ways out: a tenth of 25 GB/s for each GPU, 20 GB/s for nodes of eight.
+
+    Args:
+        device: its name, as CUDA gives it; "CPU".
+        nodes, per_node: how many, and the fewest ranks of one.
+    """
+    if device == "CPU":
+        return _LEAST_OF_CPUS
+    found = known_device(device)
+    if found is None:
+        return _LEAST_OF_UNKNOWN
+    link = min(found.link, _PCIE) if "PCIE" in device.upper() else found.link
+    least = _LEAST_OF_LINK * link
+    if nodes > 1:
+        least = min(least, _LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * per_node)
+    return least * 1e9
 
 
 @dataclass(frozen=True)

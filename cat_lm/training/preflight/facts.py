@@ -20,7 +20,9 @@ from cat_lm import __version__
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.host import available_memory
+from cat_lm.ops.runtime.triton_launch import INSTALLED
 from cat_lm.training.distributed import Ranks, describe_error
+from cat_lm.training.preflight import node
 from cat_lm.training.preflight.folder import FolderFacts, Probe
 from cat_lm.training.watchdog import host_name
 
@@ -47,8 +49,10 @@ class Facts:
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         host_memory: bytes that are free on its host, whatever the device.
         matmul_seconds: of a small matrix product, to tell a slow device from the others.
+        node: its share of its node: cores, limits.
         data: None where another rank of the host opened them, or where `data_problem` says why.
         folder: None where another rank of the host looked.
+        kernel_problem: why a Triton kernel does not run here, where the run needs some.
     """
 
     rank: int
@@ -61,9 +65,11 @@ class Facts:
     free_memory: int
     host_memory: int
     matmul_seconds: float
+    node: node.NodeFacts
     data: DataFacts | None = None
     data_problem: str | None = None
     folder: FolderFacts | None = None
+    kernel_problem: str | None = None
 
 
 def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
@@ -84,10 +90,22 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         free_memory=free_memory(ranks.device),
         host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
+        node=node.collect(ranks.device),
         data=data,
         data_problem=data_problem,
         folder=folder,
+        kernel_problem=kernel_problem(config, ranks.device),
     )
+
+
+def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
+    """Launches a Triton kernel where the run may need them: it would fail in the first step."""
+    asked = config.train.conv_backend != "reference" or config.train.compile
+    if not (asked and INSTALLED and device.type == "cuda"):
+        return None
+    from cat_lm.training.preflight.kernel_trial import why_no_kernel
+
+    return why_no_kernel(device)
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -111,7 +129,16 @@ def versions(on_gpu: bool) -> dict[str, str]:
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["fp32 products"] = fp32_products()
     return found
+
+
+def fp32_products() -> str:
+    """How a GPU multiplies fp32: exactly, or in TF32, which has ten bits where fp32 has 23.
+
+    Images of NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which nobody sees.
+    """
+    return "exact" if torch.get_float32_matmul_precision() == "highest" else "TF32"
 
 
 @functools.cache

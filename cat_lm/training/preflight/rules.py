@@ -18,15 +18,13 @@ from cat_lm.training.estimate import (
     checkpoint_bytes,
     memory_per_rank,
 )
-from cat_lm.training.preflight.bandwidth import Transport
+from cat_lm.training.preflight import node
+from cat_lm.training.preflight.bandwidth import Transport, least_bandwidth
 from cat_lm.training.preflight.facts import Facts
 
 HOSTS_NAMED = 8
 # A rank's device that takes so many times as long as the median one holds all others up.
 SLOW_DEVICE = 2.0
-# Bytes a second on the bus below which a network is taken for broken or not used: a GPU's are tens
-# of GB/s within a node and not less than 1 between nodes; gloo in one machine is near 1.
-LEAST_BANDWIDTH = {"cuda": 1e9, "cpu": 1e7}
 
 
 @dataclass
@@ -62,18 +60,20 @@ class PreflightReport:
         more = len(of_host) - len(named)
         return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
 
-    def add_transport(self, transport: Transport | None, device_type: str) -> None:
+    def add_transport(self, transport: Transport | None) -> None:
         if transport is None:
             return
-        speed = transport.bus_bandwidth
+        speed, per_host = transport.bus_bandwidth, Counter(fact.host for fact in self.facts)
+        least = least_bandwidth(self.facts[0].device, len(per_host), min(per_host.values()))
         self.notes.append(
             f"all-reduce of {transport.bytes_ / 2**20:.0f} MiB among {transport.world_size} "
             f"ranks: {transport.seconds * 1e3:.1f} ms, {speed / 1e9:.2f} GB/s on the bus"
         )
-        if speed < LEAST_BANDWIDTH[device_type]:
+        if speed < least:
             text = (
-                f"the all-reduce's {speed / 1e9:.3f} GB/s are very little; is the fast network "
-                "used (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME tell and choose)?"
+                f"the all-reduce's {speed / 1e9:.3g} GB/s are very little, {least / 1e9:.3g} or "
+                "more are usual; is the fast network used (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME "
+                "tell and choose)?"
             )
             self.warnings[text] += range(len(self.facts))
 
@@ -105,6 +105,7 @@ def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
     )
     for check in (_versions, _configurations, _batch, _data, _needs, _devices):
         check(verdict, config)
+    node.judge(verdict)
     return verdict
 
 
@@ -224,8 +225,8 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)
-    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
     _building(verdict, parameters)
+    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
 
 
 def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
@@ -281,12 +282,24 @@ def _building(verdict: PreflightReport, parameters: int) -> None:
 
 
 def _devices(verdict: PreflightReport, config: RunConfig) -> None:
-    """Note what runs, but only as fast as its slowest rank."""
+    """Name what cannot run; note what runs, but only as fast as its slowest rank."""
     facts = verdict.facts
+    for fact in facts:
+        if fact.kernel_problem is not None:
+            verdict.problems[
+                f"{fact.kernel_problem} (train.conv_backend=reference and train.compile=false do "
+                "without them, slowly)"
+            ].append(fact.rank)
     kinds = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")
     drivers = [fact.driver for fact in facts]
     _compare(verdict, verdict.warnings, "the driver", drivers, "one version is safer")
+    inexact = [fact.rank for fact in facts if fact.versions.get("fp32 products") == "TF32"]
+    if inexact:
+        verdict.warnings[
+            "fp32 matrices are multiplied in TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), which has 10 "
+            "bits of 23; unset it for fp32's own results"
+        ] += inexact
     typical = statistics.median(fact.matmul_seconds for fact in facts)
     for fact in facts:
         if len(facts) > 2 and fact.matmul_seconds > SLOW_DEVICE * typical:

@@ -57,6 +57,14 @@ FIGURES = {
         True,
         "With one layer each, CAT alone keeps its accuracy at other lengths.",
     ),
+    "width": Figure(
+        "accuracy by width: memory and recall",
+        "5 / 3 / 5",
+        "width",
+        False,
+        "Models with a state of fixed size, Mamba and Based, recall more as they get wider; one "
+        "CAT layer recalls everything at every width.",
+    ),
     "selective-copy": Figure(
         "selective copying by length, one and two layers",
         "– / 11 / 7",

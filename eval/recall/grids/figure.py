@@ -1,57 +1,76 @@
-"""`python -m eval.recall figure`: runs a grid, checks its controls, draws and tells all of it."""
+"""`python -m eval.recall figure`: tunes and runs a grid, checks controls, draws and tells it."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
+from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
-from eval.common.outputs import PICTURES, claim_outputs, named
+from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.summary import TRAINED, differences, summary
+from eval.recall.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.recall.show import filter_plots, page, pictures
 from eval.recall.tasks import generate
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution, run_unfinished
+from eval.recall.train.execution import Execution
+from eval.recall.train.trial import PROTOCOL
 
 if TYPE_CHECKING:
     from eval.recall.show.pictures import Points, Rows
+
+    Found = Sequence[tuple[Run, dict[str, Any], Choice]]
 
 CONTROL_AT_LEAST = 0.99
 _DEVIATIONS = 5  # of chance, up to which the negative control may come: it is tested many times
 
 
-def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[str, Any] | None:
+def figure(
+    name: str, scale_name: str, out: Path, execution: Execution, seeds: int | None = None
+) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes OUT/NAME.json, .md, .png and .svg.
 
-    Where models were also tested with a fixed number of keys, OUT/NAME-fixed is a picture of that;
-    OUT/NAME-filters shows the learned filters.
+    OUT/NAME-fixed is a picture of tests with a fixed number of keys, OUT/NAME-generated of copying
+    with a model's own answers fed back, OUT/NAME-filters of the learned filters.
+
+    Args:
+        seeds: runs of each model, in place of the scale's.
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
     """
-    runs = plan(name, SCALES[scale_name])
-    stems = (name, f"{name}-fixed", f"{name}-filters")
-    pictures_of = [file for stem in stems for file in named(stem, *PICTURES)]
+    scale = SCALES[scale_name]
+    if seeds is not None:
+        scale = replace(scale, seeds=seeds, length_seeds=seeds)
+    places = plan(name, scale)
     if not execution.estimate_only:
-        claim_outputs(out, f"{name}.json", [f"{name}.md", *pictures_of])
-    if not run_unfinished(f"{name} at {scale_name} scale", runs, out, execution):
+        _claim(name, out)
+    found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
+    if found is None:
         return None
-    rows = [(run, cells.finished(out, run.cell)) for run in runs]
+    rows = [(run, record) for run, record, _ in found]
+    lines = summary(found, tests)
     record = {
         "figure": name,
         "shows": FIGURES[name].shows,
         "number in the paper (AAAI / workshop / arXiv)": FIGURES[name].number,
         "scale": scale_name,
-        "positive_control": rows[-1][1]["best_accuracy"],
+        "protocol": PROTOCOL,
+        "tuning_seed": TUNING_SEED,
+        "axis": "width" if any(run.across == "width" for run, _ in rows) else "length",
         "controls": controls(rows),
-        "lines": summary(rows, points),
-        "fixed_items": summary(rows, fixed_points),
+        "lines": lines,
+        "fixed_items": summary(found, fixed_tests),
+        "differences": differences(lines),
         "filters": filter_plots.table(rows),
         "provenance": provenance(),
     }
@@ -63,14 +82,33 @@ def figure(name: str, scale_name: str, out: Path, execution: Execution) -> dict[
     return record
 
 
+def _claim(name: str, out: Path) -> None:
+    """Lists the figure's files; those of an earlier protocol are not written over."""
+    earlier = out / f"{name}.json"
+    if is_result(earlier) and read_object(earlier).get("protocol") != PROTOCOL:
+        raise UserError(
+            f"--out {out}: {name}.json is of an earlier protocol of training and would be "
+            "replaced; give another folder"
+        )
+    stems = (name, *(f"{name}-{kind}" for kind in ("fixed", "generated", "filters")))
+    pictures_of = [file for stem in stems for file in named(stem, *PICTURES)]
+    claim_outputs(out, f"{name}.json", [f"{name}.md", *pictures_of])
+
+
 def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
-    name = record["figure"]
+    name, axis = record["figure"], record["axis"]
     title = picture_title(record)
-    save_figure(pictures.draw(rows, points, title), out / name)
+    save_figure(pictures.draw(rows, points(), title, points("one_token_ceiling"), axis), out / name)
     if record["fixed_items"]:
-        fixed = [row for row in rows if fixed_points(*row)]
-        drawing = pictures.draw(fixed, fixed_points, f"{title}\nas many keys as trained")
+        fixed = [row for row in rows if fixed_tests(*row)]
+        of_fixed = [points(key, fixed_tests) for key in ("accuracy", "one_token_ceiling")]
+        told = f"{title}\nas many keys as trained"
+        drawing = pictures.draw(fixed, of_fixed[0], told, of_fixed[1], axis)
         save_figure(drawing, out / f"{name}-fixed")
+    if page.generated(record):
+        told = f"{title}\nits own answers fed back"
+        drawing = pictures.draw(rows, points("free_running_accuracy"), told, None, axis)
+        save_figure(drawing, out / f"{name}-generated")
     if record["filters"]:
         save_figure(filter_plots.draw(record["filters"], title), out / f"{name}-filters")
 
@@ -78,49 +116,69 @@ def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
 def picture_title(record: dict[str, Any]) -> str:
     """Lines short enough to stand beside the legend of one column of panels."""
     title = f"{record['figure']}, {record['scale']} scale"
-    if record["controls"]["positive"]["passed"]:
-        return title
-    return f"{title}\npositive control failed ({record['positive_control']:.2f})"
+    failed = [x["row"] for x in record["controls"]["positive"] if not x["passed"]]
+    return f"{title}\ncontrol failed: {', '.join(failed)}" if failed else title
 
 
-def points(run: Run, record: dict[str, Any]) -> dict[int, float]:
-    """Length -> accuracy: the best seen at the trained length; at several, the last with items in
-    proportion."""
-    if not run.across_tests:
-        return {run.cell.seq_len: record["best_accuracy"]}
-    return {
-        test["seq_len"]: test["accuracy"]
-        for name, test in record["tests"].items()
-        if "," not in name
-    }
+def tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Length or width -> what the test found there, with items in proportion to the length."""
+    found = record["tests"]
+    if run.across == "lengths":
+        return {test["seq_len"]: test for name, test in found.items() if "," not in name}
+    return {run.cell.d_model if run.across == "width" else run.cell.seq_len: found[TRAINED]}
 
 
-def fixed_points(run: Run, record: dict[str, Any]) -> dict[int, float]:
-    """Length -> accuracy with as many items as in training, from the trained length on."""
-    tests = record["tests"] if run.across_tests else {}
-    found = {test["seq_len"]: test["accuracy"] for name, test in tests.items() if "," in name}
-    return {run.cell.seq_len: tests["trained length"]["accuracy"], **found} if found else {}
+def fixed_tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Length -> the test with as many items as in training, from the trained length on."""
+    every = record["tests"] if run.across == "lengths" else {}
+    found = {test["seq_len"]: test for name, test in every.items() if "," in name}
+    return {run.cell.seq_len: every[TRAINED], **found} if found else {}
+
+
+def points(name: str = "accuracy", of: Any = tests) -> Points:
+    """What a picture shows of a run: where -> one number of the test there, if it has it."""
+
+    def found(run: Run, record: dict[str, Any]) -> dict[int, float]:
+        return {x: test[name] for x, test in of(run, record).items() if name in test}
+
+    return found
 
 
 def controls(rows: Rows) -> dict[str, Any]:
-    """Check that attention learned four keys, and models without mixing stayed at chance.
+    """Check that a model learned each row's task, and models without mixing stayed at chance.
 
-    At chance: at most five standard deviations of a guesser's accuracy above it.
+    Positive: the mean over seeds is at least 0.99 at the row's largest length and width, trained
+    as all are. Negative: at most five standard deviations of a guesser's accuracy above chance.
     """
-    best = rows[-1][1]["best_accuracy"]
-    positive = {
-        "accuracy": best,
-        "at_least": CONTROL_AT_LEAST,
-        "passed": best >= CONTROL_AT_LEAST,
-        "task": rows[-1][0].cell.task,
-    }
+    of_row: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
+    for run, record in rows:
+        if run.row == CONTROL:
+            of_row.setdefault(run.column, []).append((run, record))
     return {
-        "positive": positive,
+        "positive": [_positive(row, runs) for row, runs in of_row.items()],
         "negative": [_negative(run, record) for run, record in rows if run.line == NEGATIVE],
     }
 
 
-def _negative(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+def _positive(row: str, runs: Rows) -> dict[str, Any]:
+    run, first = runs[0]
+    accuracies = [record["accuracy"] for _, record in runs]
+    mean = statistics.fmean(accuracies)
+    return {
+        "row": row,
+        "mixer": run.line,
+        "layers": first["layers"],
+        "task": run.cell.task,
+        "d_model": run.cell.d_model,
+        "seq_len": run.cell.seq_len,
+        "accuracy": mean,
+        "min": min(accuracies),
+        "at_least": CONTROL_AT_LEAST,
+        "passed": mean >= CONTROL_AT_LEAST,
+    }
+
+
+def _negative(run: Run, record: Mapping[str, Any]) -> dict[str, Any]:
     task = run.cell.make_task()
     labels = generate(task, 1, seed=0, split="test").labels
     answers = run.cell.test_examples * int((labels != IGNORE_INDEX).sum())
@@ -130,39 +188,8 @@ def _negative(run: Run, record: dict[str, Any]) -> dict[str, Any]:
         "row": run.row,
         "column": run.column,
         "seq_len": run.cell.seq_len,
-        "accuracy": record["best_accuracy"],
+        "accuracy": record["accuracy"],
         "chance": task.chance,
         "at_most": most,
-        "passed": record["best_accuracy"] <= most,
+        "passed": record["accuracy"] <= most,
     }
-
-
-def summary(rows: Rows, points: Points) -> list[dict[str, Any]]:
-    """For each line and length: every run, and mean, least and largest at the best learning rate.
-
-    The best rate is the one with the best mean over seeds, for each length by itself.
-    """
-    found: dict[tuple, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run, record in rows:
-        for x, accuracy in sorted(points(run, record).items()):
-            found[run.row, run.column, run.line, x][run.cell.lr].append(accuracy)
-    lines = []
-    for (row, column, line, x), rates in found.items():
-        best = max(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate]))
-        values, ordered = rates[best], sorted(rates)
-        lines.append(
-            {
-                "row": row,
-                "column": column,
-                "mixer": line,
-                "seq_len": x,
-                "best_of_all": max(max(v) for v in rates.values()),
-                "best_lr": best,
-                "best_lr_on_grid_edge": len(ordered) > 1 and best in (ordered[0], ordered[-1]),
-                "mean": sum(values) / len(values),
-                "min": min(values),
-                "max": max(values),
-                "runs": {f"{rate:g}": accuracies for rate, accuracies in rates.items()},
-            }
-        )
-    return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
@@ -10,10 +10,15 @@ from cat_lm.mixers import make_mixer
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
-# The paper's models, attention with RoPE beside its learned positions, and the negative control.
-MODELS = ("cat", "lincat", "attention", "attention:position=rope", "linear-attention", "based")
-MODELS += ("mamba",)
-NEGATIVE = "none"
+# The paper's models, attention with RoPE and without positions beside its learned ones, and the
+# negative control.
+MODELS = ("cat", "lincat", "attention", "attention:position=rope", "attention:position=none")
+MODELS += ("linear-attention", "based", "mamba")
+NEGATIVE, CONTROL = "none", "control"
+BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
+# What must learn each row's task: (mixer, layers).
+POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat", 2)}
+COPIER = ("mamba", 2)
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
 COPYING = "cat:window={copies},position=learned"
@@ -25,11 +30,14 @@ class Scale:
 
     Attributes:
         widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
-        rates, length_rates: learning rates; seeds, length_seeds: runs with each.
+        rates, length_rates: learning rates to choose from, of the length figures the latter;
+            seeds, length_seeds: runs at the chosen one.
         trained, tested: lengths of the length figures.
-        examples, bigram_examples: training rows of MQAR and copying, and of MQNAR.
+        examples, bigram_examples: training rows of MQAR and copying, and of bigrams.
         batch_size: none for Zoology's.
-        control_len, control_epochs: of the positive control.
+        bigrams: tasks with bigrams as keys, of BIGRAMS.
+        bigram_keys: keys at length 64, more in proportion; none: as many as fit.
+        memory_widths, memory_vocab, memory_len, memory_models: of the figure `width`.
         copies, signals: tokens to copy, and different ones to choose from.
         models: mixers, without the negative control.
     """
@@ -49,8 +57,12 @@ class Scale:
     bigram_examples: int
     epochs: int
     batch_size: int | None
-    control_len: int
-    control_epochs: int
+    memory_widths: tuple[int, ...]
+    memory_vocab: int
+    memory_len: int
+    memory_models: tuple[str, ...] = ("cat", "based", "mamba")
+    bigrams: tuple[str, ...] = ("hard-mqnar:pool=dense",)
+    bigram_keys: int | None = None
     copies: int = 16
     signals: int = 16
     models: tuple[str, ...] = MODELS
@@ -63,8 +75,8 @@ SCALES = {
         lengths=(16, 32),
         bigram_lengths=(24,),
         copy_lengths=(16,),
-        rates=(1e-2,),
-        length_rates=(1e-2,),
+        rates=(3e-3, 1e-2),
+        length_rates=(3e-3, 1e-2),
         seeds=1,
         length_seeds=1,
         trained=16,
@@ -73,8 +85,9 @@ SCALES = {
         bigram_examples=1280,
         epochs=2,
         batch_size=64,
-        control_len=32,
-        control_epochs=2,
+        memory_widths=(8, 16),
+        memory_vocab=64,
+        memory_len=16,
         copies=4,
         signals=4,
     ),
@@ -83,10 +96,10 @@ SCALES = {
         vocab_size=128,
         widths=(64,),
         lengths=(16, 32),
-        bigram_lengths=(16, 32),
+        bigram_lengths=(32, 64),
         copy_lengths=(16, 32),
-        rates=(3e-3, 1e-2),
-        length_rates=(3e-3, 1e-2),
+        rates=(3e-3, 1e-2, 3e-2),
+        length_rates=(3e-3, 1e-2, 3e-2),
         seeds=3,
         length_seeds=3,
         trained=32,
@@ -95,8 +108,9 @@ SCALES = {
         bigram_examples=16_000,
         epochs=12,
         batch_size=64,
-        control_len=32,
-        control_epochs=16,
+        memory_widths=(16, 32, 64, 128),
+        memory_vocab=512,
+        memory_len=64,
         copies=4,
         signals=8,
     ),
@@ -116,8 +130,11 @@ SCALES = {
         bigram_examples=200_000,
         epochs=64,
         batch_size=None,
-        control_len=64,
-        control_epochs=64,
+        memory_widths=(32, 64, 128, 256),
+        memory_vocab=8192,
+        memory_len=256,
+        bigrams=("mqnar", "hard-mqnar:pool=dense"),
+        bigram_keys=10,
     ),
 }
 
@@ -127,76 +144,97 @@ class Run:
     """A cell, and where it goes in a figure: the panel's row and column, and its line.
 
     Attributes:
-        across_tests: whether the figure shows the cell at its test lengths, or where it trained.
+        across: what the panel's axis is: `lengths`, with the cell at all its test lengths;
+            `length`, where it trained; or its `width`.
     """
 
     row: str
     column: str
     line: str
     cell: Cell
-    across_tests: bool = False
+    across: str = "length"
 
 
-def plan(figure: str, scale: Scale) -> list[Run]:
-    """All runs of a figure, with the negative control on every panel and the positive control.
+@dataclass(frozen=True)
+class Place:
+    """A point or line of a figure whose rate is chosen first.
+
+    Attributes:
+        run: its run but for the rate and the seed.
+        rates: to choose from, in order; seeds: runs at the chosen one.
+    """
+
+    run: Run
+    rates: tuple[float, ...]
+    seeds: int
+
+    def at(self, rate: float, seed: int) -> Run:
+        return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
+
+
+def plan(figure: str, scale: Scale) -> list[Place]:
+    """All places of a figure, with the negative control in every panel and the positive controls.
 
     Raises:
         UserError: an unknown figure.
     """
     if figure not in FIGURES:
         raise UserError(f"figure {figure!r}: choose one of {', '.join(FIGURES)}")
-    _, _, grid, one_layer, _ = FIGURES[figure]
-    return [*GRIDS[grid](scale, one_layer), positive_control(scale)]
+    places = list(GRIDS[FIGURES[figure].grid](scale, FIGURES[figure].one_layer))
+    return [*places, *positive_controls(places)]
 
 
-def positive_control(scale: Scale) -> Run:
-    """Two layers of attention on four keys, which must learn them for a comparison to mean much."""
-    cell = Cell(
-        f"mqar:keys=4,filler=zeros,vocab_size={scale.vocab_size}",
-        "attention",
-        64,
-        scale.control_len,
-        lr=3e-3,
-        layers=2,
-        epochs=scale.control_epochs,
-        train_examples=scale.examples,
-        batch_size=scale.batch_size,
-    )
-    return Run("control", "positive control", "attention", cell)
+def positive_controls(places: Sequence[Place]) -> Iterator[Place]:
+    """For each row a model that must learn its task: at the row's largest length and width, with
+    its rows, epochs and rates. A control that is easier or longer would vouch for nothing."""
+    for row in dict.fromkeys(place.run.row for place in places):
+        of_row = [p for p in places if p.run.row == row and p.run.line != NEGATIVE]
+        hardest = max(of_row, key=lambda p: (p.run.cell.seq_len, p.run.cell.d_model))
+        mixer, layers = POSITIVE.get(row, COPIER)
+        cell = replace(hardest.run.cell, mixer=mixer, layers=_layers(mixer, layers))
+        yield replace(hardest, run=Run(CONTROL, row, mixer, cell))
 
 
-def _tasks(scale: Scale) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Row -> (task, lengths, examples)."""
+def _tasks(scale: Scale) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """(row, task, lengths, examples)."""
     vocabulary = f"vocab_size={scale.vocab_size}"
-    return {
-        "MQAR": (f"mqar:{vocabulary}", scale.lengths, scale.examples),
-        "MQNAR": (f"mqnar:{vocabulary}", scale.bigram_lengths, scale.bigram_examples),
-    }
+    yield "MQAR", f"mqar:{vocabulary}", scale.lengths, scale.examples
+    for task in scale.bigrams:
+        joined = "," if ":" in task else ":"
+        task, row = f"{task}{joined}{vocabulary}", BIGRAMS[task]
+        yield row, task, scale.bigram_lengths, scale.bigram_examples
 
 
-def _accuracy(scale: Scale, one_layer: bool) -> Iterator[Run]:
-    for row, (task, lengths, examples) in _tasks(scale).items():
+def _at_length(task: str, scale: Scale, length: int) -> str:
+    """The task with the keys that the scale gives bigrams at a length."""
+    if scale.bigram_keys is None or task.startswith("mqar"):
+        return task
+    return f"{task},keys={scale.bigram_keys * length // 64}"
+
+
+def _accuracy(scale: Scale, one_layer: bool) -> Iterator[Place]:
+    for row, task, lengths, examples in _tasks(scale):
         for width in scale.widths:
             for mixer in (*scale.models, NEGATIVE):
                 for length in lengths:
-                    base = _base(scale, task, mixer, width, length, examples, one_layer)
+                    at_length = _at_length(task, scale, length)
+                    base = _base(scale, at_length, mixer, width, length, examples, one_layer)
                     if length == scale.trained:  # the length figure's cells, which serve both
                         base = _tested(base, scale)
-                    cells = _sweep(base, scale.rates, scale.seeds)
-                    yield from (Run(row, f"d = {width}", mixer, cell) for cell in cells)
+                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
 
 
-def _generalization(scale: Scale, one_layer: bool) -> Iterator[Run]:
-    for row, (task, _, examples) in _tasks(scale).items():
+def _generalization(scale: Scale, one_layer: bool) -> Iterator[Place]:
+    for row, task, _, examples in _tasks(scale):
+        task = _at_length(task, scale, scale.trained)
         for width in scale.widths:
             for mixer in (*scale.models, NEGATIVE):
                 base = _base(scale, task, mixer, width, scale.trained, examples, one_layer)
-                base = _tested(base, scale)
-                for cell in _sweep(base, scale.length_rates, scale.length_seeds):
-                    yield Run(row, f"d = {width}", mixer, cell, across_tests=True)
+                run = Run(row, f"d = {width}", mixer, _tested(base, scale), "lengths")
+                yield _place(run, scale.length_rates, scale.length_seeds)
 
 
-def _copying(scale: Scale, one_layer: bool) -> Iterator[Run]:
+def _copying(scale: Scale, one_layer: bool) -> Iterator[Place]:
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
     models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
     for layers in (1,) if one_layer else (1, 2):
@@ -204,12 +242,27 @@ def _copying(scale: Scale, one_layer: bool) -> Iterator[Run]:
             for mixer in models:
                 for length in scale.copy_lengths:
                     base = _base(scale, task, mixer, width, length, scale.examples, False)
-                    for cell in _sweep(replace(base, layers=layers), scale.rates, scale.seeds):
-                        yield Run(f"{layers} layer{'s'[: layers - 1]}", f"d = {width}", mixer, cell)
+                    base = replace(base, layers=_layers(mixer, layers))
+                    row = f"{layers} layer{'s'[: layers - 1]}"
+                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
+
+
+def _width(scale: Scale, one_layer: bool) -> Iterator[Place]:
+    task, length = f"mqar:vocab_size={scale.memory_vocab}", scale.memory_len
+    for mixer in (*scale.memory_models, NEGATIVE):
+        for width in scale.memory_widths:
+            base = _base(scale, task, mixer, width, length, scale.examples, one_layer)
+            run = Run("MQAR", f"L = {length}", mixer, base, "width")
+            yield _place(run, scale.rates, scale.seeds)
 
 
 # What a figure of the catalog may be made of.
-GRIDS = {"accuracy": _accuracy, "length": _generalization, "copying": _copying}
+GRIDS = {
+    "accuracy": _accuracy,
+    "length": _generalization,
+    "copying": _copying,
+    "width": _width,
+}
 
 
 def _tested(cell: Cell, scale: Scale) -> Cell:
@@ -224,17 +277,19 @@ def _base(
         mixer,
         width,
         length,
-        layers=1 if one_layer and make_mixer(mixer).layers != 1 else None,  # one hash for one thing
+        layers=_layers(mixer, 1) if one_layer else None,
         epochs=scale.epochs,
         train_examples=examples,
         batch_size=scale.batch_size,
+        stop_above=None,  # all for as long, so that nobody is tested when just above a threshold
     )
 
 
-def _sweep(base: Cell, rates: tuple[float, ...], seeds: int) -> Iterator[Cell]:
-    # The control cannot learn: one run of it shows chance.
-    if base.mixer == NEGATIVE:
-        rates, seeds = rates[:1], 1
-    for rate in rates:
-        for seed in range(seeds):
-            yield replace(base, lr=rate, seed=seed)
+def _layers(mixer: str, layers: int) -> int | None:
+    """So many layers, none where the mixer has as many anyway: one hash for one thing."""
+    return None if make_mixer(mixer).layers == layers else layers
+
+
+def _place(run: Run, rates: tuple[float, ...], seeds: int) -> Place:
+    # The negative control cannot learn: one run of it shows chance.
+    return Place(run, rates[:1], 1) if run.line == NEGATIVE else Place(run, rates, seeds)

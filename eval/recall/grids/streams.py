@@ -2,55 +2,90 @@
 
 Two claims stand against each other. Su's post "Why do linear attention models add short conv?" says
 that in linear attention the keys' convolution matters most, because it makes the pairs that a layer
-memorises (k_{t−1}, v_t) instead of (k_t, v_t), and that with K = V nothing can be learned without
-it. Li et al. (CAT, arXiv version, section 7) remark that in real runs convolving keys and queries
-does not help. So: softmax attention, linear attention, DeltaNet and Gated DeltaNet, each with a
-convolution on every subset of its streams, with separate and with shared keys and values. None of
-them has positions: softmax and linear attention know order by causality and convolution alone.
+memorises (k_{t−1}, v_t) instead of (k_t, v_t), for which a window of 2 suffices, and that with
+K = V nothing can be learned without it. Li et al. (CAT, arXiv version, section 7) remark that in
+real runs convolving keys and queries does not help.
+
+So: softmax attention, linear attention, DeltaNet and Gated DeltaNet, each with a convolution on
+every subset of its streams, with one filter a head (CAT's) and one a channel (the post's), with
+separate and with shared keys and values, and with windows of 2. All else is the same: heads, no
+biases, no activation after the filters, no dropout inside, filters that start as the identity, so
+that each model starts as the one without them, and a rate chosen for each on a seed that is not
+reported. None has positions: softmax and linear attention know order by causality and convolution
+alone.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.figure import Figure
+from typing import Any, NamedTuple
 
 from cat_lm.data.manifest import read_manifest
+from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
+from eval.common.comparison import compare, ratio_error
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
-from eval.common.style import MARKERS, RUN_COLOURS, STYLE, save_figure
-from eval.common.text_table import markdown_table
-from eval.recall.grids.plan import Run
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution, run_unfinished
+from eval.common.style import save_figure
+from eval.recall.grids.plan import Place, Run
+from eval.recall.grids.tuning import Choice, run_tuned
+from eval.recall.show import streams as page
+from eval.recall.train.execution import Execution
+from eval.recall.train.held_out import check_documents
 from eval.recall.train.language import LanguageCell
 from eval.recall.train.trial import Cell
 
-SUBSETS = ("none", "q", "k", "v", "qk", "qv", "kv", "qkv")
-SHARED_SUBSETS = ("none", "q", "k", "v", "qkv")
-WINDOW = 4  # of DeltaNet and its kin; the same for all, so that only the subset differs
+WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
+CONV_TYPES = ("head", "depthwise")
+HEADS = 2
 # As wide values as keys in all of them, so that K = V is possible.
 MIXERS = {
-    "softmax attention": "cat",
-    "linear attention": "lincat",
-    "DeltaNet": "deltanet",
-    "Gated DeltaNet": "gated-deltanet",
+    "softmax attention": f"cat:heads={HEADS},bias=false,dropout=0.0",
+    "linear attention": f"lincat:heads={HEADS},bias=false",
+    "DeltaNet": f"deltanet:heads={HEADS},activation=none",
+    "Gated DeltaNet": f"gated-deltanet:heads={HEADS},activation=none,expand_v=1.0",
 }
-RECALL, LANGUAGE = "MQAR", "text"
+SUMS = ("softmax attention", "linear attention")  # over positions, which know no order
+RECALL, TEXT = page.RECALL, "text"
+
+
+class Line(NamedTuple):
+    """What differs between the lines of a table: streams, window, and whether K = V."""
+
+    streams: str
+    window: int = WINDOW
+    shared_kv: bool = False
+
+    @property
+    def name(self) -> str:
+        short = f", W = {self.window}" if self.window != WINDOW else ""
+        return f"{'K = V, ' if self.shared_kv else ''}{self.streams}{short}"
+
+    @property
+    def baseline(self) -> str:
+        """Name the line without filters that it is compared with."""
+        return Line("none", shared_kv=self.shared_kv).name
+
+
+LINES = (
+    *(Line(streams) for streams in ("none", "q", "k", "v", "qk", "qv", "kv", "qkv")),
+    *(Line(streams, SHORT) for streams in ("k", "qkv")),
+    *(Line(streams, shared_kv=True) for streams in ("none", "q", "k", "v", "qkv")),
+    *(Line(streams, SHORT, shared_kv=True) for streams in ("k", "qkv")),
+)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Fix how large the ablation is: recall with one layer, then text with `layers`."""
+    """Fix how large the ablation is: recall with one layer, then text with `layers`.
+
+    Attributes:
+        rates, text_rates: learning rates to choose from.
+        documents: held-out ones of each text that are scored.
+    """
 
     d_model: int
     vocab_size: int
@@ -64,185 +99,182 @@ class Scale:
     text_len: int
     text_steps: int
     text_rates: tuple[float, ...]
+    documents: int
 
 
+_RATES = (3e-3, 1e-2, 3e-2)
 SCALES = {
-    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 1, 1, 32, 4, (3e-3,)),
-    "cpu": Scale(64, 128, 32, 16_000, 2, 64, (3e-3, 1e-2), 3, 2, 64, 1_000, (1e-2,)),
+    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 2, 1, 32, 4, (3e-3,), 4),
+    "cpu": Scale(64, 128, 32, 16_000, 2, 64, _RATES, 3, 2, 64, 1_000, _RATES, 200),
     "paper": Scale(
-        128, 8192, 128, 100_000, 32, 256, (1e-3, 3e-3, 1e-2), 3, 12, 1024, 20_000, (1e-3, 3e-3)
+        *(128, 8192, 128, 100_000, 32, 256, (1e-3, 3e-3, 1e-2), 3),
+        *(12, 1024, 20_000, (3e-4, 1e-3, 3e-3), 400),
     ),
 }
 
 
-def plan(scale: Scale, data: str) -> list[Run]:
-    """All runs: a row for recall and one for text, a column a mixer, a line a subset.
+def specification(mixer: str, conv_type: str, line: Line) -> str:
+    """Give a mixer's options; without filters their kind and window are nothing, and left out."""
+    options = [mixer, f"streams={line.streams}"]
+    if line.streams != "none":
+        options += [f"window={line.window}", f"conv_type={conv_type}", "init=identity"]
+    return ",".join(options + ["shared_kv=true"] * line.shared_kv)
+
+
+def plan(scale: Scale, texts: Sequence[str]) -> list[Place]:
+    """All places: a row for recall and one a text, a column a mixer and kind of filter.
 
     Raises:
-        UserError: `data` holds no prepared data.
+        UserError: a text that is no prepared data, has too few held-out documents, or the name of
+            another.
     """
-    fingerprint = read_manifest(data)["fingerprint"]
+    bases = [(RECALL, _recall(scale), scale.rates)]
+    for data in texts:
+        row = f"{TEXT}: {Path(data).resolve().name}"
+        if row in (other for other, *_ in bases):
+            raise UserError(f"--data {data}: there is another folder of this name")
+        bases.append((row, _language(scale, data), scale.text_rates))
     return [
-        Run(row, name, line, cell)
+        Place(Run(row, f"{name}, {kind}", line.name, make(specification(mixer, kind, line))), *how)
+        for row, make, rates in bases
+        for how in [(rates, scale.seeds)]
         for name, mixer in MIXERS.items()
-        for line, options in _lines(mixer)
-        for row, cell in _cells(scale, f"{mixer}:{options}", data, fingerprint)
+        for kind in CONV_TYPES
+        for line in LINES
     ]
 
 
-def _lines(mixer: str) -> Iterator[tuple[str, str]]:
-    """(name of a line, options of the mixer)."""
-    fixed = f"window={WINDOW}" + (",expand_v=1.0" if mixer == "gated-deltanet" else "")
-    for subset in SUBSETS:
-        yield subset, f"streams={subset},{fixed}"
-    for subset in SHARED_SUBSETS:
-        yield f"K = V, {subset}", f"streams={subset},{fixed},shared_kv=true"
+def _recall(scale: Scale) -> Callable[[str], Cell]:
+    """The call that makes a cell of recall for a mixer."""
+    return lambda mixer: Cell(
+        f"mqar:vocab_size={scale.vocab_size}",
+        mixer,
+        scale.d_model,
+        scale.seq_len,
+        layers=1,
+        epochs=scale.epochs,
+        train_examples=scale.examples,
+        test_examples=1_000,
+        batch_size=scale.batch_size,
+    )
 
 
-def _cells(
-    scale: Scale, mixer: str, data: str, fingerprint: str
-) -> Iterator[tuple[str, Cell | LanguageCell]]:
-    for seed in range(scale.seeds):
-        for rate in scale.rates:
-            yield (
-                RECALL,
-                Cell(
-                    f"mqar:vocab_size={scale.vocab_size}",
-                    mixer,
-                    scale.d_model,
-                    scale.seq_len,
-                    lr=rate,
-                    seed=seed,
-                    layers=1,
-                    epochs=scale.epochs,
-                    train_examples=scale.examples,
-                    test_examples=1_000,
-                    batch_size=scale.batch_size,
-                ),
-            )
-        for rate in scale.text_rates:
-            yield (
-                LANGUAGE,
-                LanguageCell(
-                    data,
-                    fingerprint,
-                    mixer,
-                    scale.d_model,
-                    scale.text_len,
-                    scale.layers,
-                    scale.text_steps,
-                    rate,
-                    seed,
-                ),
-            )
+def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
+    """The call that makes a cell of a text for a mixer; raises UserError where data do not do."""
+    manifest = read_manifest(data)
+    documents = manifest["splits"]["validation"]["documents"]
+    check_documents(f"--data {data}", documents, scale.documents)
+    return lambda mixer: LanguageCell(
+        data,
+        manifest["fingerprint"],
+        mixer,
+        scale.d_model,
+        scale.text_len,
+        scale.layers,
+        scale.text_steps,
+        scale.text_rates[0],
+        documents=scale.documents,
+    )
 
 
-def ablation(scale_name: str, data: str, out: Path, execution: Execution) -> dict[str, Any] | None:
+def ablation(
+    scale_name: str,
+    texts: Sequence[str],
+    out: Path,
+    execution: Execution,
+    seeds: int | None = None,
+) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes streams.json, .csv, .md and a picture.
+
+    Args:
+        seeds: runs of each model at its rate; none: the scale's.
 
     Returns:
         What streams.json got, or none after an estimate alone.
     """
-    runs = plan(SCALES[scale_name], data)
+    scale = SCALES[scale_name]
+    places = plan(replace(scale, seeds=seeds or scale.seeds), texts)
     if not execution.estimate_only:
         claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
-    if not run_unfinished(f"streams at {scale_name} scale", runs, out, execution):
+    rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
+    if rows is None:
         return None
-    lines = summary([(run, cells.finished(out, run.cell)) for run in runs])
-    record = {"scale": scale_name, "data": data, "lines": lines, "provenance": provenance()}
+    lines = summary(rows)
+    record = {"scale": scale_name, "data": list(texts), "lines": lines, "provenance": provenance()}
     write_json(out / "streams.json", record)
-    write_text(out / "streams.md", table(lines))
-    write_text(out / "streams.csv", _csv(lines))
-    save_figure(draw(lines), out / "streams")
-    print(table(lines))
+    write_text(out / "streams.md", page.markdown(lines))
+    write_text(out / "streams.csv", page.csv_text(lines))
+    save_figure(page.draw(lines), out / "streams")
+    print(page.markdown(lines))
     return record
 
 
-def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """For each row, column and line: mean, least and largest over the seeds at the best rate.
+def summary(rows: Sequence[tuple[Run, dict[str, Any], Choice]]) -> list[dict[str, Any]]:
+    """Give each row, column and line its values over the seeds, and how it differs from no filters.
 
     `value` is accuracy for recall, where more is better, and nats a token for text, where less is.
+    Comparisons made together are those of a column: of one mixer with one kind of filter on one
+    task.
     """
-    found: dict[tuple, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run, record in rows:
-        value = record["best_accuracy"] if run.row == RECALL else record["loss"]
-        found[run.row, run.column, run.line][run.cell.lr].append(value)
-    lines = []
-    for (row, column, line), rates in found.items():
-        means = {rate: sum(values) / len(values) for rate, values in rates.items()}
-        sign = 1 if row == RECALL else -1
-        # A diverged rate, whose mean is not a number, is the last choice.
-        best = max(means, key=lambda r: -math.inf if math.isnan(means[r]) else sign * means[r])
-        on_edge = len(rates) > 1 and best in (min(rates), max(rates))
-        lines.append(
-            {
-                "row": row,
-                "mixer": column,
-                "streams": line,
-                "best_lr": best,
-                "best_lr_on_grid_edge": on_edge,
-                "mean": means[best],
-                "min": min(rates[best]),
-                "max": max(rates[best]),
-                "runs": {f"{rate:g}": values for rate, values in rates.items()},
-            }
+    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    choices: dict[tuple[str, str, str], Choice] = {}
+    for run, record, choice in rows:
+        place = (run.row, run.column, run.line)
+        found[place][run.cell.seed], choices[place] = record, choice
+    return [_line(place, found, choices[place]) for place in found]
+
+
+def _line(
+    place: tuple[str, str, str], found: Mapping[Any, dict[int, dict[str, Any]]], choice: Choice
+) -> dict[str, Any]:
+    row, column, name = place
+    values = {seed: _value(record) for seed, record in found[place].items()}
+    line = next(line for line in LINES if line.name == name)
+    of_column = [other for other in LINES if other.streams != "none"]
+    difference = None
+    if line in of_column:
+        plain = found[row, column, line.baseline]
+        difference = compare(
+            values,
+            {seed: _value(record) for seed, record in plain.items()},
+            len(of_column),
+            _document_error(found[place], plain),
         )
-    return lines
+    return {
+        "row": row,
+        "mixer": column,
+        "streams": name,
+        "by_algebra": row == RECALL and column.startswith(SUMS) and line.streams in ("none", "q"),
+        "rate": choice.rate,
+        "rates_tried": {f"{rate:g}": choice.tried[rate] for rate in sorted(choice.tried)},
+        "rate_on_grid_edge": choice.on_edge,
+        "mean": sum(values.values()) / len(values),
+        "min": min(values.values()),
+        "max": max(values.values()),
+        "runs": {str(seed): value for seed, value in values.items()},
+        "standard_error_of_documents": next(iter(found[place].values())).get("standard_error"),
+        "less_no_filters": None if difference is None else asdict(difference),
+    }
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a line for each subset, a column for each mixer; mean (least to largest)."""
-    text = []
-    for row, unit in ((RECALL, "accuracy"), (LANGUAGE, "validation loss, nats a token")):
-        of_row = {(x["mixer"], x["streams"]): x for x in lines if x["row"] == row}
-        mixers, subsets = (list(dict.fromkeys(key[i] for key in of_row)) for i in (0, 1))
-        text += [f"{row}: {unit}, mean (least to largest) over the seeds", ""]
-        rows = []
-        for subset in subsets:
-            values = (of_row[mixer, subset] for mixer in mixers)
-            shown = (f"{x['mean']:.3f} ({x['min']:.3f} to {x['max']:.3f})" for x in values)
-            rows.append([subset, *shown])
-        text.append(markdown_table(["convolved", *mixers], rows))
-        several = [x for x in of_row.values() if len(x["runs"]) > 1]
-        edges = sum(x["best_lr_on_grid_edge"] for x in several)
-        grid = f"The best learning rate is on its grid's edge in {edges} of {len(several)}."
-        text += ["", grid if several else "One learning rate was run.", ""]
-    return "\n".join(text)
+def _value(record: dict[str, Any]) -> float:
+    return record["loss"] if "loss" in record else record["accuracy"]
 
 
-def _csv(lines: Sequence[dict[str, Any]]) -> str:
-    stream = io.StringIO()
-    names = ("row", "mixer", "streams", "best_lr", "best_lr_on_grid_edge", "mean", "min", "max")
-    writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
+def _document_error(
+    these: Mapping[int, dict[str, Any]], others: Mapping[int, dict[str, Any]]
+) -> float | None:
+    """The standard error, over documents, of the mean difference; none without documents."""
+    seeds = these.keys() & others.keys()
+    first = next(iter(these.values()))
+    if "documents" not in first or len(first["documents"]["tokens"]) < 2:
+        return None
+    differences = [
+        [a - b for a, b in zip(_nats(these[s]), _nats(others[s]), strict=True)] for s in seeds
+    ]
+    sums = [sum(of_document) / len(seeds) for of_document in zip(*differences, strict=True)]
+    return ratio_error(sums, first["documents"]["tokens"])
 
 
-def draw(lines: Sequence[dict[str, Any]]) -> Figure:
-    """Two panels, recall and text: a subset a place, a mixer a colour, bars from least to most."""
-    mixers = list(dict.fromkeys(x["mixer"] for x in lines))
-    subsets = list(dict.fromkeys(x["streams"] for x in lines))
-    with matplotlib.rc_context(STYLE):
-        drawing = Figure(figsize=(7.4, 6.0), layout="constrained")
-        panels = drawing.subplots(2, 1, sharex=True)
-        labels = {RECALL: "accuracy", LANGUAGE: "loss, nats a token"}
-        for axes, row in zip(panels, (RECALL, LANGUAGE), strict=True):
-            for number, mixer in enumerate(mixers):
-                of_mixer = {
-                    x["streams"]: x for x in lines if (x["row"], x["mixer"]) == (row, mixer)
-                }
-                places = [subsets.index(name) + (number - 1.5) * 0.18 for name in of_mixer]
-                means = [x["mean"] for x in of_mixer.values()]
-                down = [x["mean"] - x["min"] for x in of_mixer.values()]
-                up = [x["max"] - x["mean"] for x in of_mixer.values()]
-                colour, marker = RUN_COLOURS[number], MARKERS[number]
-                axes.errorbar(
-                    places, means, (down, up), fmt=marker, color=colour, capsize=2, label=mixer
-                )
-            axes.set_title(row, loc="left")
-            axes.set_ylabel(labels[row])
-        panels[1].set_xticks(range(len(subsets)), subsets, rotation=30, ha="right")
-        panels[1].set_xlabel("convolved streams")
-        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return drawing
+def _nats(record: dict[str, Any]) -> list[float]:
+    return record["documents"]["nats"]

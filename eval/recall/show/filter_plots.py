@@ -34,15 +34,12 @@ _MOST_LINES = 60  # lines of one picture
 
 
 def best_runs(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dict[str, Any]]]:
-    """The run with the best last accuracy for each panel, mixer and length that has filters.
-
-    The last, not the best seen: filters are those of the end of training.
-    """
+    """The run with the best accuracy for each panel, mixer and length that has filters."""
     found: dict[tuple, tuple[Run, dict[str, Any]]] = {}
     for run, record in rows:
         if not any(record["filters"]):
             continue
-        place = (run.row, run.column, run.line, run.cell.seq_len)
+        place = (run.row, run.column, run.line, run.cell.seq_len, run.cell.d_model)
         if place not in found or record["accuracy"] > found[place][1]["accuracy"]:
             found[place] = (run, record)
     return list(found.values())
@@ -72,7 +69,7 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [
         {
             "row": run.row,
-            "column": run.column,
+            "column": run.column + (f", d = {run.cell.d_model}" * (run.across == "width")),
             "mixer": run.line,
             "seq_len": run.cell.seq_len,
             "lr": run.cell.lr,

@@ -7,21 +7,30 @@ from typing import Any
 
 from eval.common.text_table import markdown_table
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import NEGATIVE
+from eval.recall.grids.plan import CONTROL, NEGATIVE
 from eval.recall.show.filter_plots import verdict
 
-SOLVED = 0.99  # from which a model counts as having solved a task; Zoology's runs stop there
+SOLVED = 0.99  # mean accuracy from which a model counts as having solved a task
+# What a test may have found beside its accuracy -> the head of its column.
+BESIDE = {
+    "accuracy_shared": "shared",
+    "accuracy_unshared": "unshared",
+    "one_token_ceiling": "one token",
+    "free_running_accuracy": "generated",
+}
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
     """Warn, before the numbers are compared, of each failed control in a sentence."""
-    found, positive = [], record["controls"]["positive"]
-    if not positive["passed"]:
-        found.append(
-            f"The positive control failed: two layers of attention reach "
-            f"{positive['accuracy']:.3f} with four keys, below {positive['at_least']}. Models that "
-            "failed here may be under-trained; only those that succeeded say anything."
-        )
+    found = []
+    for control in record["controls"]["positive"]:
+        if not control["passed"]:
+            found.append(
+                f"The positive control of {control['row']} failed: {_model(control)} reaches "
+                f"{control['accuracy']:.3f} at length {control['seq_len']}, below "
+                f"{control['at_least']}. Models that failed there may be under-trained; only those "
+                "that succeeded say anything."
+            )
     for control in record["controls"]["negative"]:
         if not control["passed"]:
             found.append(
@@ -31,6 +40,16 @@ def warnings(record: dict[str, Any]) -> list[str]:
                 "answers away there."
             )
     return found
+
+
+def _model(control: dict[str, Any]) -> str:
+    layers = control["layers"]
+    return f"`{control['mixer']}` with {layers} layer{'s'[: layers - 1]}"
+
+
+def generated(record: dict[str, Any]) -> bool:
+    """Whether models were also tested with their own answers fed back."""
+    return any("free_running_accuracy" in line["also"] for line in record["lines"])
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -49,41 +68,45 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         f"The paper: {FIGURES[name].claim}",
         "",
-        "Here, by the best of all runs, as the paper reports it:",
+        "Here, by the mean over seeds at a rate that was chosen apart from them:",
         "",
-        *_outcome(record["lines"]),
+        *_outcome(record),
         "",
         *_controls(record["controls"]),
         "## Accuracy",
         "",
-        *_explanation(record["lines"]),
-        _table(record["lines"]),
+        *_explanation(record),
+        _table(record["lines"], record["axis"]),
         "",
     ]
+    if generated(record):
+        lines += [f"![{name} with its own answers fed back]({name}-generated.png)", ""]
     if record["fixed_items"]:
         lines += ["## Accuracy with as many keys as in training", ""]
         lines += [f"![{name} with a fixed number of keys]({name}-fixed.png)", ""]
-        lines += [_table(record["fixed_items"]), ""]
+        lines += [_table(record["fixed_items"], record["axis"]), ""]
+    if record["differences"]:
+        lines += [*_differences(record), ""]
     if record["filters"]:
         lines += [*_filters(record), ""]
     return "\n".join(lines)
 
 
-def _outcome(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A point for each panel: which models solve it at every length, and where the others end."""
-    text = []
+def _outcome(record: dict[str, Any]) -> list[str]:
+    """A point for each panel: which models solve it everywhere, and where the others end."""
+    text, lines, axis = [], record["lines"], record["axis"]
     for row, column in _panels(lines):
-        best: dict[str, dict[int, float]] = {}
+        means: dict[str, dict[int, float]] = {}
         for x in lines:
             if (x["row"], x["column"]) == (row, column) and x["mixer"] != NEGATIVE:
-                best.setdefault(x["mixer"], {})[x["seq_len"]] = x["best_of_all"]
-        solved = [mixer for mixer, found in best.items() if min(found.values()) >= SOLVED]
+                means.setdefault(x["mixer"], {})[x["x"]] = x["mean"]
+        solved = [mixer for mixer, found in means.items() if min(found.values()) >= SOLVED]
         others = []
-        for mixer, found in best.items():
+        for mixer, found in means.items():
             if mixer not in solved:
-                length = min(found, key=found.__getitem__)
-                others.append(f"{mixer} {found[length]:.3f} (length {length})")
-        said = f"{SOLVED} or more at every length: {', '.join(solved) or 'none'}"
+                where = min(found, key=found.__getitem__)
+                others.append(f"{mixer} {found[where]:.3f} ({axis} {where})")
+        said = f"{SOLVED} or more at every {axis}: {', '.join(solved) or 'none'}"
         if others:
             said += f"; least of the others: {', '.join(others)}"
         text.append(f"- {row}, {column}: {said}.")
@@ -91,14 +114,19 @@ def _outcome(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _controls(found: dict[str, Any]) -> list[str]:
-    positive, negative = found["positive"], found["negative"]
+    negative = found["negative"]
     passed = sum(control["passed"] for control in negative)
     highest = max(negative, key=lambda control: control["accuracy"] - control["at_most"])
+    positive = [
+        f"- Positive, {x['row']}: {_model(x)}, trained as all are, at width {x['d_model']} and "
+        f"length {x['seq_len']} on `{x['task']}`, reaches {x['accuracy']:.4f} in the mean over "
+        f"seeds (least {x['min']:.4f}); {x['at_least']} or more is wanted: {_word(x['passed'])}."
+        for x in found["positive"]
+    ]
     return [
         "## Controls",
         "",
-        f"- Positive: two layers of attention with four keys reach {positive['accuracy']:.4f}; "
-        f"{positive['at_least']} or more is wanted: {_word(positive['passed'])}.",
+        *positive,
         f"- Negative: a model that mixes nothing is at chance in {passed} of {len(negative)} "
         f"places; the highest against its limit is {highest['accuracy']:.4f} at "
         f"{highest['row']}, {highest['column']}, length {highest['seq_len']} (chance "
@@ -112,48 +140,73 @@ def _word(passed: bool) -> str:
     return "passed" if passed else "**failed**"
 
 
-def _explanation(lines: Sequence[dict[str, Any]]) -> list[str]:
-    edges = sum(x["best_lr_on_grid_edge"] for x in lines)
+def _explanation(record: dict[str, Any]) -> list[str]:
+    lines = record["lines"]
     text = (
-        "Mean, least and largest are over the seeds at the best learning rate, which is the one "
-        "with the best mean, for each length by itself. "
+        "Mean, least and largest are over the seeds, on test rows that were looked at once, with "
+        "the last model of the training. The rate was chosen by validation rows with seed "
+        f"{record['tuning_seed']}, which is not among them. "
     )
-    if edges:
+    if edges := sum(x["lr_on_edge"] for x in lines):
         text += (
-            f"In {edges} of {len(lines)} rows it is the least or largest of the grid (marked ≤ or "
-            "≥): a rate beyond might be better."
+            f"In {edges} of {len(lines)} rows it is the least or largest of those tried (marked ≤ "
+            "or ≥), one beyond the grid's edge among them: a rate further on might be better. "
+        )
+    if any("one_token_ceiling" in x["also"] for x in lines):
+        text += (
+            "`shared` is the accuracy of queries whose last token another key has too, `unshared` "
+            "of the others; `one token` is what matching the last token alone scores on these rows."
         )
     return [text.strip(), ""]
 
 
-def _table(lines: Iterable[dict[str, Any]]) -> str:
-    heads = (
-        "task",
-        "width",
-        "mixer",
-        "length",
-        "mean",
-        "least",
-        "largest",
-        "best lr",
-        "best of all",
-        "runs",
-    )
+def _table(lines: Sequence[dict[str, Any]], axis: str) -> str:
+    beside = [name for name in BESIDE if any(name in x["also"] for x in lines)]
+    other = "length" if axis == "width" else "width"
+    heads = ["task", other, "mixer", axis, "mean", "least", "largest"]
+    heads += [*(BESIDE[name] for name in beside), "lr", "runs"]
     rows = []
     for x in lines:
-        values = [x["row"], x["column"], f"`{x['mixer']}`", str(x["seq_len"])]
+        values = [x["row"], x["column"], f"`{x['mixer']}`", str(x["x"])]
         values += [f"{x[key]:.4f}" for key in ("mean", "min", "max")]
-        values += [_rate(x), f"{x['best_of_all']:.4f}", str(sum(map(len, x["runs"].values())))]
-        rows.append(values)
+        values += [f"{x['also'][name]:.4f}" if name in x["also"] else "–" for name in beside]
+        rows.append([*values, _rate(x), str(len(x["runs"]))])
     return markdown_table(heads, rows, right=range(3, len(heads)))
 
 
 def _rate(line: dict[str, Any]) -> str:
-    """The best rate, with the side of the grid on which it lies."""
-    if not line["best_lr_on_grid_edge"]:
-        return f"{line['best_lr']:g}"
-    least = line["best_lr"] == min(map(float, line["runs"]))
-    return f"{'≤' if least else '≥'} {line['best_lr']:g}"
+    """The rate, with the side of those tried on which it lies."""
+    if not line["lr_on_edge"]:
+        return f"{line['lr']:g}"
+    least = line["lr"] == min(map(float, line["tried"]))
+    return f"{'≤' if least else '≥'} {line['lr']:g}"
+
+
+def _differences(record: dict[str, Any]) -> list[str]:
+    found, axis = record["differences"], record["axis"]
+    other = "length" if axis == "width" else "width"
+    rows = [
+        [
+            x["row"],
+            x["column"],
+            str(x["x"]),
+            f"`{x['mixer']}` − `{x['minus']}`",
+            f"{x['mean']:+.4f}",
+            f"{x['low']:+.4f} to {x['high']:+.4f}",
+            x["verdict"],
+        ]
+        for x in found
+    ]
+    return [
+        "## Differences",
+        "",
+        f"Paired by seed, over {found[0]['n']} seeds; 95% for all {found[0]['comparisons']} "
+        "intervals together (Student's t, divided among them). Where 0 is inside, nothing is said.",
+        "",
+        markdown_table(
+            ["task", other, axis, "accuracy of", "difference", "interval", "the first is"], rows
+        ),
+    ]
 
 
 def _filters(record: dict[str, Any]) -> list[str]:
@@ -183,7 +236,7 @@ def _filters(record: dict[str, Any]) -> list[str]:
     return [
         "## Learned filters",
         "",
-        "The lag of the largest tap of each head's filters, in the run with the best last accuracy "
+        "The lag of the largest tap of each head's filters, in the run with the best accuracy "
         f"of each place. {rule if ruled else ''}"
         "`single` is the least share that a largest tap has of the squares of its filter.",
         "",
@@ -194,6 +247,6 @@ def _filters(record: dict[str, Any]) -> list[str]:
 
 
 def _panels(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(row, column) of all panels but the control's."""
+    """(row, column) of all panels but the controls'."""
     found = dict.fromkeys((x["row"], x["column"]) for x in lines)
-    return [place for place in found if place[0] != "control"]
+    return [place for place in found if place[0] != CONTROL]

@@ -1,7 +1,8 @@
-"""The figures' pictures: accuracy against length, the best of all runs as lines, runs as points."""
+"""The figures' pictures: accuracy against length or width, means as lines, runs as points."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
-from eval.recall.grids.plan import NEGATIVE, Run
+from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,33 +21,42 @@ if TYPE_CHECKING:
 
 # Greys mean the control and the frame here.
 COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
+CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
 _APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
 
 
-def draw(rows: Rows, points: Points, title: str) -> Figure:
-    """Panels of accuracy against length.
+def draw(
+    rows: Rows, points: Points, title: str, ceiling: Points | None = None, axis: str = "length"
+) -> Figure:
+    """Panels of accuracy against length or width.
 
     Args:
         points: what of a run stands where: length -> accuracy.
         title: above all panels.
+        ceiling: how far one token goes, likewise.
+        axis: length or width.
     """
-    shown = [(run, record) for run, record in rows if run.row != "control"]
+    shown = [(run, record) for run, record in rows if run.row != CONTROL]
     down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
     lines = list(dict.fromkeys(run.line for run, _ in shown))
     with matplotlib.rc_context(STYLE):
         size = (2.9 + 2.9 * len(across), 0.9 + 2.4 * len(down))
         drawing = Figure(figsize=size, layout="constrained")
         panels = drawing.subplots(len(down), len(across), squeeze=False, sharey=True)
+        limited = False
         for i, row in enumerate(down):
             for j, column in enumerate(across):
                 part = [(r, d) for r, d in shown if (r.row, r.column) == (row, column)]
                 _panel(panels[i, j], part, lines, points)
+                limited |= ceiling is not None and _ceiling(panels[i, j], part, ceiling)
                 panels[i, j].set_title(f"{row}, {column}", loc="left", fontsize=9, color=INK)
         for axes in panels[-1]:
-            axes.set_xlabel("sequence length")
+            axes.set_xlabel("sequence length" if axis == "length" else "model width")
         for axes in panels[:, 0]:
             axes.set_ylabel("accuracy")
-        drawing.legend(handles=_legend(lines, shown), loc="outside right upper", fontsize=8)
+        drawing.legend(
+            handles=_legend(lines, shown, limited), loc="outside right upper", fontsize=8
+        )
         drawing.suptitle(title, fontsize=10, x=0.01, ha="left")
     return drawing
 
@@ -74,21 +84,19 @@ def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None
         every = [p for run, d in part if run.line == line for p in points(run, d).items()]
         if not every:
             continue
-        best: dict[int, float] = {}
-        for x, accuracy in every:
-            best[x] = max(accuracy, best.get(x, 0.0))
+        mean = _means(every)
         style, beside = _style(index, line), apart ** (index - middle)
         # The first lines, CAT's, stand above the others.
         axes.plot(
-            [x * beside for x in sorted(best)],
-            [best[x] for x in sorted(best)],
+            [x * beside for x in mean],
+            list(mean.values()),
             **style,
             markersize=4.5,
             zorder=3 + (len(lines) - index) / len(lines),
         )
         xs, ys = [x * beside for x, _ in every], [y for _, y in every]
         axes.scatter(xs, ys, s=10, color=style["color"], alpha=0.5, linewidths=0, zorder=5)
-    for length in {run.cell.seq_len for run, _ in part if run.across_tests}:
+    for length in {run.cell.seq_len for run, _ in part if run.across == "lengths"}:
         axes.axvline(length, color=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(x) for x in ticks])
@@ -97,14 +105,33 @@ def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None
     axes.set_ylim(-0.03, 1.05)
 
 
-def _legend(lines: Sequence[str], shown: Rows) -> list[Line2D]:
+def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """The mean of all numbers at each place, in order."""
+    places = sorted({x for x, _ in points})
+    return {place: statistics.fmean(y for x, y in points if x == place) for place in places}
+
+
+def _ceiling(axes: Axes, part: Rows, ceiling: Points) -> bool:
+    """Draws how far one token goes, if the panel has that; whether it has."""
+    mean = _means([p for run, record in part for p in ceiling(run, record).items()])
+    # A single length is a line across the panel.
+    if len(mean) == 1:
+        axes.axhline(*mean.values(), **CEILING)
+    elif mean:
+        axes.plot(list(mean), list(mean.values()), **CEILING)
+    return bool(mean)
+
+
+def _legend(lines: Sequence[str], shown: Rows, limited: bool) -> list[Line2D]:
     handles = []
     for index, line in enumerate(lines):
         style = {"markersize": 4.5, **_style(index, line)}
         handles.append(Line2D([], [], label=_label(line, shown), **style))
     point = {"linestyle": "none", "marker": "o", "markersize": 3, "alpha": 0.5, "color": MUTED}
-    handles.append(Line2D([], [], label="every run (line: the best)", **point))
-    if any(run.across_tests for run, _ in shown):
+    handles.append(Line2D([], [], label="every run (line: the mean)", **point))
+    if limited:
+        handles.append(Line2D([], [], label="one token matched alone", **CEILING))
+    if any(run.across == "lengths" for run, _ in shown):
         trained = {"linestyle": (0, (4, 3)), "color": MUTED, "linewidth": 1}
         handles.append(Line2D([], [], label="trained length", **trained))
     return handles

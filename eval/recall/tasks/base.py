@@ -1,20 +1,22 @@
 """Share what tasks need: splits that cannot overlap, draws without replacement for many rows.
 
-Rows are pure functions of (task, seed, split). A row belongs to the split that one bit of a hash of
-its inputs names, and a row of the other split is drawn again: train and test rows are disjoint
-whatever their seeds and numbers, and each half is spread evenly over what the task can produce.
+Rows are pure functions of (task, seed, split). A row belongs to the split that a hash of its inputs
+names, and a row of another split is drawn again: the splits are disjoint whatever their seeds and
+numbers, and each is spread evenly over what the task can produce. Test has half of it, validation
+an eighth, training the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cat_lm.errors import UserError
 
-SPLITS = ("train", "test")
+SPLITS = ("train", "test", "validation")
 _ROWS = 2048  # rows made at once, so that memory stays small
 _ROUNDS = 400  # draws in a row that bring nothing new before a task counts as exhausted
 
@@ -23,11 +25,15 @@ _ROUNDS = 400  # draws in a row that bring nothing new before a task counts as e
 class Examples:
     """Inputs and labels [rows, T] int64; a label of IGNORE_INDEX is not scored.
 
-    All rows score equally many positions.
+    All rows score equally many positions, n.
+
+    Attributes:
+        groups: name -> [rows, n] bool, scored positions whose accuracy is also told by itself.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
+    groups: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -71,6 +77,15 @@ class Task:
         """Draws inputs and labels [count, T]."""
         raise NotImplementedError
 
+    def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """Kinds of scored positions of rows [rows, T]: name -> [rows, n] bool."""
+        return {}
+
+    def one_token(self, examples: Examples) -> dict[str, float]:
+        """What matching one token of each key would score on these rows; nothing where keys have
+        one."""
+        return {}
+
     def describe(self) -> dict[str, Any]:
         """The options as plain values."""
         return asdict(self)
@@ -80,19 +95,19 @@ def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
     """`count` rows of a task: the same ones for the same arguments.
 
     Args:
-        split: train or test; no row is in both.
+        split: train, test or validation; no row is in two. Rows of the latter two have groups.
 
     Raises:
         UserError: the task has too few different rows for a split of its own.
         ValueError: an unknown split.
     """
-    half = SPLITS.index(split)
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, half])))
+    part = SPLITS.index(split)
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, part])))
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     have = fruitless = 0
     while have < count:
         inputs, labels = task.rows(rng, min(_ROWS, 2 * (count - have) + 16))
-        mine = row_bits(inputs) == half
+        mine = row_splits(inputs) == part
         fruitless = 0 if mine.any() else fruitless + 1
         if fruitless == _ROUNDS:
             raise UserError(f"{type(task).__name__}: too few different rows for a {split} split")
@@ -100,17 +115,19 @@ def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
         have += int(mine.sum())
     inputs = np.concatenate([rows for rows, _ in kept] or [np.zeros((0, task.seq_len), np.int64)])
     labels = np.concatenate([rows for _, rows in kept] or [np.zeros((0, task.seq_len), np.int64)])
-    return Examples(inputs[:count].astype(np.int64), labels[:count].astype(np.int64))
+    inputs, labels = (rows[:count].astype(np.int64) for rows in (inputs, labels))
+    return Examples(inputs, labels, {} if split == "train" else task.groups(inputs, labels))
 
 
-def row_bits(rows: np.ndarray) -> np.ndarray:
-    """One bit [n] for each row [n, T] of whole numbers, from a hash of the row."""
+def row_splits(rows: np.ndarray) -> np.ndarray:
+    """The split [n], an index of SPLITS, of each row [n, T] of whole numbers, by a hash of it."""
     value = np.zeros(len(rows), dtype=np.uint64)
     for column in rows.T.astype(np.uint64):
         value = (value ^ column) * np.uint64(0x9E3779B97F4A7C15)
         value ^= value >> np.uint64(29)
     value *= np.uint64(0xBF58476D1CE4E5B9)
-    return ((value >> np.uint64(61)) & np.uint64(1)).astype(np.int64)
+    bits = (value >> np.uint64(59)).astype(np.int64) & 7
+    return np.where(bits == 3, SPLITS.index("validation"), bits >> 2)
 
 
 def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: int) -> np.ndarray:

@@ -11,7 +11,12 @@ takes k = L/4, where every slot is filled and the power law only orders the quer
 
 The paper does not say how the N-grams are drawn. Uniform tokens (`pool=none`) make two of them
 share a token so seldom that matching one token nearly suffices; a small pool of tokens for each row
-(`pool=6`, as in the paper's Table 1 with its (a b), (b a), (a a)) demands whole N-grams.
+(`pool=6`, as in the paper's Table 1 with its (a b), (b a), (a a)) demands whole N-grams. How far
+one token goes is told by `one_token`, and accuracy apart for queries whose last token another key
+has too.
+
+Definition 5 also has queries without a match, which must be answered with a special token:
+`unmatched` of them are asked in each row, and the token after the vocabulary is their answer.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import numpy as np
 
 from cat_lm.labels import IGNORE_INDEX
 from eval.recall.tasks.base import (
+    Examples,
     Task,
     distinct,
     distinct_ngrams,
@@ -36,6 +42,9 @@ FILLERS = {
     "random": "any token, as Zoology's random_non_queries=True",
     "zeros": "token 0, as Zoology's random_non_queries=False",
 }
+# Least number of N-grams of a pool, for each N-gram of a row. Of `dense`, a bigram's last token
+# alone is right in less than 0.6 from five keys on.
+POOLS = {"auto": 3.5, "dense": 1.8}
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,14 @@ class MultiQueryRecall(Task):
 
     Attributes:
         keys: k, key-value pairs in a row, each asked once; none: as many as fit,
-            ⌊L/(2(N+1))⌋, which is the paper's L/4 for N = 1.
+            ⌊L/(2(N+1))⌋ if all have a match, which is the paper's L/4 for N = 1.
         ngram: N, tokens of a key.
         vocab_size: V. The paper says 8,092, most likely 8,192, which is Zoology's.
-        pool: tokens that a row's keys are made of; none: all key tokens; auto: the least number
-            whose N-grams are at least 3.5·k (6 for k = 10, N = 2).
+        pool: tokens that a row's keys are made of; none: all key tokens; auto, dense: the least
+            number whose N-grams are at least 3.5 and 1.8 times the row's (6 and 5 for 10, N = 2).
         power_a: a of the power law.
         filler: what stands where nothing is said; see FILLERS.
+        unmatched: queries of a row without a match, beside the k that have one.
     """
 
     keys: int | None = None
@@ -59,15 +69,20 @@ class MultiQueryRecall(Task):
     pool: int | str | None = None
     power_a: float = 0.01
     filler: str = "unused"
+    unmatched: int = 0
 
     def __post_init__(self) -> None:
         if self.ngram < 1:
             raise ValueError(f"ngram={self.ngram}: must be at least 1")
-        most = self.seq_len // (2 * (self.ngram + 1))
+        if self.unmatched < 0:
+            raise ValueError(f"unmatched={self.unmatched}: must be at least 0")
+        most = self._most_keys
         if most < 1:
+            others = f" and {self.unmatched} queries without a match" if self.unmatched else ""
             raise ValueError(
-                f"a {self.ngram}-gram, its value and its query need {2 * (self.ngram + 1)} "
-                f"tokens; seq_len={self.seq_len} is too short"
+                f"a {self.ngram}-gram, its value and its query{others} need "
+                f"{(2 + self.unmatched) * (self.ngram + 1)} tokens; seq_len={self.seq_len} is too "
+                "short"
             )
         if self.keys is not None and not 1 <= self.keys <= most:
             raise ValueError(f"keys={self.keys}: seq_len={self.seq_len} fits 1 to {most}")
@@ -81,19 +96,29 @@ class MultiQueryRecall(Task):
         tokens, values = self.key_tokens, self.vocab_size - self.vocab_size // 2
         if self.num_keys > values:
             raise ValueError(f"vocab_size={self.vocab_size}: {values} values, {self.num_keys} keys")
-        if isinstance(self.pool, str) and self.pool != "auto":
-            raise ValueError(f"pool={self.pool!r}: must be a whole number, auto or none")
+        if isinstance(self.pool, str) and self.pool not in POOLS:
+            known = ", ".join(POOLS)
+            raise ValueError(f"pool={self.pool!r}: must be a whole number, {known} or none")
         pool = self.pool_tokens
         if pool is not None and not 1 <= pool <= tokens:
             raise ValueError(f"pool={pool}: there are {tokens} key tokens")
         ngrams = (tokens if pool is None else pool) ** self.ngram
-        if ngrams < self.num_keys:
+        if ngrams < self.queries:
             name = f"vocab_size={self.vocab_size}" if pool is None else f"pool={pool}"
-            raise ValueError(f"{name}: {ngrams} {self.ngram}-grams, {self.num_keys} keys needed")
+            raise ValueError(f"{name}: {ngrams} {self.ngram}-grams, {self.queries} keys needed")
+
+    @property
+    def _most_keys(self) -> int:
+        return (self.seq_len // (self.ngram + 1) - self.unmatched) // 2
 
     @property
     def num_keys(self) -> int:
-        return self.keys or self.seq_len // (2 * (self.ngram + 1))
+        return self.keys or self._most_keys
+
+    @property
+    def queries(self) -> int:
+        """Queries of a row, those without a match too."""
+        return self.num_keys + self.unmatched
 
     @property
     def key_tokens(self) -> int:
@@ -102,53 +127,121 @@ class MultiQueryRecall(Task):
 
     @property
     def pool_tokens(self) -> int | None:
-        if self.pool != "auto":
+        if self.pool not in POOLS:
             return self.pool
-        least = math.ceil((3.5 * self.num_keys) ** (1 / self.ngram) - 1e-9)
+        least = math.ceil((POOLS[self.pool] * self.queries) ** (1 / self.ngram) - 1e-9)
         return max(2, least)
 
     @property
     def vocabulary(self) -> int:
+        return self.vocab_size + (self.unmatched > 0)
+
+    @property
+    def no_match(self) -> int:
+        """The answer to a query without a match."""
         return self.vocab_size
 
     @property
     def chance(self) -> float:
-        return 1 / (self.vocab_size - self.vocab_size // 2)
+        values = self.vocab_size - self.vocab_size // 2
+        return max(self.num_keys / values, self.unmatched) / self.queries
 
     def with_as_many_keys(self, seq_len: int) -> MultiQueryRecall:
         return dataclasses.replace(self, seq_len=seq_len, keys=self.num_keys)
 
     def at_length(self, seq_len: int) -> MultiQueryRecall:
-        """k in proportion: as many as fit, or the same share of that."""
-        if self.keys is None:
-            return dataclasses.replace(self, seq_len=seq_len)
-        keys = max(1, self.keys * seq_len // self.seq_len)
-        return dataclasses.replace(self, seq_len=seq_len, keys=keys)
+        """k in proportion: as many as fit, or the same share of that; queries without a match
+        too."""
+
+        def scaled(count: int) -> int:
+            return max(1, count * seq_len // self.seq_len)
+
+        keys = None if self.keys is None else scaled(self.keys)
+        unmatched = scaled(self.unmatched) if self.unmatched else 0
+        return dataclasses.replace(self, seq_len=seq_len, keys=keys, unmatched=unmatched)
+
+    def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """`shared`: queries whose last token another key has, `unshared`: the others; and
+        `matched`, `unmatched` where there are both."""
+        found: dict[str, np.ndarray] = {}
+        sharing, matched = self._sharing(inputs, labels)
+        if self.ngram > 1:
+            shared = sharing > matched
+            found |= {"shared": shared, "unshared": ~shared}
+        if self.unmatched:
+            found |= {"matched": matched, "unmatched": ~matched}
+        return found
+
+    def one_token(self, examples: Examples) -> dict[str, float]:
+        """The accuracy of the best answers that see of a query its last token alone.
+
+        A query whose last token m keys have is answered with one of their m values, or, where that
+        is more often right, with the token for no match.
+
+        Returns:
+            `one_token_ceiling`, on these rows; `one_token_expected`, its mean over all rows (where
+            every query has a match); nothing for N = 1, where one token is all.
+        """
+        if self.ngram == 1:
+            return {}
+        sharing, matched = self._sharing(examples.inputs, examples.labels)
+        right = 0.0
+        for m in np.unique(sharing):
+            of_m = matched[sharing == m]
+            right += max(of_m.sum() / max(m, 1), (~of_m).sum())
+        found = {"one_token_ceiling": float(right / sharing.size)}
+        if not self.unmatched:
+            found["one_token_expected"] = self.one_token_expected
+        return found
+
+    @property
+    def one_token_expected(self) -> float:
+        """n/k·(1 − C(n^N − n^(N−1), k)/C(n^N, k)) for k distinct N-grams of n tokens.
+
+        In a row, one of the keys that share a last token is answered rightly by chance: the
+        accuracy is the number of different last tokens over k, and a token is none of them in that
+        share of all choices.
+        """
+        k, n = self.num_keys, self.pool_tokens or self.key_tokens
+        every = n**self.ngram
+        absent = math.comb(every - every // n, k) / math.comb(every, k)
+        return n / k * (1 - absent)
+
+    def _sharing(self, inputs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[rows, n] for each query: how many keys have its last token, and whether it has a
+        match."""
+        scored = labels != IGNORE_INDEX
+        width, shape = self.ngram + 1, (len(inputs), self.queries)
+        last = inputs[:, self.ngram - 1 : self.num_keys * width : width]
+        asked = inputs[scored].reshape(shape)
+        sharing = (asked[:, :, None] == last[:, None, :]).sum(axis=2)
+        return sharing, labels[scored].reshape(shape) != self.no_match
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         k, n = self.num_keys, self.ngram
         width = n + 1
-        keys = self._keys(rng, count)
+        keys = self._keys(rng, count)  # the last of them are asked without standing in the context
         half = self.vocab_size // 2
         values = distinct(rng, count, k, half, self.vocab_size)
         inputs = np.zeros((count, self.seq_len), dtype=np.int64)
         labels = np.full((count, self.seq_len), IGNORE_INDEX, dtype=np.int64)
         given = np.zeros((count, self.seq_len), dtype=bool)
-        context = np.concatenate([keys, values[:, :, None]], axis=2)
+        context = np.concatenate([keys[:, :k], values[:, :, None]], axis=2)
         inputs[:, : k * width] = context.reshape(count, k * width)
         given[:, : k * width] = True
         slots = (self.seq_len - k * width) // width
         weights = np.arange(1, slots + 1) ** (self.power_a - 1)
-        first = k * width + width * weighted_order(rng, count, k, weights)
+        first = k * width + width * weighted_order(rng, count, self.queries, weights)
         for i in range(n):
             np.put_along_axis(inputs, first + i, keys[:, :, i], axis=1)
             np.put_along_axis(given, first + i, True, axis=1)
-        np.put_along_axis(labels, first + n - 1, values, axis=1)
+        answers = np.pad(values, ((0, 0), (0, self.unmatched)), constant_values=self.no_match)
+        np.put_along_axis(labels, first + n - 1, answers, axis=1)
         self._fill(rng, inputs, given, keys)
         return inputs, labels
 
     def _keys(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        k, n, pool = self.num_keys, self.ngram, self.pool_tokens
+        k, n, pool = self.queries, self.ngram, self.pool_tokens
         if pool is None:
             return distinct_ngrams(rng, count, k, n, self.key_tokens) + 1
         tokens = distinct(rng, count, pool, 1, self.key_tokens + 1)

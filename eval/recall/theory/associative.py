@@ -11,19 +11,52 @@ with q the last row of X_q, and the answer the token whose embedding is nearest 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cat_lm.ops import head_conv
 from eval.recall.tasks import generate, make_task
-from eval.recall.theory.claims import Claim
+from eval.recall.theory.claims import Claim, Verdict
 
-VOCABULARY, WIDTH = 12, 32
+LENGTHS = (16, 64, 256)
 _ZERO_ROW = 1e-300
+
+
+class Size(NamedTuple):
+    """V tokens in d dimensions, asked by N-grams of several N."""
+
+    vocabulary: int
+    width: int
+    ngrams: tuple[int, ...]
+
+
+SIZES = (Size(12, 32, (1, 2, 3)), Size(24, 16, (1, 2)), Size(48, 128, (1, 2)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the layer is built: Theorem 1's two delays, or one built wrongly.
+
+    Attributes:
+        delay: key or value.
+        lag: by how many tokens; the theorem's is 1.
+        taps: how many of F's N taps are kept; none: all.
+        heat: a factor of c.
+        norm: whether rows of X * F are scaled to unit length. Corollary 1 needs no norm.
+        masked: whether later tokens are hidden, where every position is a query.
+    """
+
+    delay: str
+    lag: int = 1
+    taps: int | None = None
+    heat: float = 1.0
+    norm: bool = True
+    masked: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,10 +67,10 @@ class Construction:
     filters: Tensor
 
     @classmethod
-    def draw(cls, ngram: int, seed: int, vocabulary: int = VOCABULARY) -> Construction:
+    def draw(cls, ngram: int, seed: int, size: Size = SIZES[0]) -> Construction:
         """Random directions and a Gaussian filter ("for almost all F")."""
         generator = torch.Generator().manual_seed(seed)
-        table = torch.randn(vocabulary, WIDTH, generator=generator, dtype=torch.float64)
+        table = torch.randn(size.vocabulary, size.width, generator=generator, dtype=torch.float64)
         filters = torch.randn(ngram, generator=generator, dtype=torch.float64)
         return cls(table / table.norm(dim=1, keepdim=True), filters)
 
@@ -62,25 +95,38 @@ class Construction:
         return math.log(4 * length / self.distance) / self.separation
 
 
-def layer(construction: Construction, tokens: Tensor, delay: str, norm: bool = True) -> Tensor:
-    """f(X) [B, d] in fp64 for tokens [B, L].
-
-    Args:
-        delay: key or value.
-        norm: whether rows of X * F are scaled to unit length. Corollary 1 needs no norm.
-    """
-    x = construction.embeddings[tokens]
-    c = construction.temperature(tokens.shape[1])
-    signatures = convolve(x, construction.filters)
-    if norm:
-        signatures = _unit(signatures)
-    query = signatures[:, -1]
-    if delay == "key":
-        keys, values = _shift(signatures, 1), x
-    else:
-        keys, values = signatures, 2 * _shift(x, -1)
-    weights = (c * torch.einsum("btd,bd->bt", keys, query)).softmax(dim=1)
+def layer(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
+    """f(X) [B, d] in fp64 for tokens [B, L]: the answer to the last token's query."""
+    queries, keys, values = _streams(construction, tokens, recipe)
+    c = recipe.heat * construction.temperature(tokens.shape[1])
+    weights = (c * torch.einsum("btd,bd->bt", keys, queries[:, -1])).softmax(dim=1)
     return torch.einsum("bt,btd->bd", weights, values)
+
+
+def everywhere(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
+    """The outputs [B, L, d] with every position as a query, as a trained layer computes them."""
+    queries, keys, values = _streams(construction, tokens, recipe)
+    scores = construction.temperature(tokens.shape[1]) * queries @ keys.mT
+    if recipe.masked:
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(dim=2) @ values
+
+
+def _streams(
+    construction: Construction, tokens: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, L, d]."""
+    x = construction.embeddings[tokens]
+    filters = construction.filters.clone()
+    if recipe.taps is not None:
+        filters[recipe.taps :] = 0
+    signatures = convolve(x, filters)
+    if recipe.norm:
+        signatures = _unit(signatures)
+    if recipe.delay == "key":
+        return signatures, _shift(signatures, recipe.lag), x
+    return signatures, signatures, 2 * _shift(x, -recipe.lag)
 
 
 def convolve(x: Tensor, filters: Tensor) -> Tensor:
@@ -88,118 +134,153 @@ def convolve(x: Tensor, filters: Tensor) -> Tensor:
     return head_conv(x[:, :, None], filters[None], backend="reference")[:, :, 0]
 
 
-def measure(ngram: int, length: int, delay: str, rows: int, seed: int) -> dict[str, float]:
-    """Errors of a random construction on random sequences with a unique earlier copy.
+class Found(NamedTuple):
+    """A random construction on random sequences with a unique earlier copy.
 
-    Returns:
-        wrong: share of wrong answers; wrong_elsewhere: the same without sequences whose query is
-        one token N times and whose first token is that one; distance: the largest ‖f(X) − y‖ of
-        the latter; bound: ε/2.
+    Attributes:
+        wrong: share of wrong answers.
+        elsewhere: the same without sequences whose query is one token N times and whose first
+            token is that one.
+        distance: the largest ‖f(X) − y‖ of the latter.
+        bound: ε/2.
     """
-    task = make_task(
-        "nar", length, dict(ngram=str(ngram), layout="free", vocab_size=str(1 + VOCABULARY))
-    )
-    examples = generate(task, rows, seed=seed, split="test")
-    construction = Construction.draw(ngram, seed)
+
+    wrong: float
+    elsewhere: float
+    distance: float
+    bound: float
+
+
+def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed: int) -> Found:
+    """Asks a construction as many sequences as `rows`."""
+    options = dict(ngram=str(ngram), layout="free", vocab_size=str(1 + size.vocabulary))
+    examples = generate(make_task("nar", length, options), rows, seed=seed, split="test")
+    construction = Construction.draw(ngram, seed, size)
+    if not recipe.norm:
+        construction = replace(construction, filters=torch.ones(1).double())
     tokens = torch.from_numpy(examples.inputs) - 1
     answers = torch.from_numpy(examples.labels[:, -1]) - 1
-    outputs = torch.cat([layer(construction, part, delay) for part in tokens.split(64)])
+    outputs = torch.cat([layer(construction, part, recipe) for part in tokens.split(64)])
     table = construction.embeddings
     wrong = torch.cdist(outputs, table).argmin(dim=1) != answers
-    collides = (tokens[:, -ngram:] == tokens[:, :1]).all(dim=1) & (ngram > 1)
+    free = ~(tokens[:, -ngram:] == tokens[:, :1]).all(dim=1) | (ngram == 1)
     distance = (outputs - table[answers]).norm(dim=1)
-    return {
-        "wrong": float(wrong.double().mean()),
-        "wrong_elsewhere": float(wrong[~collides].double().mean()),
-        "collisions": float(collides.double().mean()),
-        "distance": float(distance[~collides].max()),
-        "bound": construction.distance / 2,
-    }
+    return Found(
+        float(wrong.double().mean()),
+        float(wrong[free].double().mean()),
+        float(distance[free].max()),
+        construction.distance / 2,
+    )
 
 
-def theorem_1(rows: int, seeds: int = 3, lengths: tuple[int, ...] = (16, 64, 256)) -> list[Claim]:
+def theorem_1(rows: int, seeds: int = 3) -> list[Claim]:
     """Both delays for N = 1, 2, 3: exact wherever the zero padding imitates no N-gram."""
-    claims = []
-    for delay in ("key", "value"):
-        results = {
-            n: [measure(n, length, delay, rows, s) for length in lengths for s in range(seeds)]
-            for n in (1, 2, 3)
-        }
-        elsewhere = max(r["wrong_elsewhere"] for part in results.values() for r in part)
-        inside = all(r["distance"] <= r["bound"] for part in results.values() for r in part)
-        shares = ", ".join(
-            f"N={n} {100 * np.mean([r['wrong'] for r in part]):.2f}%" for n, part in results.items()
+
+    def check(recipe: Recipe) -> Verdict:
+        return _recalls(recipe, rows, seeds)
+
+    sizes = "; ".join(f"{s.vocabulary} tokens, d = {s.width}, N ≤ {max(s.ngrams)}" for s in SIZES)
+    claims = [
+        Claim.judged(
+            f"Theorem 1, {delay} delay",
+            "with c = c₀ log(4L/ε), c₀ = 1/δ, one layer's output is within ε/2 of the answer to "
+            "every N-gram query up to length L, so that the nearest embedding is the answer",
+            f"{sizes}; L = {', '.join(map(str, LENGTHS))}; {seeds} random filters and embeddings, "
+            f"{rows} sequences each, fp64",
+            check,
+            Recipe(delay),
+            {
+                "a delay of 2 tokens": Recipe(delay, lag=2),
+                "no delay": Recipe(delay, lag=0),
+                "F cut to one tap": Recipe(delay, taps=1),
+                "a tenth of c": Recipe(delay, heat=0.1),
+            },
+            "A query of one repeated token (a, …, a) has the signature of the zero-padded "
+            "window at the first position when x₀ = a; such sequences must be excluded.",
         )
-        claims.append(
-            Claim(
-                f"Theorem 1, {delay} delay",
-                "with c = c₀ log(4L/ε), one layer answers every N-gram query up to length L",
-                f"N = 1, 2, 3; L = {', '.join(map(str, lengths))}; {seeds} random filters and "
-                f"embeddings (d = {WIDTH}, {VOCABULARY} tokens), {rows} sequences each, fp64",
-                f"wrong answers {100 * elsewhere:.2f}% (and ‖f(X) − y‖ "
-                f"{'within' if inside else 'NOT within'} ε/2) where no collision is possible; "
-                f"all sequences: {shares}",
-                elsewhere == 0 and inside,
-                "A query of one repeated token (a, …, a) has the signature of the zero-padded "
-                "window at the first position when x₀ = a; such sequences must be excluded.",
-            )
-        )
-    return [*claims, value_delay_is_not_causal(rows), corollary_1(rows)]
+        for delay in ("key", "value")
+    ]
+    return [*claims, causality(rows), corollary_1(rows)]
 
 
-def value_delay_is_not_causal(rows: int) -> Claim:
-    """Show that the output at a query before the last token depends on the token after it."""
-    construction = Construction.draw(1, 0)
+def _recalls(recipe: Recipe, rows: int, seeds: int) -> Verdict:
+    """Every case is right; stops at the first that is not."""
+    shares: dict[int, list[float]] = {}
+    for size, ngram, length, seed in _cases(seeds):
+        found = measure(recipe, size, ngram, length, rows, seed)
+        if found.elsewhere > 0 or found.distance > found.bound:
+            where = f"N = {ngram}, L = {length}, d = {size.width}"
+            distance = f"‖f(X) − y‖ up to {found.distance:.2g}, ε/2 = {found.bound:.2g}"
+            return Verdict(f"{100 * found.elsewhere:.1f}% wrong, {distance} at {where}", False)
+        shares.setdefault(ngram, []).append(found.wrong)
+    said = ", ".join(f"N={n} {100 * sum(s) / len(s):.2f}%" for n, s in shares.items())
+    return Verdict(
+        "0.00% wrong, ‖f(X) − y‖ within ε/2 where no collision is possible; wrong of all "
+        f"sequences: {said}",
+        True,
+    )
+
+
+def _cases(seeds: int) -> Iterator[tuple[Size, int, int, int]]:
+    """Size, N, length, seed; large N first, where wrong constructions show soonest."""
+    for size in SIZES:
+        for ngram in sorted(size.ngrams, reverse=True):
+            for length in LENGTHS:
+                for seed in range(seeds):
+                    yield size, ngram, length, seed
+
+
+def causality(rows: int, ngram: int = 2, length: int = 32) -> Claim:
+    """Show whose output at a query depends on the tokens after it."""
+    construction = Construction.draw(ngram, 0)
+    count = SIZES[0].vocabulary
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (rows, 32), generator=generator)
-    changed = {}
-    for delay in ("key", "value"):
-        changed[delay] = _reads_the_next_token(construction, tokens, delay)
-    return Claim(
+    tokens = torch.randint(count, (rows, length), generator=generator)
+
+    def check(recipe: Recipe) -> Verdict:
+        before = everywhere(construction, tokens, recipe)
+        changed = []
+        for place in (length // 4, length // 2, length - 1):
+            other = tokens.clone()
+            other[:, place] = (other[:, place] + 1) % count
+            moved = (everywhere(construction, other, recipe) - before)[:, :place].norm(dim=2)
+            changed.append(float((moved.amax(dim=1) > 1e-9).double().mean()))
+        return Verdict(f"{100 * max(changed):.0f}% change", max(changed) == 0)
+
+    return Claim.judged(
         "Theorem 1, causality",
-        "key delay is causal; value delay reads x_{i+1} and so the answer to its own query",
-        "share of positions whose output changes with the next token, all positions queried",
-        f"key delay {100 * changed['key']:.0f}%, value delay {100 * changed['value']:.0f}%",
-        changed["key"] == 0 and changed["value"] > 0.9,
+        "with the key delay no output depends on later tokens (the value delay's does: it reads "
+        "x_{i+1}, and so the answer to its own query)",
+        f"N = {ngram}; all {length} positions queried under a causal mask; share of {rows} "
+        "sequences with another output before a token that is changed, at three places",
+        check,
+        Recipe("key"),
+        {"value delay": Recipe("value"), "key delay without the mask": Recipe("key", masked=False)},
         "F_v = D₋₁ is an advance: valid for a query at the last token alone. Trained layers use "
         "causal filters, so the key delay is the construction that they can learn.",
     )
 
 
-def _reads_the_next_token(construction: Construction, tokens: Tensor, delay: str) -> float:
-    """Share of rows whose output at the middle changes when the token after it does."""
-    middle = tokens.shape[1] // 2
-    other = tokens.clone()
-    other[:, middle + 1] = (other[:, middle + 1] + 1) % VOCABULARY
-    outputs = []
-    for sequence in (tokens, other):
-        x = construction.embeddings[sequence]
-        past = x[:, : middle + 1]
-        keys = _shift(past, 1) if delay == "key" else past
-        values = past if delay == "key" else 2 * x[:, 1 : middle + 2]
-        c = construction.temperature(middle)
-        weights = (c * torch.einsum("btd,bd->bt", keys, x[:, middle])).softmax(dim=1)
-        outputs.append(torch.einsum("bt,btd->bd", weights, values))
-    return float(((outputs[0] - outputs[1]).norm(dim=1) > 1e-6).double().mean())
-
-
 def corollary_1(rows: int, lengths: tuple[int, ...] = (16, 64, 256, 1024)) -> Claim:
     """F_k = D_1 alone, without norm: recall at every length."""
-    wrong = []
-    for length in lengths:
-        task = make_task("ar", length, dict(layout="free", vocab_size=str(1 + VOCABULARY)))
-        examples = generate(task, rows, seed=length, split="test")
-        construction = Construction(Construction.draw(1, length).embeddings, torch.ones(1).double())
-        tokens = torch.from_numpy(examples.inputs) - 1
-        outputs = torch.cat([layer(construction, p, "key", norm=False) for p in tokens.split(64)])
-        found = torch.cdist(outputs, construction.embeddings).argmin(dim=1)
-        wrong.append(float((found != torch.from_numpy(examples.labels[:, -1]) - 1).double().mean()))
-    return Claim(
+
+    def check(recipe: Recipe) -> Verdict:
+        wrong = [
+            measure(recipe, size, 1, length, rows, seed=length).wrong
+            for size in SIZES
+            for length in lengths
+        ]
+        return Verdict(f"wrong answers {100 * max(wrong):.2f}% at worst", max(wrong) == 0)
+
+    right = Recipe("key", norm=False)
+    return Claim.judged(
         "Corollary 1",
         "F_k = D₁, F_q = F_v = D₀ solves associative recall",
+        f"(tokens, d) = {', '.join(f'({s.vocabulary}, {s.width})' for s in SIZES)}; "
         f"L = {', '.join(map(str, lengths))}; {rows} sequences each, fp64",
-        f"wrong answers {100 * max(wrong):.2f}%",
-        max(wrong) == 0,
+        check,
+        right,
+        {"F_k = D₀": replace(right, lag=0), "F_k = D₂": replace(right, lag=2)},
     )
 
 
@@ -208,6 +289,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, steps: int) -> Tensor:
-    """x [B, L, d] delayed by steps ≥ 0, or advanced; zeros enter."""
+    """x [B, L, d] delayed by `steps`, or advanced where it is negative; zeros enter."""
+    if not steps:
+        return x
     zeros = torch.zeros_like(x[:, : abs(steps)])
     return torch.cat([zeros, x[:, :-steps]] if steps > 0 else [x[:, -steps:], zeros], dim=1)

@@ -1,4 +1,4 @@
-"""The theory's pictures: landmark trade-off, the trained filter, error against length."""
+"""The theory's pictures: landmark trade-off, trained filters, error against length."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.common.style import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
-from eval.recall.theory.generalization import LENGTH, Trained
+from eval.recall.theory.generalization import Trained, filter_bound
 
 
 def landmark_figure(
@@ -42,29 +43,48 @@ def landmark_figure(
     return figure
 
 
-def generalization_figure(trained: Trained) -> Figure:
-    """Theorem 2: the learned filter, its distance along training, the error at other lengths."""
+def generalization_figure(found: Trained) -> Figure:
+    """Theorem 2: a trained filter, the distance of all filters, the error at other lengths."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(10.6, 3.6), layout="constrained")
         taps, path, error = figure.subplots(1, 3)
-        lags = np.arange(len(trained.filters)) - len(trained.filters) // 2
-        taps.bar(lags, trained.filters, color=RUN_COLOURS[0])
+        filters = found.runs[0].kept[-1].filters.detach().numpy()
+        taps.bar(np.arange(len(filters)) - len(filters) // 2, filters, color=RUN_COLOURS[0])
         taps.axhline(2, color=MUTED, linestyle=":", linewidth=1)
         taps.set_xlabel("lag")
         taps.set_title("value filter (2D₋₁: 2 at −1)", loc="left")
-        unit = [LENGTH * s.error / trained.delta for s in trained.snapshots]
-        path.loglog(unit, [s.to_twice for s in trained.snapshots], marker="o", label="2D₋₁")
-        path.loglog(unit, [s.to_once for s in trained.snapshots], marker="s", label="D₋₁")
-        path.set_xlabel("L ε₀ along training")
-        path.set_title("L1 distance of the filter to", loc="left")
-        path.legend()
-        lengths = list(trained.by_length)
-        error.loglog(lengths, [v[0] for v in trained.by_length.values()], marker="o", label="error")
-        error.loglog(lengths, [v[1] for v in trained.by_length.values()], marker="s", label="map")
-        step = trained.snapshots[-1].error / trained.delta
-        error.loglog(lengths, [n * step for n in lengths], "--", color=MUTED, label="L' ε₀")
-        error.axvline(LENGTH, color=MUTED, linestyle=":", linewidth=1)
-        error.set_xlabel("length L'")
-        error.set_title("largest error, largest map distance", loc="left")
-        error.legend()
+        _distances(path, found)
+        _errors(error, found)
     return figure
+
+
+def _distances(axes: Axes, found: Trained) -> None:
+    """‖F − 2D₋₁‖₁ and the bound, over L ε₀, where the theorem speaks."""
+    for i, case in enumerate(found.cases):
+        unit = [case.problem.length * case.unit * m.error for m in case.admitted]
+        style = dict(color=RUN_COLOURS[0], marker="o", markersize=4, linewidth=0.8)
+        axes.loglog(unit, [m.filter for m in case.admitted], **style, label=None if i else "‖·‖₁")
+        style = dict(color=MUTED, linestyle="--", linewidth=1)
+        bound = [filter_bound(case, m) for m in case.admitted]
+        axes.loglog(unit, bound, **style, label=None if i else "bound D")
+    axes.set_xlabel("L ε₀")
+    axes.set_title(f"‖F_v − 2D₋₁‖₁ of {len(found.cases)} layers", loc="left")
+    axes.legend(fontsize=8)
+
+
+def _errors(axes: Axes, found: Trained) -> None:
+    """The first layer's error by length, one line for each ε, and the layers that are wrong."""
+    first = found.cases[0]
+    for i, m in enumerate(first.measured):
+        errors = [values[0] for values in m.by_length.values()]
+        style = dict(color=RUN_COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1)
+        axes.loglog(list(m.by_length), errors, **style, label=f"ε = {m.error:.0e}")
+    for what, style in zip(found.wrong_lengths, ("-", "--", ":"), strict=True):
+        m = found.controls[what][0].measured[-1]
+        errors = [values[0] for values in m.by_length.values()]
+        label = what.split(" (")[0].removeprefix("the trained layers with ")
+        axes.loglog(list(m.by_length), errors, color=INK, linestyle=style, label=label)
+    axes.axvline(first.problem.length, color=MUTED, linestyle=":", linewidth=1)
+    axes.set_xlabel("length L'")
+    axes.set_title("largest error", loc="left")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

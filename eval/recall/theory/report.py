@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,39 +15,59 @@ from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.common.text_table import markdown_table
-from eval.recall.theory import associative, copying, generalization, landmark
+from eval.recall.theory import (
+    associative,
+    copying,
+    generalization,
+    landmark,
+    landmark_claims,
+    ngram,
+    width,
+)
 from eval.recall.theory.claims import Claim
 from eval.recall.theory.figures import generalization_figure, landmark_figure
+from eval.recall.theory.two_sided import Problem
 
 ROWS, TRIALS, SLOW_TRIALS = 500, 100_000, 400
+TRAINING_ROWS, TABLES = 200, 5
 
 
-def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLOW_TRIALS) -> bool:
-    """Computes all claims into `out` and prints each.
+def theory(
+    out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLOW_TRIALS
+) -> list[str]:
+    """Computes all claims with their controls into `out` and prints each.
 
     Returns:
-        Whether all hold.
+        The sources of claims that do not hold or have a control that passes.
     """
     claim_outputs(out, "landmark_tradeoff.json", named("landmark_tradeoff", *PICTURES))
     names = ["theory.md", "theory.html", *named("theorem_2", *PICTURES)]
     claim_outputs(out, "theory.json", names)
     started = time.monotonic()
     trained: list[generalization.Trained] = []
-    figures: dict[str, dict] = {}
 
     def second_theorem() -> list[Claim]:
-        trained.append(generalization.train(seed=seed))
-        return generalization.theorem_2(trained[0])
+        found = generalization.trained(
+            _seeded(generalization.PROBLEMS, seed),
+            generalization.LENGTHS,
+            TRAINING_ROWS,
+            generalization.distance_unit,
+        )
+        trained.append(found)
+        return generalization.theorem_2(found)
 
-    def tradeoff() -> list[Claim]:
-        figures["landmark"] = landmark.bands(TRIALS, slow_trials, seed)
-        return landmark.propositions(TRIALS, slow_trials, seed)
+    def third_proposition() -> list[Claim]:
+        problems = _seeded(ngram.PROBLEMS, seed)
+        found = generalization.trained(problems, ngram.LENGTHS, TRAINING_ROWS, ngram.unit)
+        return [ngram.lemma_2(TABLES, seed), *ngram.proposition_3(found)]
 
     parts: dict[str, Callable[[], list[Claim]]] = {
         "Theorem 1": lambda: associative.theorem_1(rows),
         "Theorem 2": second_theorem,
+        "Proposition 3": third_proposition,
         "Theorem 4": lambda: copying.theorem_4(rows),
-        "Propositions 1 and 2": tradeoff,
+        "Propositions 1 and 2": lambda: landmark_claims.propositions(TRIALS, slow_trials, seed),
+        "Propositions 4 and 5": lambda: width.general_sets(slow_trials, seed),
     }
     claims: list[Claim] = []
     bar = tqdm(parts.items(), disable=None, unit="part")
@@ -56,8 +76,14 @@ def theory(out: Path, *, seed: int = 0, rows: int = ROWS, slow_trials: int = SLO
         for claim in compute():
             claims.append(claim)
             tqdm.write(claim.text())
-    _write(out, claims, trained[0], figures["landmark"], time.monotonic() - started)
-    return all(claim.holds for claim in claims)
+    bands = landmark.bands(TRIALS, slow_trials, seed)
+    _write(out, claims, trained[0], bands, time.monotonic() - started)
+    return [claim.source for claim in claims if not claim.stands]
+
+
+def _seeded(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
+    """The problems with other embeddings, starts and sequences for every seed of the command."""
+    return tuple(dataclasses.replace(p, seed=p.seed + 100 * seed) for p in problems)
 
 
 def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:
@@ -83,11 +109,13 @@ def _write(
     record = {
         "claims": [dataclasses.asdict(claim) for claim in claims],
         "landmark_tradeoff": {"length": landmark.LENGTH, "bands": bands, "curves": curves},
-        "theorem_2": {
-            "snapshots": [dataclasses.asdict(s) for s in trained.snapshots],
-            "filter": trained.filters.tolist(),
-            "by_length": trained.by_length,
-        },
+        "theorem_2": [
+            {
+                **dataclasses.asdict(case),
+                "filter": run.kept[-1].filters.tolist() if run.kept else None,
+            }
+            for run, case in zip(trained.runs, trained.cases, strict=True)
+        ],
         "seconds": round(seconds, 1),
         "provenance": made,
     }
@@ -101,13 +129,21 @@ def markdown(claims: list[Claim], command: str) -> str:
     lines = ["# The theory, computed", "", f"`{command}`", ""]
     rows = []
     for claim in claims:
-        cells = [claim.source, claim.statement, claim.setting, claim.measured]
-        rows.append([*cells, "yes" if claim.holds else "**no**", claim.correction])
-    head = ("source", "claim", "computed", "measured", "holds", "correction")
+        cells = [claim.source, claim.statement, claim.setting, claim.measured, _mark(claim.holds)]
+        for control in claim.controls:
+            refused = [control.what, control.measured, _mark(control.fails)]
+            rows.append([*cells, *refused, claim.correction if cells[0] else ""])
+            cells = [""] * len(cells)
+    head = ("source", "claim", "computed", "measured", "claim holds", "control")
+    head += ("control measured", "control fails", "correction")
     lines.append(markdown_table(head, rows))
     lines += ["", "![d against block size](landmark_tradeoff.png)"]
     lines += ["", "![The trained layer of Theorem 2](theorem_2.png)", ""]
     return "\n".join(lines)
+
+
+def _mark(good: bool) -> str:
+    return "yes" if good else "**no**"
 
 
 def page(claims: list[Claim], command: str) -> str:

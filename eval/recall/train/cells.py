@@ -30,12 +30,14 @@ def _store(folder: Path) -> CellStore:
 
 def _name(cell: AnyCell) -> str:
     name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    if cell.protocol > 1:
+        name += f"-p{cell.protocol}"
     short = key_hash(dataclasses.asdict(cell), digits=8)
     return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
 
 
 def cell_path(folder: Path, cell: AnyCell) -> Path:
-    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
+    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-pP-HASH.json, without P for protocol 1."""
     return _store(folder).path(_name(cell))
 
 
@@ -89,7 +91,7 @@ def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
         {
             "task": values.get("task", {}),
             "mixer": values.get("mixer", {}).get("options", {}),
-            "model": {"layers": values.get("layers")},
+            "model": {name: values.get(name) for name in ("layers", "embedding_dropout")},
         }
         for values in (json.loads(json.dumps(cell.resolved())), record)
     )

@@ -64,6 +64,7 @@ def _shortest(cell: AnyCell) -> AnyCell:
         epochs=1,
         train_examples=cell.rows,
         test_examples=1,
+        validation_examples=1,
         stop_above=None,
         eval_steps=None,
         test_lengths=(),
@@ -74,10 +75,10 @@ def _shortest(cell: AnyCell) -> AnyCell:
 def _tested_rows(cell: AnyCell) -> float:
     """Rows of the trained length that cost as much as those of all tests do."""
     if not isinstance(cell, Cell):
-        return cell.validation_windows
-    tests = sum(step.tested for step in cell.steps())
+        return cell.scored_rows
+    validations = sum(step.tested for step in cell.steps())
     lengths = sum(t / cell.seq_len * (1 + cell.fixed_items) for t in cell.test_lengths)
-    return cell.test_examples * (tests + 1 + lengths)
+    return cell.validation_examples * validations + cell.test_examples * (1 + lengths)
 
 
 def _recall(cell: Cell, size: int, device: str) -> tuple[float, float]:

@@ -51,26 +51,48 @@ class Execution:
     stack: int | None = None
 
 
-def run_unfinished(title: str, runs: Sequence[Run], out: Path, execution: Execution) -> bool:
-    """Estimates and runs the cells that OUT does not hold; whether all are there now."""
+def run_unfinished(
+    title: str,
+    runs: Sequence[Run],
+    out: Path,
+    execution: Execution,
+    *,
+    later: Sequence[Run] = (),
+    estimated: bool = False,
+) -> bool:
+    """Estimates and runs the cells that OUT does not hold; whether all are there now.
+
+    Args:
+        later: runs that will follow, or others as costly: they are estimated too.
+        estimated: whether these runs were estimated before.
+    """
     todo = {run.cell: run for run in _unfinished(runs, out)}
-    print(f"{title}: {len(runs)} runs, {len(todo)} to do", flush=True)
+    afterwards = {run.cell for run in _unfinished(later, out)} - todo.keys()
+    count = len({run.cell for run in (*runs, *later)})
+    print(f"{title}: {count} runs, {len(todo) + len(afterwards)} to do", flush=True)
     groups = stacks(list(todo), execution)
+    if not estimated:
+        _estimate([*groups, *stacks(list(afterwards), execution)], execution)
+    if execution.estimate_only:
+        return False
+    if todo:
+        together = [[todo[cell] for cell in group] for group in groups]
+        execute(together, out, execution.device, execution.workers)
+    return True
+
+
+def _estimate(groups: Sequence[Sequence[AnyCell]], execution: Execution) -> None:
+    """Prints how long groups of cells will take."""
     largest = max(map(len, groups), default=1)
     if largest > 1:
         alone = sum(len(group) == 1 for group in groups)
         print(f"{len(groups) - alone} stacks of up to {largest} models, {alone} models alone")
-    device, workers = execution.device, execution.workers
-    by_mixer = hours_by_mixer(groups, device)
+    by_mixer = hours_by_mixer(groups, execution.device)
     hours = sum(by_mixer.values())
-    print(f"at most {hours:.2f} {device} hours, {_together(hours, execution)}")
+    print(f"at most {hours:.2f} {execution.device} hours, {_together(hours, execution)}")
     costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
     if costly:
         print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
-    if execution.estimate_only:
-        return False
-    execute([[todo[cell] for cell in group] for group in groups], out, device, workers)
-    return True
 
 
 def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:

@@ -2,7 +2,8 @@
 
 The model of eval/recall/model.py with feed-forward networks, trained on prepared data (see
 data_prep) with AdamW, a linear warm-up over a tenth of the steps, a cosine to a tenth of the
-learning rate, and gradients clipped at 1; its measure is the loss on the data's validation split.
+learning rate, and gradients clipped at 1; its measure is the loss on the starts of many documents
+of the data's validation split.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.data.loader import TrainLoader, validation_windows
+from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
-from eval.recall.model import RecallModel, learned_filters, parameters
+from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
+from eval.recall.train.held_out import HeldOut, held_out, over_documents
 
 CLIP = 1.0
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -36,7 +38,8 @@ class LanguageCell:
         data: folder written by data_prep.prepare.
         fingerprint: of these data, so that other data make another cell.
         batch_size: rows of seq_len tokens.
-        validation_windows: windows of the validation split that are scored, from its start.
+        documents: of the validation split that are scored.
+        document_tokens: that are predicted in each at most, from its start.
     """
 
     data: str
@@ -50,20 +53,30 @@ class LanguageCell:
     seed: int = 0
     batch_size: int = 16
     weight_decay: float = 0.1
-    validation_windows: int = 256
+    documents: int = 200
+    document_tokens: int = 256
     task: str = "language"
+    protocol: ClassVar[int] = 1  # see trial.py
 
     @property
     def all_steps(self) -> int:
         return self.steps
 
+    @property
+    def scored_rows(self) -> int:
+        """Rows of seq_len tokens that are scored at most."""
+        return self.documents * -(-self.document_tokens // self.seq_len)
+
     def resolved(self) -> dict[str, Any]:
-        """The mixer with all options, defaults too, as plain values."""
-        return {"mixer": make_mixer(self.mixer).describe()}
+        """The mixer with all options, defaults too, and the frame's; plain values."""
+        mixer = make_mixer(self.mixer)
+        return {"mixer": mixer.describe(), "embedding_dropout": embedding_dropout(mixer, None)}
 
     def timed(self, steps: int) -> LanguageCell:
         """The same kind of step, so many times; equal for cells whose steps cost the same."""
-        return dataclasses.replace(self, lr=1e-9, seed=0, steps=steps, validation_windows=1)
+        return dataclasses.replace(
+            self, lr=1e-9, seed=0, steps=steps, documents=1, document_tokens=1
+        )
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         """Trains and scores; `accuracy` is that of the next token, `loss` in nats a token.
@@ -76,7 +89,8 @@ class LanguageCell:
         if corpus.fingerprint != self.fingerprint:
             raise UserError(f"--data {self.data}: changed since the command began")
         loader = TrainLoader(corpus, self.seq_len, self.batch_size, self.seed)
-        held_out = validation_windows(open_verified(self.data, "validation"), self.seq_len)
+        validation = open_verified(self.data, "validation")
+        scored = held_out(validation, self.documents, self.document_tokens, self.seq_len)
         torch.manual_seed(self.seed)
         mixer = make_mixer(self.mixer)
         model = RecallModel(
@@ -89,7 +103,7 @@ class LanguageCell:
         ).to(device)
         history = self._train(model, loader, device)
         trained = time.monotonic()
-        found = self._score(model, held_out, device)
+        found = self._score(model, scored, device)
         return {
             "cell": dataclasses.asdict(self),
             **self.resolved(),
@@ -126,20 +140,26 @@ class LanguageCell:
         return history
 
     @torch.no_grad()
-    def _score(self, model: RecallModel, held_out: Any, device: str) -> dict[str, float]:
+    def _score(self, model: RecallModel, scored: HeldOut, device: str) -> dict[str, Any]:
         model.eval()
-        total, right, scored = 0.0, 0, 0
-        count = min(self.validation_windows, len(held_out))
-        for start in range(0, count, self.batch_size):
-            rows = range(start, min(start + self.batch_size, count))
-            tokens, labels = _tensors(held_out.batch(rows), device)
-            logits = _logits(model, tokens)
-            total += float(
-                F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-            )
-            right += int((logits.argmax(dim=-1) == labels).sum())
-            scored += int((labels != IGNORE_INDEX).sum())
-        return {"loss": total / scored, "accuracy": right / scored, "tokens_scored": scored}
+        nats, tokens, right = torch.zeros(3, self.documents, dtype=torch.float64)
+        for start in range(0, len(scored.inputs), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            batch = {"input_ids": scored.inputs[rows], "labels": scored.labels[rows]}
+            inputs, labels = _tensors(batch, device)
+            logits = _logits(model, inputs)
+            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+            owners = torch.from_numpy(scored.documents[rows])
+            for sums, values in (
+                (nats, losses),
+                (tokens, labels != IGNORE_INDEX),
+                (right, logits.argmax(dim=-1) == labels),
+            ):
+                sums.index_add_(0, owners, values.view(len(owners), -1).sum(dim=1).cpu().double())
+        found = over_documents(nats.tolist(), tokens.long().tolist())
+        found["accuracy"] = float(right.sum()) / found["tokens_scored"]
+        by_document = {"nats": [round(value, 4) for value in nats.tolist()]}
+        return {**found, "documents": {**by_document, "tokens": tokens.long().tolist()}}
 
 
 def _tensors(batch: dict[str, Any], device: str) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ def scored_positions(labels: Tensor) -> Tensor:
 
 def measure(model: RecallModel, examples: Examples) -> dict[str, float]:
     """`accuracy`, mean over rows of the share of right positions; `rows_right`, share of rows whose
-    positions are all right. Answers before are given (teacher forcing)."""
+    positions are all right; `accuracy_GROUP` for each of the examples' groups that has positions.
+    Answers before are given (teacher forcing)."""
     model.eval()
     return measure_stack(model, [examples], *_place(model), stacked=False)[0]
 
@@ -75,8 +76,13 @@ def measure_stack(
         {
             "accuracy": float(rows.double().mean(dim=1).mean()),
             "rows_right": float(rows.all(dim=1).double().mean()),
+            **{
+                f"accuracy_{name}": float(rows.numpy()[group].mean())
+                for name, group in part.groups.items()
+                if group.any()
+            },
         }
-        for rows in correct
+        for rows, part in zip(correct, examples, strict=True)
     ]
 
 

@@ -95,7 +95,7 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
     for step in cells[0].steps():
         losses = train_step(stack, active, step.rows)
         if step.tested:
-            stopping = _test(stack, active, step, losses)
+            stopping = _validate(stack, active, step, losses)
             if step.number == cells[0].all_steps:
                 stopping = active
             if stopping:
@@ -127,17 +127,15 @@ def train_step(stack: Stack, trials: Sequence[Trial], rows: slice) -> Tensor:
     return losses.detach()
 
 
-def _test(stack: Stack, trials: Sequence[Trial], step: Any, losses: Tensor) -> list[Trial]:
-    """Tests all models; those that stop."""
-    found = _measured(stack, trials, "trained length")
+def _validate(stack: Stack, trials: Sequence[Trial], step: Any, losses: Tensor) -> list[Trial]:
+    """Validates all models; those that stop."""
+    found = _measured(stack, [trial.validation for trial in trials], trials[0])
     points = zip(trials, losses.tolist(), found, strict=True)
     return [trial for trial, loss, point in points if trial.note(step, loss, point)]
 
 
-def _measured(stack: Stack, trials: Sequence[Trial], test: str) -> list[dict[str, float]]:
+def _measured(stack: Stack, examples: Sequence[Examples], first: Trial) -> list[dict[str, float]]:
     stack.train(False)
-    examples = [trial.examples[test] for trial in trials]
-    first = trials[0]
     return measure_stack(stack, examples, first.task.vocabulary, first.inputs.device)
 
 
@@ -145,8 +143,13 @@ def _finish(
     trials: Sequence[Trial], clock: _Clock, size: int, device: str
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Tests trained models together; the record of each."""
+    for trial in trials:
+        trial.restore()
     started, stack = time.monotonic(), Stack([trial.model for trial in trials])
-    found = {test: _measured(stack, trials, test) for test in trials[0].examples}
+    found = {
+        test: _measured(stack, [trial.examples[test] for trial in trials], trials[0])
+        for test in trials[0].examples
+    }
     if trials[0].task.runs_free:
         examples = [trial.examples["trained length"] for trial in trials]
         alone = free_running_stack(stack, examples, device)

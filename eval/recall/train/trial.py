@@ -2,8 +2,13 @@
 
 Zoology's recipe: AdamW (torch's betas, weight decay 0.1 on all parameters), no warm-up, no
 clipping, fp32, a cosine from the learning rate to 0 stepped once an epoch; the same rows in the
-same order every epoch; stop when the test accuracy is above 0.99 after an epoch. Logits are made at
-scored positions alone. Here a model trains by itself; stack.py trains many as one.
+same order every epoch. Logits are made at scored positions alone. Here a model trains by itself;
+stack.py trains many as one.
+
+Zoology stops, and takes the best epoch, by its test rows. Here validation rows decide both:
+training stops when their accuracy is above 0.99 after an epoch, and the model of the best
+validation point, the later of equals, is tested. Without that stop the budget is fixed and the last
+model is tested. The test rows of all lengths are looked at once, at the end, with this one model.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +28,18 @@ from tqdm import tqdm
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
-from eval.recall.model import RecallModel, learned_filters, parameters
+from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.train.measuring import free_running, measure, scored_positions
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
 STOP_ABOVE = 0.99
+# Of what a record says. 1 stopped, and took the best epoch and rate, by the test rows; its cells
+# have other names.
+PROTOCOL = 2
 _TEST_SEED = 10  # added to the seed, as Zoology's
+_VALIDATION_SEED = 20
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,13 @@ class Cell:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
         layers: none for the mixer's own.
         batch_size: none for Zoology's at that length.
-        stop_above: test accuracy after which training stops; none: never.
-        eval_steps: also test (and perhaps stop) every so many steps; none: after epochs alone.
+        validation_examples: rows that are looked at after every epoch, apart from test.
+        stop_above: validation accuracy after which training stops, and by which the tested step is
+            chosen; none: a fixed budget, whose last model is tested.
+        eval_steps: also validate (and perhaps stop) every so many steps; none: after epochs alone.
         test_lengths: further lengths to test at, with the task's items in proportion.
         fixed_items: test longer lengths also with as many items as in training.
+        embedding_dropout: none for the block's own, as Zoology has it: 0.1, of Mamba's none.
     """
 
     task: str
@@ -56,6 +68,7 @@ class Cell:
     epochs: int = 64
     train_examples: int = 100_000
     test_examples: int = 3_000
+    validation_examples: int = 1_000
     layers: int | None = None
     batch_size: int | None = None
     weight_decay: float = 0.1
@@ -63,6 +76,8 @@ class Cell:
     eval_steps: int | None = None
     test_lengths: tuple[int, ...] = ()
     fixed_items: bool = False
+    embedding_dropout: float | None = None
+    protocol: ClassVar[int] = PROTOCOL
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -71,7 +86,7 @@ class Cell:
                 raise UserError(f"{name}={value}: {problem}")
         if self.lr <= 0:
             raise UserError(f"lr={self.lr}: must be greater than 0")
-        for name in ("train_examples", "test_examples"):
+        for name in ("train_examples", "test_examples", "validation_examples"):
             if getattr(self, name) * self.seq_len > MOST_TOKENS:
                 raise UserError(
                     f"{name}={getattr(self, name)}: with seq_len={self.seq_len} these are more "
@@ -92,6 +107,7 @@ class Cell:
             "task": self.make_task().describe(),
             "mixer": mixer.describe(),
             "layers": self.layers or mixer.layers,
+            "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
         }
 
     @property
@@ -126,7 +142,7 @@ class Cell:
 
 
 class Step(NamedTuple):
-    """A step: its number and epoch from 1, its rows, and whether a test and an epoch end it."""
+    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
 
     number: int
     epoch: int
@@ -139,10 +155,10 @@ class Trial:
     """A cell with all that its training needs, and what it has found.
 
     Attributes:
-        tests: name of a test -> its task; examples: name -> its rows.
+        tests: name of a test -> its task; examples: name -> its rows; validation: rows.
         inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
             positions are those that are scored.
-        history: a point for each test.
+        history: a point for each validation; chosen: that of the model to be tested.
     """
 
     def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
@@ -156,6 +172,7 @@ class Trial:
             d_model=cell.d_model,
             positions=max(cell.seq_len, *(t.seq_len for t in self.tests.values())),
             layers=cell.layers,
+            dropout=cell.embedding_dropout,
         ).to(device)
         train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
         self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
@@ -165,6 +182,8 @@ class Trial:
             name: make(task, cell.test_examples, seed=cell.seed + _TEST_SEED, split="test")
             for name, task in self.tests.items()
         }
+        seed = cell.seed + _VALIDATION_SEED
+        self.validation = make(self.task, cell.validation_examples, seed=seed, split="validation")
         # One kernel for all parameters where there is a launch to save.
         fused = {"fused": True} if self.inputs.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(
@@ -174,13 +193,24 @@ class Trial:
             self.optimizer, cell.epochs, eta_min=0.0
         )
         self.history: list[dict[str, float]] = []
+        self._best: dict[str, Tensor] = {}
         self.data_seconds = time.monotonic() - started
 
     def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
-        """Keeps a test's point; whether training stops here."""
+        """Keeps a validation's point, and the model where it is the best; whether it stops here."""
         self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
         above = self.cell.stop_above
+        if above is None or not self._best or found["accuracy"] >= self.chosen["accuracy"]:
+            self.chosen = self.history[-1]
+            if above is not None:
+                state = self.model.state_dict()
+                self._best = {name: value.clone() for name, value in state.items()}
         return above is not None and found["accuracy"] > above
+
+    def restore(self) -> None:
+        """Gives the model the parameters of the chosen point."""
+        if self._best:
+            self.model.load_state_dict(self._best)
 
     def record(
         self, accuracies: dict[str, dict[str, float]], training: float, testing: float
@@ -195,11 +225,16 @@ class Trial:
         return {
             "cell": dataclasses.asdict(cell),
             **cell.resolved(),
+            "protocol": PROTOCOL,
             "parameters": parameters(self.model),
             "accuracy": accuracies["trained length"]["accuracy"],
-            "best_accuracy": max(point["accuracy"] for point in self.history),
+            "validation": {name: self.chosen[name] for name in ("step", "accuracy")},
             "tests": {
-                name: {"seq_len": self.tests[name].seq_len, **found}
+                name: {
+                    "seq_len": self.tests[name].seq_len,
+                    **found,
+                    **self.tests[name].one_token(self.examples[name]),
+                }
                 for name, found in accuracies.items()
             },
             "history": self.history,
@@ -221,7 +256,7 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
         quiet: no progress.
 
     Returns:
-        Plain values: accuracies by test, the history of tests, filters, times.
+        Plain values: accuracies by test, the history of validation, filters, times.
 
     Raises:
         UserError: options that do not fit.
@@ -229,6 +264,7 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     trial = Trial(cell, device)
     prepared = time.monotonic()
     _train(trial, quiet)
+    trial.restore()
     trained = time.monotonic()
     accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
     if trial.task.runs_free:
@@ -260,7 +296,7 @@ def _train(trial: Trial, quiet: bool) -> None:
         loss = train_step(trial, step.rows)
         bar.update()
         if step.tested:
-            found = measure(trial.model, trial.examples["trained length"])
+            found = measure(trial.model, trial.validation)
             stops = trial.note(step, float(loss), found)
             if not quiet:
                 _report(bar, trial.history[-1], cell)
@@ -283,7 +319,7 @@ def train_step(trial: Trial, rows: slice) -> Tensor:
 
 
 def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
-    text = f"accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
+    text = f"validation accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
     if bar.disable:
         where = f"step {point['step']}, epoch {point['epoch']}/{cell.epochs}"
         print(f"{where}: {text}", file=sys.stderr, flush=True)

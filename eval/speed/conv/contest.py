@@ -5,6 +5,7 @@ A contender that is wrong or fails is refused: its row says why and holds no tim
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from eval.speed.conv import check
 from eval.speed.timing import time_in_turn, times_as_fast
 
 DIRECTIONS = ("forward", "forward_backward")
-RIVAL = "conv1d"  # what one would write without this project
+RIVAL = "conv1d"  # what one would write without this project; its layouts' names begin with it
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,41 @@ def hold(
     timings = time_in_turn(
         calls, rules.device, rules.repeats, cuda_graphs=rules.cuda_graphs, title=title
     )
-    for (name, direction), timing in timings.items():
-        rate = floors[direction] / timing.median
-        rival = timings.get((RIVAL, direction))
-        rows[name][direction] = {
-            "seconds": timing.record(),
-            "bytes_per_second": rate,
-            "of_copy_bandwidth": rate / rules.copy_rate,
-            "times_as_fast_as_conv1d": times_as_fast(timing, rival) if rival else None,
-        }
+    for direction in DIRECTIONS:
+        of_it = {name: timing for (name, way), timing in timings.items() if way == direction}
+        compared = against_rival({name: timing.seconds for name, timing in of_it.items()})
+        for name, timing in of_it.items():
+            rate = floors[direction] / timing.median
+            rows[name][direction] = {
+                "seconds": timing.record(),
+                "bytes_per_second": rate,
+                "of_copy_bandwidth": rate / rules.copy_rate,
+                **compared[name],
+            }
     return list(rows.values())
+
+
+def against_rival(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Compare every contender with torch's conv1d in the layout that it is fastest in.
+
+    Args:
+        seconds: of the rounds, by contender, in one direction.
+
+    Returns:
+        By contender: the rival's name, how many times as fast as it (median and range over the
+        rounds); all None where it has no time.
+    """
+    rivals = [name for name in seconds if name.startswith(RIVAL)]
+    rival = min(rivals, key=lambda name: statistics.median(seconds[name]), default=None)
+    found = {}
+    for name, own in seconds.items():
+        ratio = times_as_fast(own, seconds[rival]) if rival else {"median": None, "range": None}
+        found[name] = {
+            "rival": rival,
+            "times_as_fast_as_conv1d": ratio["median"],
+            "times_as_fast_range": ratio["range"],
+        }
+    return found
 
 
 def _checked(

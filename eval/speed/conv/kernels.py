@@ -2,8 +2,8 @@
 
 Other libraries are given everything, filters too, as they like it best, and its making is not
 timed: a filter for each of C = H·D channels, the newest input's tap last, and [B, C, T] where they
-want that. torch's is timed a second time as one would use it here, from [B, T, H, D] and this
-project's filters.
+want that. torch's is given each layout that might suit it, and is timed as one would use it here
+too, from [B, T, H, D] and this project's filters; the fastest of these is what others are held to.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Kernel:
         timed: what its time includes, in words.
         convolve: from x and filters in the kernel's own layout to y.
         arrange: from [B, T, H, D] to the kernel's own layout, which is not timed.
+        arrange_gradient: the same for the gradient of y, where it is laid out otherwise than x.
         restore: back from it, for the check.
         arrange_filters: from this project's layout to the kernel's own, which is not timed.
         restore_filters: from the gradient of these to that of this project's, for the check.
@@ -98,6 +99,7 @@ class Kernel:
     restore: Callable[[Tensor], Tensor] = Tensor.contiguous
     arrange_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
     restore_filters: Callable[[Tensor], Tensor] = Tensor.contiguous
+    arrange_gradient: Callable[[Tensor], Tensor] | None = None
 
 
 def kernels_for(case: ConvCase, names: Sequence[str]) -> tuple[list[Kernel], dict[str, str]]:
@@ -145,15 +147,46 @@ def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     def from_time_first(x: Tensor, filters: Tensor) -> Tensor:
         return restore(inside(arrange(x), filters_to(filters)))
 
+    groups = 1 if case.kind.mixes_heads else case.heads * case.head_dim
+
+    def contiguous(x: Tensor) -> Tensor:
+        return arrange(x).contiguous()
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(arrange(x), (case.window - 1, 0)).contiguous()
+
+    def without_padding(padded: Tensor) -> Tensor:
+        return restore(padded[..., -case.time :])
+
     return [
         Kernel(
             "conv1d",
             f"torch's conv1d given, and returning, contiguous {shape}",
             inside,
-            lambda x: arrange(x).contiguous(),
+            contiguous,
             restore,
             filters_to,
             filters_from,
+        ),
+        Kernel(
+            "conv1d, padded",
+            f"the same, given {shape} with W - 1 zeros before it",
+            partial(_conv_of_padded, groups=groups),
+            padded,
+            without_padding,
+            filters_to,
+            filters_from,
+            contiguous,
+        ),
+        Kernel(
+            "conv1d, channels last",
+            f"the same, given {shape} with zeros before it, in torch's channels_last layout",
+            partial(_conv_of_channels_last, groups=groups),
+            lambda x: _channels_last(padded(x)),
+            lambda y: without_padding(y[:, :, 0]),
+            filters_to,
+            filters_from,
+            lambda dy: _channels_last(arrange(dy)),
         ),
         Kernel(
             "conv1d, transposed",
@@ -172,6 +205,22 @@ def _conv1d_groups(x: Tensor, taps: Tensor) -> Tensor:
 def _conv1d_over_heads(x: Tensor, weight: Tensor) -> Tensor:
     """`conv1d` with heads as channels: x [B·D, H, T], weight [H_out, H_in, W]."""
     return F.conv1d(x, weight, padding=weight.shape[2] - 1)[..., : x.shape[2]]
+
+
+def _conv_of_padded(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """`conv1d` of x [B, C, W - 1 + T], padded before it was given, by weight [C, (C,) W]."""
+    return F.conv1d(x, weight if weight.dim() == 3 else weight[:, None], groups=groups)
+
+
+def _conv_of_channels_last(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """The same on x [B, C, 1, W - 1 + T], whose channels lie side by side in memory."""
+    weight = _channels_last(weight if weight.dim() == 3 else weight[:, None])
+    return F.conv2d(x, weight, groups=groups)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """[B, C, T] as [B, C, 1, T] in torch's channels_last layout."""
+    return x[:, :, None].contiguous(memory_format=torch.channels_last)
 
 
 def _taps_of_pairs(filters: Tensor) -> Tensor:

@@ -143,7 +143,8 @@ def _backend_of(case: ConvCase) -> dict[str, str]:
 
 def _contender(kernel: Kernel, x: Tensor, filters: Tensor, dy: Tensor) -> Contender:
     """A kernel with its inputs and filters in its own layout."""
-    x, dy = kernel.arrange(x).detach(), kernel.arrange(dy)
+    arrange_gradient = kernel.arrange_gradient or kernel.arrange
+    x, dy = kernel.arrange(x).detach(), arrange_gradient(dy)
     filters = kernel.arrange_filters(filters).contiguous().requires_grad_()
     learned = (x.clone().requires_grad_(), filters)
     forward_backward = partial(_forward_backward, kernel.convolve, learned, dy)

@@ -20,6 +20,7 @@ import numpy as np
 
 from cat_lm.config import RunConfig
 from eval.speed.model.build import ModelSize
+from eval.speed.model.update import run_values
 from eval.speed.progress import rounds, say
 from eval.speed.timing import summary
 
@@ -58,21 +59,9 @@ def checkpoint_speed(
 
 
 def _values(size: ModelSize, name: str, zero_stage: int, run: Path) -> dict[str, Any]:
-    return {
-        "model": size.section(name, CONTEXT_LENGTH).model_dump(),
-        "data": {"path": "random", "context_length": CONTEXT_LENGTH},
-        "optimizer": {"lr": 1e-3},
-        "train": {
-            "output_dir": str(run),
-            "global_batch_size": 1,
-            "micro_batch_size": 1,
-            "max_steps": 1000,
-            "precision": "fp32",
-            "zero_stage": zero_stage,
-            "resume": "auto",
-        },
-        "checkpoint": {"keep_last": 1},
-    }
+    values = run_values(size, name, CONTEXT_LENGTH, 1)
+    values["train"] |= {"output_dir": str(run), "zero_stage": zero_stage, "resume": "auto"}
+    return values | {"checkpoint": {"keep_last": 1}}
 
 
 class Calls:

@@ -6,6 +6,11 @@ the model in one pass without it, which must choose the same token at every plac
 greedy decoding without the cache gives the same text. Where two logits are nearer to each other
 than rounding, either may win.
 
+Each length of keys is met again in every repeat, and libraries that plan or compile for a length
+have done so in the warm-up. Generation meets every length once. So a prompt of a length near by, of
+which no model here has met a length before, is decoded once too: its time stands beside the others'
+as cold.
+
 Steps are timed by the wall's clock between synchronisations: decoding at small batches is bound by
 the host's launches, and they belong to its time.
 """
@@ -56,31 +61,63 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
         UserError: a model cannot be built, or decodes otherwise with its cache than without.
     """
     results = []
+    starts = cold_prompts(cases, len(names))
     longest = max(
         case.prompt_tokens + max(case.cached_tokens, case.uncached_tokens) for case in cases
     )
+    longest = max(longest, *(start + cases[0].cached_tokens for start in starts))
     for name in names:
         say(f"building {name}")
         model = build(cases[0].size, name, longest).eval()
         randomize_filters(model)
         for case in cases:
             say(f"{name}, prompt of {case.prompt_tokens} tokens")
-            results.append({"name": name, **measure(case, model, name, repeats)})
+            measured = measure(case, model, name, repeats, starts.pop(0))
+            results.append({"name": name, **measured})
         del model
     return {"results": results}
 
 
+def cold_prompts(cases: Sequence[DecodeCase], models: int) -> list[int]:
+    """Choose lengths of prompts, after each of which every length of keys is met for once.
+
+    Args:
+        cases: in the order in which each of the models takes them.
+
+    Returns:
+        For each model and case the shortest such prompt that is no shorter than the case's.
+    """
+
+    def met(prompt: int, case: DecodeCase) -> range:
+        # Without the cache the last pass is over one token less than there are then.
+        return range(prompt, prompt + max(case.cached_tokens, case.uncached_tokens))
+
+    taken = {length for case in cases for length in met(case.prompt_tokens, case)}
+    starts = []
+    for case in list(cases) * models:
+        start = case.prompt_tokens
+        while taken.intersection(met(start, case)):
+            start += 1
+        taken.update(met(start, case))
+        starts.append(start)
+    return starts
+
+
 @torch.no_grad()
-def measure(case: DecodeCase, model: nn.Module, name: str, repeats: int) -> dict[str, Any]:
-    """One model after one prompt."""
+def measure(
+    case: DecodeCase, model: nn.Module, name: str, repeats: int, cold_prompt: int
+) -> dict[str, Any]:
+    """One model after one prompt, and once after `cold_prompt` tokens, whose lengths are new."""
     prompt = random_ids(case.size, case.batch_size, case.prompt_tokens)
     # Also the warm-up of both ways.
     near_ties = check(model, prompt, case, name)
+    first = random_ids(case.size, case.batch_size, cold_prompt)
+    cold = _rate(decode_cached(model, first, case.cached_tokens))
     prefill, cached, uncached = [], [], []
     for _ in rounds(repeats, f"{name}, {case.prompt_tokens}"):
         result = decode_cached(model, prompt, case.cached_tokens)
         prefill.append(result.prompt_seconds)
-        cached.append(case.batch_size * (case.cached_tokens - 1) / result.step_seconds)
+        cached.append(_rate(result))
         seconds = decode_uncached(model, prompt, case.uncached_tokens)
         uncached.append(case.batch_size * case.uncached_tokens / seconds)
     with_cache, without = summary(cached), summary(uncached)
@@ -91,6 +128,8 @@ def measure(case: DecodeCase, model: nn.Module, name: str, repeats: int) -> dict
         "near_ties": near_ties,
         "prompt_seconds": summary(prefill),
         "tokens_per_second_cached": with_cache,
+        "cold_prompt_tokens": cold_prompt,
+        "tokens_per_second_cold": summary([cold]),
         "tokens_per_second_uncached": without,
         "cache_speedup": with_cache["median"] / without["median"],
     }
@@ -103,6 +142,12 @@ class Decoded:
     tokens: Tensor
     prompt_seconds: float
     step_seconds: float
+
+
+def _rate(result: Decoded) -> float:
+    """Tokens a second of a position at a time, which the first token is not."""
+    rows, count = result.tokens.shape
+    return rows * (count - 1) / result.step_seconds
 
 
 def decode_cached(model: nn.Module, prompt: Tensor, count: int) -> Decoded:

@@ -68,7 +68,7 @@ def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
     engine = Engine(model, config, ranks)
     if not on_gpu:
         forget_peak()
-    seconds = _steps(engine, ranks, vocab_size, repeats)
+    seconds, host_seconds = _steps(engine, ranks, vocab_size, repeats)
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     tokens = config.train.global_batch_size * config.data.context_length
@@ -80,6 +80,7 @@ def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
         "parameters": parameters,
         "tokens_per_step": tokens,
         "step_seconds": summary(seconds),
+        "host_seconds": summary(host_seconds),
         "tokens_per_second": tokens / median,
         "flops_per_step": flops * tokens,
         "peak_flops": device_flops,
@@ -96,19 +97,26 @@ def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
     }
 
 
-def _steps(engine: Any, ranks: Any, vocab_size: int, repeats: int) -> list[float]:
-    """Seconds of each step after the warm-up, on random tokens that differ from step to step."""
+def _steps(
+    engine: Any, ranks: Any, vocab_size: int, repeats: int
+) -> tuple[list[float], list[float]]:
+    """(seconds, the process's CPU seconds) of each step after the warm-up.
+
+    Each has random tokens of its own. CPU time does not grow where others use the cores, too.
+    """
     config, random, seconds = engine.config, np.random.default_rng(0), []
+    host_seconds: list[float] = []
     rows = config.train.global_batch_size // ranks.world_size
     for number in rounds(WARM_UPS + repeats, "steps"):
         ids = random.integers(0, vocab_size, (rows, config.data.context_length))
-        start = time.perf_counter()
+        start, host_start = time.perf_counter(), time.process_time()
         engine.train_step({"input_ids": ids, "labels": ids}, lr=1e-6)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         if number >= WARM_UPS:
             seconds.append(time.perf_counter() - start)
-    return seconds
+            host_seconds.append(time.process_time() - host_start)
+    return seconds, host_seconds
 
 
 def engine_lines(record: dict[str, Any]) -> list[str]:
@@ -122,7 +130,8 @@ def engine_lines(record: dict[str, Any]) -> list[str]:
         f"{record['tokens_per_step']:,} tokens a step",
         f"step {record['step_seconds']['median']:.4f} s ({low:.4f}-{high:.4f}), "
         f"{record['tokens_per_second']:,.0f} tokens/s, MFU "
-        f"{'unknown' if mfu is None else f'{mfu:.1%}'}",
+        f"{'unknown' if mfu is None else f'{mfu:.1%}'}, "
+        f"{record['host_seconds']['median']:.4f} s of CPU time",
         f"peak memory {memory['measured_bytes'] / 2**30:.3f} GiB, estimated "
         f"{memory['estimated_bytes'] / 2**30:.3f} GiB ({ratio:.2f} of what it took)",
     ]

@@ -1,9 +1,9 @@
 """`python -m eval.speed train`: how fast a training step is, and how much memory it takes.
 
 Models of one size take turns in one process. A step is a forward pass with its loss and a backward
-pass, and with `--optimizer` AdamW's update. Peak memory is measured in a process of its own for
-each model. Before anything is timed, every model with identity filters must give the logits of
-transformers' own class on the shapes to be timed; then the filters are drawn at
+pass; with `--optimizer` it is a run's own (`eval.speed.model.update`). Peak memory is measured in a
+process of its own for each model. Before anything is timed, every model with identity filters must
+give the logits of transformers' own class on the shapes to be timed; then the filters are drawn at
 random.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from cat_lm.errors import UserError
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
 from eval.speed import choices
 from eval.speed.machine import forget_peak, resident_bytes
@@ -30,8 +32,13 @@ from eval.speed.model.build import (
     random_ids,
     randomize_filters,
 )
+from eval.speed.model.rotation import compile_rotation
+from eval.speed.model.update import STEP, ranks_of, run_step
 from eval.speed.progress import say
 from eval.speed.timing import summary, time_in_turn, times_as_fast
+
+if TYPE_CHECKING:
+    from cat_lm.training.distributed import Ranks
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,11 @@ class TrainCase:
 
 
 def train_speed(
-    case: TrainCase, names: Sequence[str], repeats: int, peak_tflops: float | None = None
+    case: TrainCase,
+    names: Sequence[str],
+    repeats: int,
+    peak_tflops: float | None = None,
+    peak_memory: bool = True,
 ) -> dict[str, Any]:
     """Measure the models of a case.
 
@@ -58,35 +69,38 @@ def train_speed(
         names: of `choices.models`; each speed is relative to that of its family's plain model,
             where that is among them.
         peak_tflops: of the device in this dtype, for MFU; default: by its name, for bf16.
+        peak_memory: whether to measure it, which takes a process for each model.
+
+    Returns:
+        The record's part; `absent` of it says which models are left out, and why.
 
     Raises:
         UserError: a model's logits are wrong, or it cannot be built.
     """
     device = torch.device(case.size.device)
-    known, models = choices.models(), {}
-    stocks = [known[name].stock for name in names if known[name].stock]
-    for name in dict.fromkeys([*names, *stocks]):
-        say(f"building {name}")
-        models[name] = build(case.size, name, case.context_length).train()
+    models, absent = _models(case, names)
+    names = [name for name in names if name not in absent]
     parameters = {name: count_parameters(model) for name, model in models.items()}
     differences = check_logits(
         models, random_ids(case.size, 1, case.context_length), case.size.dtype
     )
     convolutions = {name: convolution_of(models[name], case.size) for name in names}
-    steps = {}
-    for name in names:
-        randomize_filters(models[name])
-        steps[name] = training_step(case, models[name])
-    timings = time_in_turn(
-        steps, device, repeats, min_seconds=0, cuda_graphs=False, flush_cache=False, title="steps"
-    )
+    with ranks_of(case.size.device) if case.optimizer else nullcontext() as ranks:
+        steps = {}
+        for name in names:
+            randomize_filters(models[name])
+            steps[name] = training_step(case, name, models[name], ranks)
+        timings = time_in_turn(
+            steps, device, repeats, min_seconds=0, cuda_graphs=False, flush_cache=False
+        )
     del models, steps
-    memory = _peak_memories(case, names)
+    memory = _peak_memories(case, names) if peak_memory else {}
     peak = peak_tflops * 1e12 if peak_tflops else None
     if peak is None and case.size.dtype == "bfloat16":
         peak = device_peak_flops(device)
-    rows = {}
+    known, rows = choices.models(), {}
     for name in names:
+        plain = timings.get(known[name].plain)
         seconds = timings[name].median
         config = model_config(case.size, name, case.context_length)
         flops = flops_per_token(config, parameters[name], case.context_length) * case.tokens
@@ -96,19 +110,55 @@ def train_speed(
             "parameters": parameters[name],
             "step_seconds": summary(timings[name].seconds),
             "tokens_per_second": case.tokens / seconds,
-            "relative_to_plain": times_as_fast(timings[name], timings[known[name].plain])
-            if known[name].plain in timings
-            else None,
+            **relative_to_plain(timings[name].seconds, plain and plain.seconds),
             "flops_per_step": flops,
             "mfu": flops / seconds / peak if peak else None,
-            "peak_memory_bytes": memory[name],
+            "peak_memory_bytes": memory.get(name),
         }
     return {
         "case": asdict(case),
+        "step": STEP if case.optimizer else "forward and backward",
+        "absent": absent,
         "peak_flops": peak,
         "largest_relative_logit_difference": differences,
         "results": rows,
     }
+
+
+def _models(case: TrainCase, names: Sequence[str]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Build the models with the stock of each, and say which cannot be compiled here, and why.
+
+    Raises:
+        UserError: none of the names is left, or another of them cannot be built.
+    """
+    known, models, absent = choices.models(), {}, {}
+    stocks = [known[name].stock for name in names if known[name].stock]
+    for name in dict.fromkeys([*names, *stocks]):
+        say(f"building {name}")
+        model, why_not = _built(case, name)
+        if why_not is None:
+            models[name] = model
+        else:
+            absent[name] = why_not
+    if absent.keys() >= set(names):
+        raise UserError("--models: " + "; ".join(f"{n}: {why}" for n, why in absent.items()))
+    return models, absent
+
+
+def _built(case: TrainCase, name: str) -> tuple[nn.Module, str | None]:
+    """Build a model to be trained, and say why it cannot be compiled here, if it cannot."""
+    model = build(case.size, name, case.context_length).train()
+    if not choices.models()[name].compiled_rotation:
+        return model, None
+    if case.compile:
+        return model, "--compile compiles the rotation of every model"
+    return model, compile_rotation(model, random_ids(case.size, 1, 8))
+
+
+def relative_to_plain(seconds: Sequence[float], plain: Sequence[float] | None) -> dict[str, Any]:
+    """Compare a model's speed with its family's plain model's, in median and range over rounds."""
+    ratio = times_as_fast(seconds, plain) if plain else {"median": None, "range": None}
+    return {"relative_to_plain": ratio["median"], "relative_range": ratio["range"]}
 
 
 def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
@@ -121,20 +171,18 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
         return {name: pool.apply(peak_memory, (case, name)) for name in names}
 
 
-def training_step(case: TrainCase, model: nn.Module) -> Callable[[], None]:
-    """The call that is timed: loss, gradients and, if asked for, the update."""
+def training_step(
+    case: TrainCase, name: str, model: nn.Module, ranks: Ranks | None
+) -> Callable[[], None]:
+    """Give the call that is timed: loss and gradients; on `ranks`, all that a run's step does."""
+    if ranks is not None:
+        return run_step(case, name, model, ranks)
     ids = random_ids(case.size, case.batch_size, case.context_length)
-    optimizer = None
-    if case.optimizer:
-        # No decay and no rate: the work of an update, but the weights stay what they are.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     if case.compile:
         model.compile()
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
-        if optimizer is not None:
-            optimizer.step()
         model.zero_grad(set_to_none=True)
 
     return step
@@ -142,17 +190,17 @@ def training_step(case: TrainCase, model: nn.Module) -> Callable[[], None]:
 
 def peak_memory(case: TrainCase, name: str) -> int:
     """Bytes that two training steps need beyond the weights; run in a process of its own."""
-    model = build(case.size, name, case.context_length).train()
-    step = training_step(case, model)
+    model, _ = _built(case, name)
     gc.collect()
-    if case.size.device.startswith("cuda"):
+    on_gpu = case.size.device.startswith("cuda")
+    if on_gpu:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+    else:
+        forget_peak()
+        before = resident_bytes("VmRSS")
+    with ranks_of(case.size.device) if case.optimizer else nullcontext() as ranks:
+        step = training_step(case, name, model, ranks)
         for _ in range(2):
             step()
-        return torch.cuda.max_memory_allocated() - before
-    forget_peak()
-    before = resident_bytes("VmRSS")
-    for _ in range(2):
-        step()
-    return resident_bytes("VmHWM") - before
+        return (torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")) - before

@@ -161,7 +161,8 @@ class Hub:
             raise UserError(
                 f"task {config.task}: {path} cannot be had from the Hub ({reason}); with files on "
                 f"this machine give --data-dir DIR (DIR/{config.task}.jsonl), or write such a "
-                "folder where there is a network with --prefetch DIR"
+                f"folder where there is a network with python -m eval.zero_shot --prefetch DIR "
+                f"--tasks {config.task}"
             ) from error
         self.records[config.task] = {
             "dataset": path,

@@ -77,6 +77,11 @@ class TestBadInput:
             ),
             ((cat, "--text", text, *base, "64", "--stride", "0"), "--stride: '0' must be from 1"),
             ((cat, "--text", text, *base, "64", "--min-document-tokens", "9"), "only with --doc"),
+            ((cat, "--text", text, *base, "64", "--max-document-tokens", "9"), "only with --doc"),
+            (
+                (cat, "--text", text, *base, "64", *per_document, "--max-document-tokens", "63"),
+                "--max-document-tokens 63: must be at least 64",
+            ),
             (
                 (cat, "--text", documents, *base, "64", "--document-separator", "("),
                 "--document-separator '(': no regular",

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from cat_lm.export import export_model
+from cat_lm.io.seals import opened, write_sealed
 from cat_lm.pretrained import load_tokenizer
 from eval.length_sweep import cells as length_sweep_cells
 from eval.length_sweep.sweep import COLUMNS, sweep
@@ -22,7 +23,7 @@ class TestFiles:
         folders = [models["cat"], models["pythia"]]
         rows = sweep(folders, [32, 64], out, data=tiny_corpus, max_tokens=300)
         stored = json.loads((out / "length_sweep.json").read_text())
-        names = (*COLUMNS, "positions")
+        names = (*COLUMNS, "positions", "document_nlls", "document_tokens")
         assert stored["rows"] == [{name: row[name] for name in names} for row in rows]
         assert stored["rows"][0]["tokens"] == 256
         assert stored["rows"][0]["group_kind"] == "documents"
@@ -37,6 +38,18 @@ class TestFiles:
         for name in ("length_sweep", "loss_by_position"):
             assert (out / f"{name}.png").stat().st_size > 5000
             assert "training length" in (out / f"{name}.svg").read_text()
+
+    def test_cells_of_before_documents_were_kept_are_read(self, models, text, tmp_path):
+        rows = sweep([models["nope"]], [32], tmp_path, text=text)
+        [cell] = (tmp_path / "cells").glob("*.json")
+        values, _ = opened(json.loads(cell.read_text()))
+        for name in ("document_nlls", "document_tokens"):
+            del values[name]
+        write_sealed(cell, values)
+        [again] = sweep([models["nope"]], [32], tmp_path, text=text)
+        assert again["seconds"] == rows[0]["seconds"], "not computed again"
+        stored = json.loads((tmp_path / "length_sweep.json").read_text())
+        assert stored["rows"][0]["document_nlls"] is None
 
     def test_finished_cells_are_not_computed_again(self, models, text, tmp_path, monkeypatch):
         out = tmp_path / "out"

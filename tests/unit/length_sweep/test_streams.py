@@ -11,7 +11,12 @@ import pytest
 
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model, load_tokenizer
-from eval.length_sweep.token_stream import split_documents, split_stream, text_stream
+from eval.length_sweep.token_stream import (
+    Documents,
+    split_documents,
+    split_stream,
+    text_stream,
+)
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 
 
@@ -41,11 +46,34 @@ class TestStreams:
         assert stream.texts(tokenizer) == parts
         assert stream.num_bytes == sum(map(len, DOCUMENTS))
         assert stream.num_words == sum(len(re.split(r"\s+", part)) for part in DOCUMENTS)
-        long = stream.whole_documents(120, None, tokenizer)
+        long = stream.whole_documents(Documents(120), None, tokenizer)
         assert long.texts(tokenizer) == [DOCUMENTS[0], DOCUMENTS[2]]
         assert long.tokens[0] == 256
-        assert stream.whole_documents(120, 200, tokenizer).texts(tokenizer) == [DOCUMENTS[0]]
-        assert stream.whole_documents(120, 130, tokenizer).texts(tokenizer) == [DOCUMENTS[0][:130]]
+        assert stream.whole_documents(Documents(120), 200, tokenizer).texts(tokenizer) == [
+            DOCUMENTS[0]
+        ]
+        assert stream.whole_documents(Documents(120), 130, tokenizer).texts(tokenizer) == [
+            DOCUMENTS[0][:130]
+        ]
+
+    def test_beginnings_of_documents(self, models):
+        tokenizer = load_tokenizer(models["cat"])
+        stream = text_stream(list(DOCUMENTS), tokenizer, "text")
+        begun = stream.whole_documents(Documents(120, 125), None, tokenizer)
+        texts = [DOCUMENTS[0][:125], DOCUMENTS[2][:125]]
+        assert begun.texts(tokenizer) == texts and begun.num_documents == 2
+        assert (begun.scored, begun.num_bytes) == (250, 250)
+        assert begun.counts["text_tokens"] == stream.scored
+        assert begun.counts["left_out_document_rests"] > 0
+        for (start, stop), text in zip(begun.spans, texts, strict=True):
+            assert begun.tokens[start] == stream.eod_id
+            assert bytes(begun.tokens[start + 1 : stop + 1].tolist()).decode() == text
+        one = stream.whole_documents(Documents(120, 125), 249, tokenizer)
+        assert one.texts(tokenizer) == texts[:1]
+        # As long as they are: the documents themselves, whose ends are scored too.
+        long = stream.whole_documents(Documents(120), None, tokenizer)
+        same = stream.whole_documents(Documents(120, 10_000), None, tokenizer)
+        assert same.spans is None and same.sha256 == long.sha256
 
     def test_split_has_the_manifest_s_bytes_and_a_part_of_it_its_own(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
@@ -73,11 +101,11 @@ class TestStreams:
                 {"first": 1, "max_tokens": total - 491, "end": 490 - 448},
             ),
             (
-                split_stream(tiny_corpus, tokenizer, document_tokens=200),
+                split_stream(tiny_corpus, tokenizer, choice=Documents(200)),
                 {"short_documents": total - longer},
             ),
             (
-                split_stream(tiny_corpus, tokenizer, 300, document_tokens=200),
+                split_stream(tiny_corpus, tokenizer, 300, choice=Documents(200)),
                 {"short_documents": total - longer, "max_tokens": None},
             ),
         ):
@@ -97,8 +125,8 @@ class TestStreams:
         assert stream.account == f"text: {total} of {total} tokens are scored"
         for cut in (
             stream.cut(300, tokenizer, multiple_of=64),
-            stream.whole_documents(120, None, tokenizer),
-            stream.whole_documents(120, 130, tokenizer),
+            stream.whole_documents(Documents(120), None, tokenizer),
+            stream.whole_documents(Documents(120), 130, tokenizer),
         ):
             counts = cut.counts
             assert counts.pop("text_tokens") == total == cut.scored + sum(counts.values())
@@ -106,11 +134,11 @@ class TestStreams:
     def test_long_documents_of_a_split(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
         texts = [t for t in split_stream(tiny_corpus, tokenizer).texts(tokenizer) if len(t) >= 199]
-        stream = split_stream(tiny_corpus, tokenizer, document_tokens=200)
+        stream = split_stream(tiny_corpus, tokenizer, choice=Documents(200))
         assert stream.texts(tokenizer)[1:] == texts[-stream.num_documents + 1 :]
         assert stream.tokens[0] == stream.tokens[-1] == 256
         with pytest.raises(UserError, match="no document has 100000 tokens, the longest has"):
-            split_stream(tiny_corpus, tokenizer, document_tokens=100_000)
+            split_stream(tiny_corpus, tokenizer, choice=Documents(100_000))
 
 
 def test_harness_rolling_perplexity_agrees(models):

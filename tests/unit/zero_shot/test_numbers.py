@@ -12,7 +12,7 @@ from cat_lm.pretrained import load_model, load_tokenizer
 from eval.zero_shot.results import table
 from eval.zero_shot.run import run
 from eval.zero_shot.tasks import table2
-from tests.unit.zero_shot.runs import CONTEXT, settings
+from tests.unit.zero_shot.runs import CONTEXT, answers, settings
 from tests.zero_shot_rows import ROWS, write_rows
 
 
@@ -103,6 +103,15 @@ class TestNumbers:
             expected, rel=1e-4
         )
 
+    def test_narrow_log_probabilities_are_summed_in_fp32(self, models, rows, tmp_path):
+        narrow = settings(rows, dtype="bfloat16", samples=True)
+        result = run(models["rope"], ["piqa"], tmp_path, narrow)
+        assert result["model"]["dtype"] == "bfloat16"
+        assert result["tasks"]["piqa"]["key"]["log_softmax"] == "float32"
+        found = torch.tensor([answer[0] for row in answers(tmp_path)["piqa"] for answer in row])
+        rounded = found.bfloat16().to(found.dtype)
+        assert len(found) >= 2 and (rounded != found).all()
+
     def test_result_file(self, evaluated, rows):
         result, model, _ = evaluated
         assert list(result["tasks"]) == list(table2.TASKS)
@@ -110,6 +119,7 @@ class TestNumbers:
             assert values["n"] == values["rows"] == len(ROWS[name])
             assert values["version"] and values["tokens_per_second"] > 0
             assert list(values["data"]["files"]) == [f"{name}.jsonl"]
+            assert "log_softmax" not in values["key"]  # as in results of earlier versions
         about = result["model"]
         assert (about["max_length"], about["dtype"]) == (CONTEXT, "float32")
         assert about["parameters"] == model.num_parameters()

@@ -63,8 +63,8 @@ def head_conv_qkv(
         positions: as in `convolve`.
 
     Returns:
-        q, k, v, each [B, T, H, D], laid out as [B, H, T, D]. The rotation is done in fp32, before
-        the one rounding to qkv's dtype.
+        q, k, v, each [B, T, H, D]. The rotation is done in fp32, before the one rounding to qkv's
+        dtype.
     """
     cos, sin = (None, None) if rotary is None else rotary
     return conv_qkv(qkv, *filters, bias, cos, sin, positions)

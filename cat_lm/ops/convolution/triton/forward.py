@@ -183,7 +183,7 @@ def forward_qkv_kernel(
     ALIGNMENT: tl.constexpr,
     USE_DOT: tl.constexpr,
 ):
-    """q, k, v [B, H, T, D] from x [B, T, H, 3, D]; channels, streams and heads count fastest.
+    """q, k, v [B, T, H, D] from x [B, T, H, 3, D]; channels, streams and heads count fastest.
 
     A branch per stream, so that each is compiled with what it has: filter or none, rotation or
     none.
@@ -195,8 +195,9 @@ def forward_qkv_kernel(
     head = (program // chunks // 3 % heads).to(tl.int64)
     segment = program // chunks // 3 // heads
     x_ptr += head * x_stride_h + stream * x_stride_s
-    place = head * length * width
-    y_stride_b = heads.to(tl.int64) * length * width
+    place = head * width
+    y_stride_t = heads * width
+    y_stride_b = y_stride_t.to(tl.int64) * length
     if bias_ptr is not None:
         bias_ptr += (head * 3 + stream) * width
     if stream == 0:
@@ -205,7 +206,7 @@ def forward_qkv_kernel(
         forward_stream(
             *(x_ptr, q_filter_ptr, bias_ptr, q_ptr + place, cos_ptr, sin_ptr, positions_ptr),
             *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, width, cos_stride_b),
+            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
             *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
         )
     elif stream == 1:
@@ -214,7 +215,7 @@ def forward_qkv_kernel(
         forward_stream(
             *(x_ptr, k_filter_ptr, bias_ptr, k_ptr + place, cos_ptr, sin_ptr, positions_ptr),
             *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, width, cos_stride_b),
+            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
             *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
         )
     else:
@@ -223,6 +224,6 @@ def forward_qkv_kernel(
         forward_stream(
             *(x_ptr, v_filter_ptr, bias_ptr, v_ptr + place, None, None, positions_ptr),
             *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, width, 0),
+            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, 0),
             *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, False, USE_DOT),
         )

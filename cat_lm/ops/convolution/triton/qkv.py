@@ -9,11 +9,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
-from cat_lm.ops.convolution.triton.launch import (
-    Tile,
-    choose_tile,
-    heads_first,
-)
+from cat_lm.ops.convolution.triton.launch import Tile, choose_tile
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
 
@@ -25,6 +21,12 @@ def _window(*filters: Tensor | None) -> int:
 def _pointers(kind: str, tensors: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
     """Name what a kernel takes for each of q, k and v."""
     return {f"{stream}{kind}_ptr": x for stream, x in zip("qkv", tensors, strict=True)}
+
+
+def _streams(qkv: Tensor) -> tuple[Tensor, ...]:
+    """Room for q, k and v, each [B, T, H, D]."""
+    batch, time, heads, streams, width = qkv.shape
+    return tuple(qkv.new_empty(batch, time, heads, width) for _ in range(streams))
 
 
 def _angle_options(cos: Tensor | None) -> tuple[int, dict[str, int]]:
@@ -67,12 +69,13 @@ def conv_qkv(
         positions: int32 [B, T].
 
     Returns:
-        q, k, v, each [B, T, H, D], laid out as [B, H, T, D].
+        q, k, v, each [B, T, H, D]. Flash attention and cuDNN's lay their output out as their
+        queries; so it is what follows attention's transpose, which then copies nothing.
     """
     batch, time, heads, _, width = qkv.shape
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
-    outputs = tuple(heads_first(qkv[:, :, :, s]) for s in range(3))
+    outputs = _streams(qkv)
     tile = choose_tile(qkv, window, documents=positions is not None)
     tiles_per_program = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
     angle_stride, angle_options = _angle_options(cos)
@@ -172,7 +175,7 @@ def conv_qkv_backward(
 
 @conv_qkv.register_fake
 def _(qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions):
-    return tuple(heads_first(qkv[:, :, :, s]) for s in range(3))
+    return _streams(qkv)
 
 
 @conv_qkv_backward.register_fake

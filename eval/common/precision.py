@@ -1,0 +1,46 @@
+"""Choose the arithmetic that a model is evaluated in.
+
+`auto` is fp32 on a CPU. On a GPU it is what the models were trained in, where their exports say so:
+a bf16 run computes its losses with bf16 weights, so that fp32 is no nearer to what was trained, and
+takes several times as long. Whatever the dtype, softmax and sums over tokens are in fp32 or fp64.
+Mean losses of one model in bf16 and in fp32 differ by less than `BF16_BOUND`, which the tests hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cat_lm import pretrained
+from cat_lm.export_record import recorded_precision
+
+DTYPES = ("auto", *pretrained.DTYPES)
+BF16_BOUND = 0.01  # nats a token
+HELP = "auto (default): float32; on a GPU bfloat16 for exports of bf16 runs"
+
+
+def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
+    """Choose one dtype for models that are compared: `asked`, or what `auto` means for them.
+
+    Products of matrices sum in fp32 in this process from here on.
+
+    Args:
+        asked: of `DTYPES`.
+        folders: the models'; one that is not known to be trained in bf16 makes it fp32 for all.
+        device: the value of `--device`.
+
+    Raises:
+        UserError: the device is absent, or a record damaged.
+    """
+    import torch
+
+    # A GPU may otherwise round the parts of a narrow product's sums before it adds them.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if asked != "auto":
+        return asked
+    chosen = pretrained.choose_device(device)
+    if chosen.type != "cuda" or torch.cuda.get_device_capability(chosen) < (8, 0):
+        return "float32"
+    trained = {recorded_precision(pretrained.model_folder(folder)) for folder in folders}
+    return "bfloat16" if trained == {"bf16"} else "float32"

@@ -1,0 +1,81 @@
+"""A figure's numbers: each line's over the seeds, and which differences from the first one hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eval.common.comparison import ONE_SEED, compare
+from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
+from eval.recall.grids.tuning import Choice
+
+TRAINED = "trained length"  # the test of the task that was trained
+_OTHERS = ("seq_len", "accuracy", "rows_right")  # of a test, not shown beside its accuracy
+
+Tests = Callable[[Run, dict[str, Any]], dict[int, dict[str, float]]]
+
+
+def summary(found: Sequence[tuple[Run, dict[str, Any], Choice]], tests: Tests) -> list[dict]:
+    """For each line and place on the axis, `x`: every run, and mean, least and largest over them.
+
+    `also` has the means of what the test found beside the accuracy, such as that of queries whose
+    last token another key has; `tried` the validation accuracies by which `lr` was chosen.
+    """
+    places: dict[tuple, dict[int, dict[str, float]]] = {}
+    choices: dict[tuple, Choice] = {}
+    for run, record, choice in found:
+        for x, test in sorted(tests(run, record).items()):
+            place = (run.row, run.column, run.line, x)
+            places.setdefault(place, {})[run.cell.seed] = test
+            choices[place] = choice
+    return [_line(*place, by_seed, choices[place]) for place, by_seed in places.items()]
+
+
+def _line(
+    row: str, column: str, mixer: str, x: int, by_seed: dict[int, dict[str, float]], choice: Choice
+) -> dict[str, Any]:
+    runs = {seed: test["accuracy"] for seed, test in by_seed.items()}
+    names = [name for name in next(iter(by_seed.values())) if name not in _OTHERS]
+    values = {name: [t[name] for t in by_seed.values() if name in t] for name in names}
+    return {
+        "row": row,
+        "column": column,
+        "mixer": mixer,
+        "x": x,
+        "mean": statistics.fmean(runs.values()),
+        "min": min(runs.values()),
+        "max": max(runs.values()),
+        "runs": {str(seed): accuracy for seed, accuracy in runs.items()},
+        "also": {name: statistics.fmean(found) for name, found in values.items()},
+        "lr": choice.rate,
+        "lr_on_edge": choice.on_edge,
+        "tried": {f"{rate:g}": accuracy for rate, accuracy in sorted(choice.tried.items())},
+    }
+
+
+def differences(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each panel's first model minus every other at every x, paired by seed.
+
+    Intervals are corrected for the number of all these comparisons, see eval/common/comparison.py.
+    """
+    first: dict[tuple, dict[str, Any]] = {}
+    pairs = []
+    for line in lines:
+        if line["row"] == CONTROL or line["mixer"] == NEGATIVE:
+            continue
+        place = (line["row"], line["column"], line["x"])
+        if place in first:
+            pairs.append((first[place], line))
+        first.setdefault(place, line)
+    found = []
+    for one, other in pairs:
+        runs = [{int(k): v for k, v in line["runs"].items()} for line in (one, other)]
+        difference = compare(*runs, len(pairs))
+        if difference is None or difference.verdict == ONE_SEED:
+            continue
+        names = {name: other[name] for name in ("row", "column", "x")}
+        names |= {"mixer": one["mixer"], "minus": other["mixer"]}
+        found.append(names | dataclasses.asdict(difference))
+    return found

@@ -1,0 +1,132 @@
+"""Choosing a learning rate for each place of a figure, on a seed that is not reported.
+
+Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken (of a
+language model, which has none, by the loss on its held-out documents); of those that are as good,
+the one nearest to the middle of what was tried. Where the best lies on the grid's edge, one rate
+beyond is tried too, and if that is the best it stays marked: a better one may be beyond. Then the
+reported seeds run, at this rate alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.recall.grids.plan import Place, Run
+from eval.recall.train import cells
+from eval.recall.train.execution import Execution, run_unfinished
+
+TUNING_SEED = 10_000
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+_AS_GOOD = 0.005  # scores that differ by no more, accuracies or nats a token, are as good
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place's rate.
+
+    Attributes:
+        tried: rate -> score with the tuning seed; empty where there was one rate.
+        on_edge: whether it is the least or the largest of several that were tried.
+    """
+
+    rate: float
+    tried: Mapping[float, float]
+    on_edge: bool
+
+
+def choose(tried: Mapping[float, float]) -> Choice:
+    """The best of rates by their scores; see above."""
+    rates = sorted(tried)
+    best = max(tried.values())
+    middle = (math.log(rates[0]) + math.log(rates[-1])) / 2
+    good = [rate for rate in rates if tried[rate] >= best - _AS_GOOD]
+    rate = min(good, key=lambda rate: round(abs(math.log(rate) - middle), 6))
+    return Choice(rate, tried, len(rates) > 1 and rate in (rates[0], rates[-1]))
+
+
+def beyond(choice: Choice) -> float | None:
+    """The next rate on the side on which a chosen one lies on the edge."""
+    if not choice.on_edge:
+        return None
+    step = -1 if choice.rate == min(choice.tried) else 1
+    rung = LADDER.index(choice.rate) + step
+    return LADDER[rung] if 0 <= rung < len(LADDER) else None
+
+
+def run_tuned(
+    title: str, places: Sequence[Place], out: Path, execution: Execution
+) -> list[tuple[Run, dict[str, Any], Choice]] | None:
+    """Tunes and runs all places.
+
+    Returns:
+        The reported runs with their records and choices; none after an estimate alone.
+    """
+    trials = [run for place in places for run in _trials(place)]
+    later = [run for place in places for run in _later(place, out)]
+    if not run_unfinished(title, trials, out, execution, later=later):
+        return None
+    wider = [run for place in places for run in _beyond(place, out)]
+    run_unfinished(f"{title}, rates beyond an edge", wider, out, execution, estimated=True)
+    choices = [_choice(place, out) for place in places]
+    reported = [
+        (run, choice)
+        for place, choice in zip(places, choices, strict=True)
+        for run in _reported(place, choice.rate)
+    ]
+    runs = [run for run, _ in reported]
+    run_unfinished(f"{title}, at the chosen rates", runs, out, execution, estimated=True)
+    return [(run, cells.finished(out, run.cell), choice) for run, choice in reported]
+
+
+def _trials(place: Place) -> list[Run]:
+    several = len(place.rates) > 1
+    return [place.at(rate, TUNING_SEED) for rate in place.rates] if several else []
+
+
+def _reported(place: Place, rate: float) -> list[Run]:
+    return [place.at(rate, seed) for seed in range(place.seeds)]
+
+
+def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
+    """Rate -> score; none if not all are finished."""
+    found = {run.cell.lr: cells.finished(out, run.cell) for run in runs}
+    if not all(found.values()):
+        return None
+    return {rate: score(record) for rate, record in found.items()}
+
+
+def score(record: Mapping[str, Any]) -> float:
+    """What a rate is chosen by, more being better; a model that diverged is the last choice."""
+    found = -record["loss"] if "loss" in record else record["validation"]["accuracy"]
+    return -math.inf if math.isnan(found) else found
+
+
+def _beyond(place: Place, out: Path) -> list[Run]:
+    """The trial beyond the grid's edge, if the best of the grid lies on it."""
+    tried = _tried(_trials(place), out)
+    rate = beyond(choose(tried)) if tried else None
+    return [] if rate is None else [place.at(rate, TUNING_SEED)]
+
+
+def _choice(place: Place, out: Path) -> Choice | None:
+    """None where trials are not finished."""
+    trials = _trials(place)
+    if not trials:
+        return Choice(place.rates[0], {}, False)
+    tried = _tried([*trials, *_beyond(place, out)], out)
+    return choose(tried) if tried else None
+
+
+def _later(place: Place, out: Path) -> list[Run]:
+    """What comes after the trials; as costly ones where that is not known yet."""
+    choice = _choice(place, out)
+    if choice is not None:
+        return [*_beyond(place, out), *_reported(place, choice.rate)]
+    wider = _beyond(place, out)
+    if not wider and _tried(_trials(place), out) is None:
+        wider = [place.at(LADDER[-1], TUNING_SEED)]
+    return [*wider, *_reported(place, place.rates[len(place.rates) // 2])]

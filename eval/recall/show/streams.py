@@ -1,0 +1,123 @@
+"""The page, the table of numbers and the picture of the ablation of streams."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from eval.common.comparison import UNCLEAR
+from eval.common.style import MARKERS, RUN_COLOURS, STYLE
+from eval.common.text_table import markdown_table
+
+RECALL = "MQAR"
+ALGEBRA = (
+    "† by algebra, and no finding: without a filter on k or v the layer sums over positions what "
+    "each token gives by itself. Exchanging the values of two keys then changes no answer of a "
+    "query whose window holds no pair, and a guess among the row's values is all there is."
+)
+
+
+def markdown(lines: Sequence[dict[str, Any]]) -> str:
+    """For each task: values by line and mixer, and the differences from no filters."""
+    text = []
+    for row in dict.fromkeys(line["row"] for line in lines):
+        of_row = {(x["mixer"], x["streams"]): x for x in lines if x["row"] == row}
+        mixers, names = (list(dict.fromkeys(key[i] for key in of_row)) for i in (0, 1))
+        some = next(iter(of_row.values()))
+        seeds = len(some["runs"])
+        unit = "accuracy" if row == RECALL else "loss on held-out documents, nats a token"
+        text += [f"{row}: {unit}, mean (least to largest) of {seeds} seeds", ""]
+        text.append(_table(of_row, mixers, names, _value))
+        if row == RECALL:
+            text += ["", ALGEBRA]
+        elif (error := some["standard_error_of_documents"]) is not None:
+            text += ["", f"Standard error of a loss over the documents: {error:.3f} (first model)."]
+        text += ["", _edges(of_row.values()), ""]
+        compared = [name for name in names if of_row[mixers[0], name]["less_no_filters"]]
+        together = of_row[mixers[0], compared[0]]["less_no_filters"]["comparisons"]
+        text += [
+            f"{row}: less the same without filters [95% interval over seeds"
+            f"{'' if row == RECALL else ' and documents'}, corrected for the column's "
+            f"{together} comparisons]; a word only where the interval leaves out 0",
+            "",
+            _table(of_row, mixers, compared, _difference),
+            "",
+        ]
+    return "\n".join(text)
+
+
+def _table(
+    of_row: dict[tuple[str, str], dict[str, Any]],
+    mixers: Sequence[str],
+    names: Sequence[str],
+    shown: Any,
+) -> str:
+    rows = [[name, *(shown(of_row[mixer, name]) for mixer in mixers)] for name in names]
+    return markdown_table(["convolved", *mixers], rows)
+
+
+def _value(line: dict[str, Any]) -> str:
+    mark = " †" if line["by_algebra"] else ""
+    return f"{line['mean']:.3f} ({line['min']:.3f} to {line['max']:.3f}){mark}"
+
+
+def _difference(line: dict[str, Any]) -> str:
+    found = line["less_no_filters"]
+    if found["low"] is None:
+        return f"{found['mean']:+.3f}"
+    word = "" if found["verdict"] == UNCLEAR else f" {found['verdict']}"
+    return f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]{word}"
+
+
+def _edges(lines: Sequence[dict[str, Any]]) -> str:
+    several = [line for line in lines if len(line["rates_tried"]) > 1]
+    if not several:
+        return "One learning rate was run."
+    edges = [line for line in several if line["rate_on_grid_edge"]]
+    said = f"The chosen learning rate is on the edge of what was tried in {len(edges)} of "
+    named = "; ".join(f"{x['mixer']}, {x['streams']}: {x['rate']:g}" for x in edges)
+    return f"{said}{len(several)}{': ' + named if named else ''}."
+
+
+def csv_text(lines: Sequence[dict[str, Any]]) -> str:
+    """A line of numbers for each row, mixer and line of streams."""
+    stream = io.StringIO()
+    names = ("row", "mixer", "streams", "by_algebra", "rate", "rate_on_grid_edge")
+    names += ("mean", "min", "max", "less_no_filters", "low", "high", "verdict")
+    writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        found = line["less_no_filters"] or {}
+        parts = {name: found.get(name) for name in ("low", "high", "verdict")}
+        writer.writerow({**line, **parts, "less_no_filters": found.get("mean")})
+    return stream.getvalue()
+
+
+def draw(lines: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each task: a subset a place, a mixer a colour, bars from least to most."""
+    rows, mixers, names = (
+        list(dict.fromkeys(x[key] for x in lines)) for key in ("row", "mixer", "streams")
+    )
+    with matplotlib.rc_context(STYLE):
+        drawing = Figure(figsize=(9.0, 1.2 + 2.6 * len(rows)), layout="constrained")
+        panels = drawing.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, row in zip(panels, rows, strict=True):
+            for number, mixer in enumerate(mixers):
+                of_mixer = [x for x in lines if (x["row"], x["mixer"]) == (row, mixer)]
+                beside = (number - (len(mixers) - 1) / 2) * 0.8 / len(mixers)
+                places = [names.index(x["streams"]) + beside for x in of_mixer]
+                down, up = ([abs(x["mean"] - x[end]) for x in of_mixer] for end in ("min", "max"))
+                style = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "capsize": 2}
+                style |= {"fmt": MARKERS[number % len(MARKERS)], "label": mixer, "markersize": 3.5}
+                axes.errorbar(places, [x["mean"] for x in of_mixer], (down, up), **style)
+            axes.set_title(row, loc="left")
+            axes.set_ylabel("accuracy" if row == RECALL else "loss, nats a token")
+        panels[-1].set_xticks(range(len(names)), names, rotation=30, ha="right")
+        panels[-1].set_xlabel("convolved streams")
+        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return drawing

@@ -1,0 +1,359 @@
+"""The layer of Theorem 2 and Proposition 3, trained to any ε, and measured at any length.
+
+    f(X) = X_v^T softmax(X_k W q),   X_v = a (X * F_v),   F_v ≥ 0 on lags −W … W,
+
+with q the last row of X_q = X_k = norm(X * F̄). Theorem 2 has N = 1 (X_k = X) and a = 1,
+Proposition 3 a fixed F̄ of N taps and a = 2. ε, the largest ‖y − f(X)‖, is taken over sequences of
+two N-grams, as the proofs use, and over random ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eval.recall.tasks import generate, make_task
+from eval.recall.tasks.single_query import copies
+from eval.recall.theory.associative import convolve
+
+ERRORS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # the ε at which a layer in training is kept
+HALF_TRAINED = 0.5
+_ROUNDS, _ROUND_STEPS = 200, 5
+_PATIENCE = 25  # rounds after which a layer that is not half trained is given up
+_ATTEMPTS = 8
+_LARGEST_GAP = 700.0  # of scores, whose exponential is still a number
+_ALL = 20_000  # sequences of two N-grams over which ε is taken
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a layer is trained on.
+
+    Attributes:
+        length: L.
+        ngram: N.
+        vocabulary: V.
+        width: d.
+        orthonormal: embeddings: orthonormal, or random directions.
+        bounded: whether ‖F_v‖₁ ≤ 1 (Assumption 1.a).
+        seed: decides embeddings, F̄, start and sequences.
+    """
+
+    length: int
+    ngram: int = 1
+    vocabulary: int = 12
+    width: int = 16
+    orthonormal: bool = True
+    bounded: bool = False
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        """a: W_v is I in Theorem 2 and 2I in Proposition 3."""
+        return 1.0 if self.ngram == 1 else 2.0
+
+    @property
+    def reach(self) -> int:
+        """W: the largest for which the proofs' sequences see every tap from both sides."""
+        return self.length - self.ngram - 1
+
+    def describe(self) -> str:
+        """The problem in words."""
+        kind = "orthonormal" if self.orthonormal else "random"
+        said = f"{self.vocabulary} {kind} tokens, d = {self.width}, L = {self.length}"
+        return said if self.ngram == 1 else f"N = {self.ngram}, {said}"
+
+
+class Sequences(NamedTuple):
+    """Tokens [B, L] whose last N-gram stands once before, and the answers [B]."""
+
+    tokens: Tensor
+    answers: Tensor
+
+
+class TwoSidedLayer(nn.Module):
+    """The layer, with learnable W and F_v.
+
+    Attributes:
+        beyond: None, or what makes this a layer outside the theorems' class: taps of weight 1 at
+            lags from `beyond` to 2 beyond − 1 on both sides, and scores raised by 50 at places at
+            least so far before the query. At lengths up to `beyond` it is the same layer.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(problem.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.problem = problem
+        self.beyond: int | None = None
+        rows, width = problem.vocabulary, problem.width
+        table = torch.linalg.qr(normal(width, width)).Q[:rows] if problem.orthonormal else None
+        table = nn.functional.normalize(normal(rows, width)) if table is None else table
+        self.register_buffer("embeddings", table)
+        # Taps of clearly different size: signatures stay apart ("for almost all F̄").
+        ratio = 0.4 + 0.3 * torch.rand(1, generator=generator, dtype=torch.float64)
+        self.register_buffer("key_filter", ratio ** torch.arange(problem.ngram))
+        # Far from any solution, but with keys that favour their own query.
+        self.weight = nn.Parameter(4 * torch.eye(width).double() + 0.1 * normal(width, width))
+        self.roots = nn.Parameter(torch.full((2 * problem.reach + 2,), 0.5, dtype=torch.float64))
+
+    @property
+    def filters(self) -> Tensor:
+        """F_v [2W+1], lag −W first, non-negative. If bounded, the last root takes the rest of 1."""
+        squares = self.roots.square()
+        taps = squares[:-1] / squares.sum() if self.problem.bounded else squares[:-1]
+        if self.beyond is None:
+            return taps
+        reach, far = self.problem.reach, 2 * self.beyond - 1
+        wide = taps.new_zeros(2 * far + 1)
+        wide[: self.beyond] = wide[-self.beyond :] = 1
+        wide[far - reach : far + reach + 1] = taps
+        return wide
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """Unit signatures X_k [B, L, d]; those of the first N − 1 places see zeros before them."""
+        signatures = convolve(self.embeddings[tokens], self.key_filter)
+        return signatures / signatures.norm(dim=2, keepdim=True)
+
+    def attention(self, keys: Tensor) -> Tensor:
+        """The last token's attention map [B, L]."""
+        scores = torch.einsum("btd,de,be->bt", keys, self.weight, keys[:, -1])
+        if self.beyond is not None:
+            before = torch.arange(keys.shape[1]).flip(0)
+            scores = scores + 50.0 * (before >= self.beyond)
+        return scores.softmax(dim=1)
+
+    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
+        """f(X) [B, d] for tokens [B, L]. The filter moves to the attention map: A (F * X)."""
+        weights = self.attention(self.keys(tokens) if keys is None else keys)
+        filters = self.filters
+        reach = len(filters) // 2
+        padded = nn.functional.pad(weights, (reach, reach))
+        moved = nn.functional.conv1d(padded[:, None], filters[None, None])[:, 0]
+        return self.problem.scale * torch.einsum("bt,btd->bd", moved, self.embeddings[tokens])
+
+    def reaching_beyond(self) -> TwoSidedLayer:
+        """Make a copy that answers alike up to the trained length and not at longer ones."""
+        other = copy.deepcopy(self)
+        other.beyond = self.problem.length
+        return other
+
+    @torch.no_grad()
+    def confusing(self) -> TwoSidedLayer:
+        """Make a copy for which another key is as near to one query as the query's own."""
+        other = copy.deepcopy(self)
+        gaps, signatures = self._gaps()
+        rival, query = signatures[gaps[:, 0].argmax()], signatures[0]
+        gap = -float(gaps[:, 0].max())
+        other.weight += gap / (1 - query @ rival) * torch.outer(rival, query)
+        return other
+
+    @torch.no_grad()
+    def largest_ratio(self) -> float:
+        """o_q: the largest s_v/s_q of a key v against a query q ≠ v."""
+        return math.exp(min(float(self._gaps()[0].max()), _LARGEST_GAP))
+
+    def _gaps(self) -> tuple[Tensor, Tensor]:
+        """log s_v/s_q [keys, queries] and the keys' signatures [keys, d].
+
+        Queries are all N-grams; keys are these, in the same order, and then the padded beginnings.
+        A query's own key is at −∞, and so is a beginning that may look like its query (a, …, a),
+        as no layer can tell them apart.
+        """
+        tokens, names, parts = range(self.problem.vocabulary), [], []
+        for size in range(self.problem.ngram, 0, -1):
+            grams = list(itertools.product(tokens, repeat=size))
+            names += grams
+            parts.append(self.keys(torch.tensor(grams))[:, -1])
+        keys, queries = torch.cat(parts), parts[0]
+        scores = keys @ self.weight @ queries.T
+        gaps = scores - scores.diagonal()
+        for (k, key), (q, name) in itertools.product(
+            enumerate(names), enumerate(names[: len(queries)])
+        ):
+            if key == name or (key == name[: len(key)] and len(set(name)) == 1):
+                gaps[k, q] = -torch.inf
+        return gaps, keys
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layer's numbers.
+
+    Attributes:
+        error: ε at the trained length.
+        filter: ‖F_v − F*‖₁, F* = 2D₋₁ (Theorem 2) or D₋₁ (Proposition 3).
+        to_advance: ‖F_v − D₋₁‖₁.
+        past: Σ F_v at lags ≥ 0.
+        ratio: o_q, the largest s_v/s_q.
+        by_length: L' -> (largest ‖y − f(X)‖, largest L1 distance of the map from the golden map).
+    """
+
+    error: float
+    filter: float
+    to_advance: float
+    past: float
+    ratio: float
+    by_length: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def measure(layer: TwoSidedLayer, lengths: tuple[int, ...], rows: int) -> Measured:
+    """Measures a layer on sequences that it was not trained on, and on those of two N-grams."""
+    problem, filters = layer.problem, layer.filters
+    errors, by_length = [], {}
+    for length in (problem.length, *lengths):
+        worst = [0.0, 0.0]
+        most = _ALL if length == problem.length else problem.vocabulary ** (2 * problem.ngram)
+        held_out = sequences(problem, length, rows, "test", most=most)
+        for tokens, answers in zip(*(part.split(500) for part in held_out), strict=True):
+            keys = layer.keys(tokens)
+            off = (layer(tokens, keys) - layer.embeddings[answers]).norm(dim=1).max()
+            golden = 0.5 * places(tokens, problem.ngram).double()
+            far = (layer.attention(keys) - golden).abs().sum(dim=1).max()
+            worst = [max(worst[0], float(off)), max(worst[1], float(far))]
+        if length == problem.length:
+            errors.append(worst[0])
+        by_length[length] = (worst[0], worst[1])
+    middle = len(filters) // 2
+    advance = torch.zeros_like(filters)
+    advance[middle - 1] = 1
+    return Measured(
+        error=max(errors),
+        filter=float((filters - 2 / problem.scale * advance).abs().sum()),
+        to_advance=float((filters - advance).abs().sum()),
+        past=float(filters[middle:].sum()),
+        ratio=layer.largest_ratio(),
+        by_length=by_length,
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layer along its training.
+
+    Attributes:
+        untrained, half_trained: at the start, and at the first error of at most one half.
+        kept: at the first error of at most each of ERRORS that was reached.
+    """
+
+    problem: Problem
+    untrained: TwoSidedLayer
+    half_trained: TwoSidedLayer
+    kept: list[TwoSidedLayer]
+
+
+def train(problem: Problem, rows: int, least: float = ERRORS[-1]) -> Run:
+    """Trains one layer after another, each with draws of its own, until one has ε ≤ `least`.
+
+    The theorems speak of layers that solve their problem, and L-BFGS may end in one that does not.
+
+    Args:
+        rows: random sequences.
+    """
+    for attempt in range(_ATTEMPTS):
+        drawn = replace(problem, seed=problem.seed + 1000 * attempt)
+        data = sequences(drawn, drawn.length, rows, "train", most=6 * rows)
+        run = _descend(TwoSidedLayer(drawn), data, least)
+        if run.kept and len(run.kept) == sum(error >= least for error in ERRORS):
+            break
+    return run
+
+
+def _descend(layer: TwoSidedLayer, data: Sequences, least: float) -> Run:
+    """Minimises the logarithm of the mean squared error by L-BFGS in fp64.
+
+    The logarithm keeps the gradient's size while the error falls by decades.
+    """
+    untrained = copy.deepcopy(layer)
+    keys, targets = layer.keys(data.tokens), layer.embeddings[data.answers]
+    optimizer = torch.optim.LBFGS(
+        layer.parameters(),
+        max_iter=_ROUND_STEPS,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=0,
+        tolerance_change=0,
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = 0.5 * (layer(data.tokens, keys) - targets).square().sum(dim=1).mean().log()
+        value.backward()
+        return value
+
+    marks = [HALF_TRAINED, *(error for error in ERRORS if error >= least)]
+    found: list[TwoSidedLayer] = []
+    for done in range(_ROUNDS):
+        optimizer.step(loss)
+        with torch.no_grad():
+            error = float((layer(data.tokens, keys) - targets).norm(dim=1).max())
+        while len(found) < len(marks) and error <= marks[len(found)]:
+            found.append(copy.deepcopy(layer))
+        if len(found) == len(marks) or (not found and done >= _PATIENCE):
+            break
+    return Run(layer.problem, untrained, found[0] if found else layer, found[1:])
+
+
+def sequences(problem: Problem, length: int, rows: int, split: str, *, most: int) -> Sequences:
+    """Sequences of two N-grams, then as many random ones as `rows`, after Definitions 2 and 3.
+
+    Random ones only where the vocabulary has enough N-grams for one to be unique.
+
+    Args:
+        most: of two N-grams: all if these are no more, else all pairs in turn, so many in all,
+            at random places.
+    """
+    n, count = problem.ngram, problem.vocabulary
+    parts = [_of_two_ngrams(problem, length, most)]
+    if n == 1 or 2 * count**n >= length:
+        options = {"ngram": str(n), "layout": "free", "vocab_size": str(count + 1)}
+        examples = generate(make_task("nar", length, options), rows, seed=problem.seed, split=split)
+        parts.append((examples.inputs - 1, examples.labels[:, -1] - 1))
+    tokens, answers = (np.concatenate(part) for part in zip(*parts, strict=True))
+    if n > 1:  # (a, …, a) after x₀ = a: three keys look alike, and no layer answers
+        free = ~(tokens[:, -n:] == tokens[:, :1]).all(axis=1)
+        tokens, answers = tokens[free], answers[free]
+    return Sequences(torch.from_numpy(tokens), torch.from_numpy(answers))
+
+
+def _of_two_ngrams(problem: Problem, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """One N-gram repeated, and another at one place and at the end: X^i of the proof of Lemma 1."""
+    n, grams, spots = (
+        problem.ngram,
+        problem.vocabulary**problem.ngram,
+        length - 2 * problem.ngram + 1,
+    )
+    total = grams * grams * spots
+    pair, place = np.divmod(np.arange(total), spots)
+    if total > most:
+        pair = np.arange(most) % grams**2
+        place = np.random.default_rng([problem.seed, length]).integers(0, spots, most)
+    query, filler = np.divmod(pair, grams)
+    digits = problem.vocabulary ** np.arange(n)[::-1]
+    query, filler = (gram[:, None] // digits % problem.vocabulary for gram in (query, filler))
+    tokens = filler[:, np.arange(length) % n]
+    np.put_along_axis(tokens, place[:, None] + np.arange(n), query, axis=1)
+    tokens[:, -n:] = query
+    unique = copies(tokens, n) == 2
+    tokens, place = tokens[unique], place[unique]
+    return tokens, tokens[np.arange(len(tokens)), place + n]
+
+
+def places(tokens: Tensor, ngram: int) -> Tensor:
+    """Where [B, L] the last N-gram of each row ends, the last place included."""
+    same = tokens == tokens[:, -1:]
+    for lag in range(1, ngram):
+        same[:, lag:] &= tokens[:, :-lag] == tokens[:, -1 - lag, None]
+        same[:, :lag] = False
+    return same

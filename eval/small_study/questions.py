@@ -1,0 +1,114 @@
+"""The questions of the small study: models, and the differences that each is about.
+
+A question's differences are fixed here, before anything is run; its intervals are corrected for
+their number. `position` below: a model's file is NAME with rotary positions, NAME_nope without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# File in configs/study -> what tables and figures call the model, in the order they show.
+MODELS = {
+    "pythia": "Pythia (RoPE)",
+    "nope": "no convolution, NoPE",
+    "cat_rope": "CAT, RoPE",
+    "cat_nope": "CAT, NoPE",
+    "mh_cat_rope": "MH-CAT, RoPE",
+    "mh_cat_nope": "MH-CAT, NoPE",
+    "cat_v": "CAT on v only, RoPE",
+    "cat_v_nope": "CAT on v only, NoPE",
+    "cat_k": "CAT on k only, RoPE",
+    "cat_k_nope": "CAT on k only, NoPE",
+    "cat_qk": "CAT on q and k, RoPE",
+    "cat_qk_nope": "CAT on q and k, NoPE",
+    "cat_kv": "CAT on k and v, RoPE",
+    "cat_kv_nope": "CAT on k and v, NoPE",
+    "mh_cat_v": "MH-CAT on v only, RoPE",
+    "mh_cat_v_nope": "MH-CAT on v only, NoPE",
+    "mh_maps": "MH-CAT, maps mixed, RoPE",
+    "mh_maps_nope": "MH-CAT, maps mixed, NoPE",
+    "mh_maps_v": "maps mixed, v only, RoPE",
+    "mh_maps_v_nope": "maps mixed, v only, NoPE",
+    "cat_w4": "CAT, W=4, RoPE",
+    "cat_w4_nope": "CAT, W=4, NoPE",
+    "canon_b": "depthwise W=4, RoPE",
+}
+# Per position: the names of the same model with rotary positions and without.
+_PLAIN, _CAT, _MULTIHEAD = (
+    ("pythia", "nope"),
+    ("cat_rope", "cat_nope"),
+    ("mh_cat_rope", "mh_cat_nope"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Say what is trained and compared for a question.
+
+    Attributes:
+        text: the question.
+        contrasts: (model, minus): one's loss minus the other's.
+        factors: lengths at which models are read, of the training length.
+    """
+
+    text: str
+    contrasts: tuple[tuple[str, str], ...]
+    factors: tuple[float, ...] = (0.5, 1, 2, 4, 8)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All that are compared, in the order of `MODELS`."""
+        named = {model for pair in self.contrasts for model in pair}
+        return tuple(model for model in MODELS if model in named)
+
+
+def _both(model: str) -> tuple[str, str]:
+    return model, f"{model}_nope"
+
+
+def _pairs(*contrasts: tuple[tuple[str, str], tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Each contrast with rotary positions, then each without."""
+    return tuple((a[side], b[side]) for side in (0, 1) for a, b in contrasts)
+
+
+_V, _K, _QK, _KV, _W4 = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_w4"))
+_MH_V, _MAPS, _MAPS_V = map(_both, ("mh_cat_v", "mh_maps", "mh_maps_v"))
+
+QUESTIONS = {
+    "variants": Question(
+        "which convolution, with and without positions?",
+        (
+            *((model, "pythia") for model in ("nope", *_CAT, *_MULTIHEAD)),
+            *((model, "pythia") for model in ("cat_v", "cat_k", "canon_b")),
+            ("cat_rope", "cat_v"),
+            ("cat_rope", "cat_k"),
+            ("mh_cat_rope", "cat_rope"),
+            ("mh_cat_nope", "cat_nope"),
+            ("canon_b", "cat_rope"),
+        ),
+    ),
+    "streams": Question(
+        "which of q, k and v needs the filter, with and without positions?",
+        _pairs(
+            *((model, _PLAIN) for model in (_V, _K, _QK, _KV, _CAT)),
+            *((_CAT, model) for model in (_V, _K, _QK, _KV)),
+        ),
+    ),
+    "maps": Question(
+        "do filters that mix attention maps differ from those that mix embeddings?",
+        _pairs(
+            *((model, _PLAIN) for model in (_MULTIHEAD, _MAPS, _MH_V, _MAPS_V)),
+            (_MAPS, _MULTIHEAD),
+            (_MAPS_V, _MH_V),
+        ),
+    ),
+    "length": Question(
+        "what keeps perplexity at 32 times the training length: positions, windows, streams?",
+        (
+            *((none, rope) for rope, none in (_PLAIN, _CAT, _W4, _V)),
+            *_pairs((_CAT, _PLAIN), (_CAT, _W4), (_CAT, _V)),
+        ),
+        factors=(1, 2, 4, 8, 16, 32),
+    ),
+}

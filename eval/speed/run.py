@@ -1,0 +1,172 @@
+"""Measure one benchmark in this process, as its environment has it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cat_lm.errors import UserError
+from cat_lm.host import GIB
+from eval.speed.choices import SHAPES, SIZES
+
+# In these a rival's time counts, and a policy that slows its threads is not set for it.
+CONTESTS = ("conv", "train", "decode")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Give the record of the benchmark that the command's options ask for.
+
+    Raises:
+        UserError: the options, the device or a model is wrong.
+    """
+    # Before torch loads: it may bind this thread to one core.
+    _check_threads(options.threads)
+    if options.benchmark not in CONTESTS:
+        # A thread that waits by spinning slows those that work on shared cores; `train.py` does so.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from cat_lm.pretrained import quiet_transformers
+    from eval.common.provenance import provenance
+    from eval.speed.data import command as data
+    from eval.speed.machine import describe, open_device
+
+    quiet_transformers()
+    device = open_device(options.device, options.threads)
+    started = provenance()
+    runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    runs |= {"checkpoint": run_checkpoint, "engine": run_engine, "stacks": run_stacks}
+    measured = runs[options.benchmark](options, device)
+    return {
+        "benchmark": options.benchmark,
+        **started,
+        "device": describe(device),
+        "repeats": options.repeats,
+        **measured,
+    }
+
+
+def _check_threads(threads: int | None) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if threads is not None and threads > cores:
+        raise UserError(f"--threads {threads}: there are {cores} cores; use at most that")
+
+
+def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.conv.measure import ConvOptions, conv_speed
+
+    options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
+    shapes = options.shape or SHAPES[device.type]
+    for sizes in shapes:
+        _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
+    asked = ConvOptions(
+        shapes=shapes,
+        dtypes=options.dtype,
+        conv_types=options.conv_type,
+        windows=options.windows,
+        kernels=options.kernels,
+        repeats=options.repeats,
+        cuda_graphs=not options.eager,
+    )
+    return conv_speed(asked, device)
+
+
+def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.train import TrainCase, train_speed
+
+    context_length = options.context_length or SIZES[options.size]["context_length"]
+    case = TrainCase(
+        _model_size(options, device, options.models, context_length),
+        options.batch_size,
+        context_length,
+        options.optimizer,
+        options.compile,
+    )
+    return train_speed(
+        case, options.models, options.repeats, options.peak_tflops, options.peak_memory
+    )
+
+
+def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.decode import DecodeCase, decode_speed
+
+    size = _model_size(options, device, options.models, max(options.prompts))
+    cases = [
+        DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
+        for prompt in options.prompts
+    ]
+    return decode_speed(cases, options.models, options.repeats)
+
+
+def run_engine(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.engine import engine_speed
+
+    return engine_speed(options.config, options.overrides, options.repeats)
+
+
+def run_stacks(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.stacks import StackOptions, stacks_speed
+
+    asked = StackOptions(
+        task=options.task,
+        mixers=options.mixers,
+        sizes=options.models,
+        d_model=options.d_model,
+        seq_len=options.seq_len,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
+    )
+    return stacks_speed(asked, device)
+
+
+def _check_room(what: str, size: int, device: Any) -> None:
+    """Raise UserError where not even the numbers themselves have room, before they are made."""
+    from cat_lm.training.preflight.facts import free_memory
+
+    if size > (free := free_memory(device)):
+        raise UserError(
+            f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
+        )
+
+
+def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.checkpoint import CONTEXT_LENGTH, checkpoint_speed
+
+    if options.scratch is not None and not options.scratch.is_dir():
+        raise UserError(f"--scratch {options.scratch}: no such folder")
+    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
+        size = _model_size(options, device, (options.model,), CONTEXT_LENGTH)
+        zero_stage, folder = options.zero_stage, Path(scratch)
+        return checkpoint_speed(size, options.model, zero_stage, options.repeats, folder)
+
+
+def _model_size(
+    options: argparse.Namespace, device: Any, names: Sequence[str], positions: int
+) -> Any:
+    """Make the size of the models of these names, all of which there is room for."""
+    from eval.speed.model.build import ModelSize
+
+    named = SIZES[options.size]
+    hidden_size = options.hidden_size or named["hidden_size"]
+    heads = options.heads or named["heads"]
+    if hidden_size % heads:
+        raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
+    layers = options.layers or named["layers"]
+    size = ModelSize(
+        layers=layers,
+        hidden_size=hidden_size,
+        heads=heads,
+        vocab_size=options.vocab_size,
+        window=options.window,
+        dtype=options.dtype,
+        device=str(device),
+        attention=options.attention,
+    )
+    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
+    for name in names:
+        parameters = size.num_parameters(name, positions)
+        _check_room(what, parameters * (2 if options.dtype == "bfloat16" else 4), device)
+    return size

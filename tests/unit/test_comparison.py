@@ -1,0 +1,88 @@
+"""Differences between models: intervals over seeds and documents, corrected for their number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import t as student
+
+from eval.common.comparison import compare, ratio_error, summarise, t_quantile
+
+
+def test_difference_by_hand():
+    a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
+    found = compare(a, b)
+    # d = -0.3, -0.4, -0.2: mean -0.3, sd 0.1; variances 0.01 and 0.03
+    assert found.mean == pytest.approx(-0.3)
+    assert found.spread == pytest.approx(math.sqrt(0.02))
+    half = 4.3027 * 0.1 / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half), abs=1e-5)
+    assert found.verdict == "lower"
+    assert compare(b, a).verdict == "higher"
+
+
+def test_a_word_is_lost_where_many_comparisons_are_made():
+    a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
+    found = compare(a, b, comparisons=10)
+    half = student.ppf(1 - 0.025 / 10, 2) * 0.1 / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
+    assert (found.verdict, found.comparisons) == ("unclear", 10)
+
+
+def test_few_documents_widen_an_interval():
+    a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
+    found = compare(a, b, document_error=0.1)
+    half = student.ppf(0.975, 2) * math.sqrt(0.01 / 3 + 0.01)
+    assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
+    assert found.verdict == "unclear"
+    assert (found.seed_error, found.document_error) == pytest.approx((0.1 / math.sqrt(3), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("differences", "noise", "verdict"),
+    [
+        ((-0.10, -0.11, -0.09), 0.0, "lower"),
+        ((0.10, 0.11, 0.09), 0.0, "higher"),
+        ((0.10, 0.11, 0.09), 0.2, "higher"),  # paired: what both seeds share is no noise
+        ((0.10, 0.30, 0.01), 0.0, "unclear"),
+        ((0.0, 0.0, 0.0), 0.0, "unclear"),
+    ],
+)
+def test_verdicts(differences, noise, verdict):
+    base = {seed: 3.0 + noise * shift for seed, shift in enumerate((-1, 1, 0))}
+    other = {seed: base[seed] + d for seed, d in enumerate(differences)}
+    assert compare(other, base).verdict == verdict
+
+
+def test_seeds_are_paired_and_one_says_nothing():
+    found = compare({0: 1.0, 5: 9.0}, {0: 2.0, 7: 1.0})
+    assert (found.mean, found.n, found.verdict, found.spread) == (-1.0, 1, "one seed", None)
+    assert compare({0: 1.0}, {1: 1.0}) is None
+    assert summarise([2.0]).sd is None
+    assert summarise([1.0, 2.0, 3.0]).sd == pytest.approx(1.0)
+
+
+def test_all_words_together_are_seldom_wrong():
+    """Twelve models that are all the same, 400 studies: at most 5% of these say any word."""
+    generator = np.random.default_rng(0)
+    wrong = plain = 0
+    for values in generator.normal(size=(400, 12, 6)):
+        seeds = [dict(enumerate(model)) for model in values]
+        wrong += any(compare(m, seeds[0], 11).verdict != "unclear" for m in seeds[1:])
+        plain += any(compare(m, seeds[0]).verdict != "unclear" for m in seeds[1:])
+    assert wrong <= 0.05 * 400 < plain
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 9, 30])
+@pytest.mark.parametrize("probability", [0.6, 0.975, 0.9995, 0.99999])
+def test_quantiles_are_student_s(df, probability):
+    assert t_quantile(probability, df) == pytest.approx(student.ppf(probability, df), rel=1e-9)
+
+
+def test_ratio_error_of_equal_groups_is_that_of_their_means():
+    sums = [3.0, 5.0, 4.0, 8.0]
+    means = np.array(sums) / 2
+    assert ratio_error(sums, [2] * 4) == pytest.approx(means.std(ddof=1) / 2)
+    assert math.isnan(ratio_error([3.0], [2]))

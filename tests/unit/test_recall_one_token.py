@@ -1,0 +1,172 @@
+"""How far one token goes in N-gram recall, and queries without a match: read off the rows alone."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.grids.plan import SCALES, plan
+from eval.recall.tasks import generate, make_task
+from eval.recall.train.trial import Cell, run_cell
+from tests.conftest import REPOSITORY
+
+
+def queries(inputs: list[int], labels: list[int], k: int, n: int):
+    """For each query: its tokens, its label, and the row's keys with their values."""
+    width = n + 1
+    context = [inputs[i : i + width] for i in range(0, k * width, width)]
+    for t, label in enumerate(labels):
+        if label != IGNORE_INDEX:
+            yield inputs[t - n + 1 : t + 1], label, context
+
+
+@pytest.mark.parametrize("unmatched", [0, 2])
+@pytest.mark.parametrize("name", ["mqnar", "hard-mqnar"])
+def test_groups_are_what_the_rows_show(name, unmatched):
+    options = {"vocab_size": "24", "unmatched": str(unmatched)}
+    task = make_task(name, 48, options)
+    examples = generate(task, 200, seed=0, split="test")
+    assert generate(task, 3, seed=0, split="train").groups == {}
+    found = {key: [] for key in examples.groups}
+    rows = zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True)
+    for inputs, labels in rows:
+        for gram, label, context in queries(inputs, labels, task.num_keys, 2):
+            others = [c for c in context if c[1] == gram[-1] and c[:2] != gram]
+            has = any(c[:2] == gram for c in context)
+            kinds = {"shared": bool(others), "unshared": not others}
+            if unmatched:
+                kinds |= {"matched": has, "unmatched": not has}
+            assert has == (label != 24) and (has or unmatched)
+            for key in found:
+                found[key].append(kinds[key])
+    for key, group in examples.groups.items():
+        assert group.shape == (200, task.queries)
+        assert group.ravel().tolist() == found[key], key
+        assert 0 < group.mean() < 1
+
+
+def test_queries_without_a_match_are_asked_and_answered_with_the_token_for_it():
+    task = make_task("mqar", 40, {"vocab_size": "32", "unmatched": "3"})
+    assert (task.num_keys, task.queries, task.vocabulary) == (8, 11, 33)
+    assert make_task("mqar", 40, {"vocab_size": "32"}).vocabulary == 32
+    examples = generate(task, 300, seed=0, split="train")
+    assert examples.inputs.max() < 32  # the answer is never read
+    assert ((examples.labels == 32).sum(axis=1) == 3).all()
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        keys = inputs[0:16:2]
+        asked = [inputs[t] for t, label in enumerate(labels) if label == 32]
+        assert len(set(asked)) == 3 and not set(asked) & set(keys)
+        # Nothing else asks for them, and nothing else is asked.
+        assert all(inputs.count(token) == 1 for token in asked)
+        assert all(inputs.count(token) == 2 for token in keys)
+    assert task.at_length(27).unmatched == 2 and task.at_length(27).num_keys == (27 // 2 - 2) // 2
+    fixed = task.with_as_many_keys(80)
+    assert (fixed.num_keys, fixed.unmatched) == (8, 3)
+
+
+def one_token_accuracy(task, examples) -> float:
+    """Of a reader that sees a query's last token: it takes the last key that has it."""
+    right, count = 0, 0
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        for gram, label, context in queries(inputs, labels, task.num_keys, task.ngram):
+            same = [c[-1] for c in context if c[-2] == gram[-1]]
+            right, count = right + (same[-1] == label), count + 1
+    return right / count
+
+
+@pytest.mark.parametrize("options", [{}, {"pool": "dense"}, {"pool": "6", "ngram": "3"}])
+def test_the_ceiling_is_that_of_a_reader_of_one_token(options):
+    task = make_task("hard-mqnar", 64, {"vocab_size": "64", **options})
+    examples = generate(task, 3000, seed=0, split="test")
+    found = task.one_token(examples)
+    assert found["one_token_ceiling"] == pytest.approx(found["one_token_expected"], abs=0.01)
+    assert one_token_accuracy(task, examples) == pytest.approx(
+        found["one_token_ceiling"], abs=0.015
+    )
+
+
+def test_the_ceiling_knows_when_no_match_is_the_better_guess():
+    """By counting, for each number of keys with the token, which answer is right more often."""
+    task = make_task("hard-mqnar", 60, {"vocab_size": "64", "unmatched": "6", "pool": "4"})
+    examples = generate(task, 2000, seed=0, split="test")
+    counts: dict[int, list[int]] = {}
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        for gram, label, context in queries(inputs, labels, task.num_keys, 2):
+            same = [c[-1] for c in context if c[1] == gram[1]]
+            kinds = counts.setdefault(len(same), [0, 0, 0])
+            kinds[0] += bool(same) and same[0] == label
+            kinds[1] += label == 64
+            kinds[2] += 1
+    best = sum(max(value, none) for value, none, _ in counts.values())
+    total = sum(count for *_, count in counts.values())
+    assert len(counts) > 2
+    found = task.one_token(examples)
+    assert found == {"one_token_ceiling": pytest.approx(best / total, abs=0.02)}
+    assert make_task("mqar", 16).one_token(examples) == {}
+
+
+def test_the_closed_form_is_the_recorded_one():
+    """Vocabulary 128: 63 tokens, (1 − (1 − p)^k)/(kp) nearly; bigrams of three tokens, by hand."""
+    for length, keys in ((16, 2), (32, 5), (64, 10), (128, 21)):
+        expected = make_task("mqnar", length, {"vocab_size": "128"}).one_token_expected
+        about = (1 - (1 - 1 / 63) ** keys) / (keys / 63)
+        assert expected == pytest.approx(about, abs=2e-3)
+    task = make_task("hard-mqnar", 32, {"pool": "3"})
+    assert task.one_token_expected == pytest.approx(3 / 5 * (1 - 6 / 126))
+
+
+@pytest.mark.parametrize("scale", ["cpu", "paper"])
+def test_one_token_does_not_suffice_in_the_figures(scale):
+    tasks = {
+        place.run.cell.make_task()
+        for name in ("accuracy", "length")
+        for place in plan(name, SCALES[scale])
+        if place.run.row == "hard MQNAR"
+    }
+    assert tasks and all(task.one_token_expected < 0.6 for task in tasks)
+    for keys in range(5, 171):
+        task = make_task("hard-mqnar", 6 * keys, {"pool": "dense"})
+        assert task.num_keys == keys and task.one_token_expected < 0.6
+
+
+def test_the_readme_has_the_papers_ceilings():
+    text = (REPOSITORY / "eval/recall/README.md").read_text(encoding="utf-8")
+    told = re.search(r"one token alone is right in ([\d., and]+) at L = 64, 128 and 256", text)
+    lengths = ((64, 10), (128, 20), (256, 40))
+    found = [
+        make_task("mqnar", length, {"keys": str(keys)}).one_token_expected
+        for length, keys in lengths
+    ]
+    assert re.findall(r"0\.\d+", told[1]) == [f"{ceiling:.3f}" for ceiling in found]
+
+
+def test_a_cell_tells_its_groups_and_ceilings():
+    cell = Cell(
+        "hard-mqnar:vocab_size=64,pool=dense",
+        "none",
+        16,
+        30,
+        epochs=1,
+        train_examples=32,
+        test_examples=60,
+        validation_examples=40,
+        batch_size=32,
+        test_lengths=(48,),
+        fixed_items=True,
+    )
+    record = run_cell(cell, quiet=True)
+    for name, length in (("trained length", 30), ("length 48", 48), ("length 48, 5 keys", 48)):
+        test = record["tests"][name]
+        keys = 8 if name == "length 48" else 5
+        task = make_task("hard-mqnar", length, {"pool": "dense", "keys": str(keys)})
+        assert test["one_token_expected"] == task.one_token_expected
+        assert test["one_token_ceiling"] == pytest.approx(task.one_token_expected, abs=0.06)
+        parts = np.array([test["accuracy_shared"], test["accuracy_unshared"]])
+        assert parts.min() <= test["accuracy"] <= parts.max()
+    plain = run_cell(
+        Cell("mqar:vocab_size=64", "none", 16, 16, epochs=1, train_examples=32, test_examples=8)
+    )
+    assert set(plain["tests"]["trained length"]) == {"seq_len", "accuracy", "rows_right"}
