@@ -158,8 +158,8 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     lines = error.splitlines()
     assert len(lines) == 4, error
     assert lines[1].startswith("  n1 rank 1: data: no such folder")
-    assert lines[3].startswith("  n0 rank 0: the model of")
-    assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
+    assert lines[2].startswith("  n0 rank 0: the model of")
+    assert lines[3].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[3]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

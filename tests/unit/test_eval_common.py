@@ -89,7 +89,7 @@ class TestCellStore:
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
         assert cell_path(Path("out"), cell) == Path(
-            "out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0.01-seed2-p2-3f39e03c.json"
+            "out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0.01-seed2-p2-037e9780.json"
         )
         model = LanguageCell("data", "f" * 64, "lincat", 64, 64, 2, 100, 0.01)
         assert cell_path(Path("out"), model) == Path(
