@@ -93,7 +93,7 @@ class TestCellStore:
         )
         model = LanguageCell("data", "f" * 64, "lincat", 64, 64, 2, 100, 0.01)
         assert cell_path(Path("out"), model) == Path(
-            "out/cells/language-lincat-d64-L64-lr0.01-seed0-f60fcc35.json"
+            "out/cells/language-lincat-d64-L64-lr0.01-seed0-22af6c45.json"
         )
         assert key_hash({"task": "piqa", "limit": None, "rows_sha256": "ab"}) == "fb88bbc774b1f4ba"
 
