@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SentencePieceModel
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, read_json, read_object, read_text
+from cat_lm.io.readers import Record, clipped, read_json, read_object, read_text
+from cat_lm.limits import VOCABULARY
 from cat_lm.model_files import asks_for_code, reason
 
 if TYPE_CHECKING:
@@ -125,5 +126,9 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{path}: not a tokenizer.json ({reason(error)})") from None
+    # Writing it takes memory for every id up to the largest.
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if problem := VOCABULARY.at_least(0).problem(largest):
+        raise UserError(f"{path}: token {clipped(repr(token))} has the id {largest}, {problem}")
     tokenizer.encode_special_tokens = True
     return tokenizer

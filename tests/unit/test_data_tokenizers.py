@@ -408,6 +408,16 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, message)
         build(tmp_path, tmp_path / name)
 
 
+def test_an_id_beyond_any_vocabulary_is_named(tmp_path):
+    """Writing the tokenizer would take memory for every id below it."""
+    file = template_tokenizer(tmp_path / "a") / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"]["cat"] = 2**31
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=r"token 'cat' has the id 2147483648, must be from 0 to"):
+        build(tmp_path, file)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
