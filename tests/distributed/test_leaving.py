@@ -18,8 +18,8 @@ ERRORS = {"input": UserError("seed: no number"), "code": RuntimeError("NCCL erro
 def fail(ranks, kind: str, marker: str) -> None:
     """Fails as a command does; the marker is made by a thread that outlives the main one."""
     sys.argv = ["train.py"]
-    if kind == "code" or ranks.world_size == 1:
-        sys.stderr = open(f"{marker}-{ranks.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
+    # Its own file: the process that ranks are forked from may be older than this test's capture.
+    sys.stderr = open(f"{marker}-{ranks.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
 
     def outlive() -> None:
         threading.main_thread().join()
@@ -33,18 +33,17 @@ def fail(ranks, kind: str, marker: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "code"), [("input", 2), ("code", 1)])
-def test_a_failing_rank_does_not_go_through_the_interpreters_end(kind, code, tmp_path, capfd):
+def test_a_failing_rank_does_not_go_through_the_interpreters_end(kind, code, tmp_path):
     marker = tmp_path / "marker"
     with pytest.raises(ProcessExitedException) as raised:
         run_on_ranks(fail, 2, kind, str(marker))
     assert raised.value.exit_code == code
     assert not marker.exists()
+    said = Path(f"{marker}-{raised.value.error_index}.txt").read_text()
     if kind == "code":
-        traceback = Path(f"{marker}-{raised.value.error_index}.txt").read_text()
-        assert traceback.startswith("Traceback") and "RuntimeError: NCCL error" in traceback
+        assert said.startswith("Traceback") and "RuntimeError: NCCL error" in said
     else:
-        said = capfd.readouterr().err  # two ranks write there: a line may stand in another
-        assert "error: seed: no number" in said and "Traceback" not in said
+        assert said == "error: seed: no number\n"
 
 
 def test_one_rank_ends_as_any_program(tmp_path):
