@@ -102,10 +102,12 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         projected = self.query_key_value(hidden_states)
         if self.convolution is None:
             heads = self.config.num_attention_heads
-            projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
-            query, key, value = projected.unbind(dim=3)
-            if rotary is not None:
-                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            # Before heads and time change places: the backward pass joins the three as they lie.
+            streams = projected.view(*projected.shape[:2], heads, 3, -1).unbind(dim=3)
+            if rotary is None:
+                return streams
+            query, key, value = (stream.transpose(1, 2) for stream in streams)
+            query, key = apply_rotary_pos_emb(query, key, *rotary)
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return self.convolution(
             projected,
