@@ -86,9 +86,15 @@ class CausalBody:
         use_cache: bool | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        document_borders: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute hidden states [B, T, C] after the final norm; see `CausalLanguageModel`."""
+        """Compute hidden states [B, T, C] after the final norm; see `CausalLanguageModel`.
+
+        Args:
+            document_borders: `cat_lm.ops.documents.document_borders` of `document_ids`, for a
+                caller that knows them on the host, which then does not wait for a GPU.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -106,6 +112,7 @@ class CausalBody:
             document_ids,
             past_key_values,
             padding_mask,
+            document_borders,
         )
         if kwargs.get("cu_seq_lens_q") is not None and layout.documents is None:
             raise ValueError("cu_seq_lens_q says nothing to the convolution; pass document_ids")
@@ -122,6 +129,7 @@ class CausalBody:
                 position_embeddings=position_embeddings,
                 padding_mask=layout.padding_mask,
                 document_ids=layout.documents,
+                document_positions=layout.document_positions,
                 **{self.cache_argument: past_key_values},
                 **(kwargs | layout.attention_kwargs),
             )
@@ -143,6 +151,7 @@ class CausalLanguageModel:
         super().post_init()
         taken = inspect.signature(type(self.base_model).forward).parameters
         self.keeps_state = "past_key_values" in taken
+        self.takes_borders = "document_borders" in taken
 
     def set_conv_backend(self, name: str) -> None:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.

@@ -140,6 +140,7 @@ class StreamConvolution(nn.Module):
         inputs: Tensor,
         bias: Tensor | None,
         document_ids: Tensor | None,
+        positions: Tensor | None,
         initial_state: Tensor | None,
     ) -> Tensor:
         """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
@@ -151,6 +152,7 @@ class StreamConvolution(nn.Module):
             getattr(self, f"{stream}_filter"),
             bias,
             document_ids=document_ids,
+            positions=positions,
             initial_state=initial_state,
             backend=self.conv_backend,
         )
@@ -173,6 +175,7 @@ class PackedConvolution(StreamConvolution):
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
         follows_cache: bool = False,
+        document_positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Convolve and rotate.
 
@@ -184,6 +187,7 @@ class PackedConvolution(StreamConvolution):
             document_ids: [B, T]; the convolution reads zeros across a change of the id.
             state: the layer's cache; its last W−1 inputs stand before these, and it is updated.
             follows_cache: for the mixing of maps, whether attention also reads cached values.
+            document_positions: [B, T] int32, each token's in its document, if known already.
 
         Returns:
             Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
@@ -203,6 +207,7 @@ class PackedConvolution(StreamConvolution):
                 bias,
                 rotary=rotary,
                 document_ids=document_ids,
+                positions=document_positions,
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
@@ -210,7 +215,12 @@ class PackedConvolution(StreamConvolution):
         biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
         query, key, value = (
             self._stream(
-                stream, inputs, own_bias, document_ids, self._part_of(initial_state, stream)
+                stream,
+                inputs,
+                own_bias,
+                document_ids,
+                document_positions,
+                self._part_of(initial_state, stream),
             )
             for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
@@ -223,7 +233,9 @@ class PackedConvolution(StreamConvolution):
         if follows_cache:
             # A copy, because an engine may take the parameter away after this forward.
             return query, key, value, self.v_filter.clone()
-        mixed = mixed_values(value, self.v_filter, document_ids, self.conv_backend)
+        mixed = mixed_values(
+            value, self.v_filter, document_ids, self.conv_backend, document_positions
+        )
         return query, key, value, mixed
 
     def _exchange_state(
@@ -259,18 +271,20 @@ class SeparateConvolution(StreamConvolution):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
+        document_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Convolve and rotate.
 
         Args:
             query, key, value: what the projections make without biases, [B, T, heads · D] each.
-            rotary, padding_mask, document_ids, state: as for `PackedConvolution`.
+            rotary, padding_mask, document_ids, state, document_positions: as of
+                `PackedConvolution`.
 
         Returns:
             Queries, keys and values, each [B, T, its heads, D].
         """
         query, key, value = (
-            self._one(stream, projected, padding_mask, document_ids, state)
+            self._one(stream, projected, padding_mask, document_ids, document_positions, state)
             for stream, projected in zip(STREAMS, (query, key, value), strict=True)
         )
         if rotary is not None:
@@ -283,6 +297,7 @@ class SeparateConvolution(StreamConvolution):
         projected: Tensor,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
+        document_positions: Tensor | None,
         state: LayerStateMixin | None,
     ) -> Tensor:
         inputs = projected.unflatten(2, (-1, self.head_width))
@@ -294,4 +309,4 @@ class SeparateConvolution(StreamConvolution):
                 before = state.exchange_inputs(stream, inputs, self.window, padding_mask)
         bias = getattr(self, f"{stream}_bias")
         bias = None if bias is None else bias.view(-1, self.head_width)
-        return self._stream(stream, inputs, bias, document_ids, before)
+        return self._stream(stream, inputs, bias, document_ids, document_positions, before)

@@ -17,7 +17,9 @@ from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.documents import document_borders
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
@@ -79,12 +81,25 @@ def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch
     Raises:
         UserError: the backend that the configuration names cannot serve.
     """
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     backend = config.train.conv_backend
     try:
-        return config.architecture.describe_backend(model.config, device, dtype, backend)
+        return config.architecture.describe_backend(model.config, device, _dtype(config), backend)
     except ValueError as error:
         raise UserError(f"train.conv_backend={backend}: {error}") from error
+
+
+def documents_apart(
+    config: RunConfig, model: PreTrainedModel, device: torch.device
+) -> DocumentAttention | None:
+    """Say what keeps packed documents apart in attention, and why; None where nothing does."""
+    if not config.data.mask_documents or not model.takes_borders:
+        return None
+    return document_attention(model.config, device, _dtype(config))
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    """That of what layers compute."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -130,6 +145,9 @@ class Engine:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
+        apart = documents_apart(config, model, ranks.device)
+        # The host has the documents; a GPU that counted them would make it wait.
+        self._gives_borders = apart is not None and apart.name != "mask"
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
@@ -232,13 +250,21 @@ class Engine:
             "shift_labels" if name == "labels" else name: torch.from_numpy(rows_of_name)
             for name, rows_of_name in batch.items()
         }
-        return [
-            {
-                name: tensor[start : start + size].to(self.ranks.device, non_blocking=True)
-                for name, tensor in tensors.items()
-            }
+        parts = [
+            {name: tensor[start : start + size] for name, tensor in tensors.items()}
             for start in range(0, rows, size)
         ]
+        if self._gives_borders:
+            for part in parts:
+                part["document_borders"] = document_borders(part["document_ids"])
+        moved = [
+            {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in part.items()}
+            for part in parts
+        ]
+        if self._gives_borders and self.config.train.compile:
+            for part in moved:  # else the first two numbers of documents would get a graph each
+                torch._dynamo.maybe_mark_dynamic(part["document_borders"], 0)
+        return moved
 
     def _clip(self) -> torch.Tensor:
         """Stage 0: clip the reduced gradients; AdamW leaves out the step if they are not finite."""

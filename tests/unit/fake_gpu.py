@@ -148,6 +148,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         for owner, name, instead in (
             (triton.JITFunction, "__getitem__", launcher),
             (torch.cuda, "device", lambda _: contextlib.nullcontext()),
+            (torch.cuda, "get_device_capability", lambda _: (9, 0)),
             (launch, "shared_memory", lambda _: 232448),  # an H100's
             (F, "scaled_dot_product_attention", _attention),
             # torch without CUDA takes its gradient by the formula.

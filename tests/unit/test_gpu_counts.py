@@ -7,11 +7,12 @@ without one. A unit is one [B, T, C] of bf16; each operator reads and writes its
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from cat_lm import architectures
 from cat_lm.model import modeling
@@ -104,10 +105,23 @@ def model(layers: int, family: str, fields: dict) -> torch.nn.Module:
     return made.base_model.train()
 
 
-def passes(gpu: FakeGpu, body: torch.nn.Module, **inputs: torch.Tensor) -> tuple[Counts, Counts]:
-    """(forward, backward) of a body that was made on the meta device."""
-    body = on_fake_gpu(body, torch.bfloat16)
-    embeds = torch.empty(BATCH, TIME, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+def passes(
+    gpu: FakeGpu,
+    body: torch.nn.Module,
+    documents: int | None = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Counts, Counts]:
+    """(forward, backward) of a body that was made on the meta device, with so many documents.
+
+    None are documents of whose number only the device knows.
+    """
+    body = on_fake_gpu(body, dtype)
+    embeds = torch.empty(BATCH, TIME, WIDTH, dtype=dtype, requires_grad=True)
+    inputs = {}
+    if documents != 0:
+        inputs["document_ids"] = torch.empty(BATCH, TIME, dtype=torch.int64)
+    if documents:
+        inputs["document_borders"] = torch.empty(documents + 1, dtype=torch.int32)
     gpu.counts = Counts()
     hidden = body(inputs_embeds=embeds, use_cache=False, **inputs).last_hidden_state
     forward = copy.deepcopy(gpu.counts)
@@ -115,7 +129,9 @@ def passes(gpu: FakeGpu, body: torch.nn.Module, **inputs: torch.Tensor) -> tuple
     return forward, gpu.counts - forward
 
 
-def layer(family: str = "gpt_neox", rotation=None, **fields) -> tuple[Counts, Counts]:
+def layer(
+    family: str = "gpt_neox", rotation=None, documents: int = 0, dtype=torch.bfloat16, **fields
+) -> tuple[Counts, Counts]:
     """A layer's (forward, backward): what a second one adds."""
     found = []
     for layers in (1, 2):
@@ -123,7 +139,7 @@ def layer(family: str = "gpt_neox", rotation=None, **fields) -> tuple[Counts, Co
         with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
             if rotation is not None:
                 patch.setattr(modeling, "apply_rotary_pos_emb", rotation(gpu))
-            found.append(passes(gpu, body))
+            found.append(passes(gpu, body, documents, dtype))
     (first, first_back), (second, second_back) = found
     return second - first, second_back - first_back
 
@@ -163,6 +179,38 @@ def test_convolutions_cost_no_more_than_a_fused_rotation():
     assert units(cat) <= 1.02 * units(pythia)
     # Also beside one whose backward pass joins the gradients, of which there is none.
     assert units(cat) <= 1.02 * (units(pythia) - 4)
+
+
+@pytest.mark.parametrize("kind", ["none", "head", "depthwise", "multihead", "llama-head"])
+def test_documents_cost_a_layer_nothing(kind):
+    """Their positions are computed once a batch, and no layer reads or keeps a mask."""
+    fields = (VARIANTS | LLAMA_VARIANTS)[kind]
+    plain, packed = layer(**fields), layer(documents=40, **fields)
+    # Values that a convolution or projection laid out by heads are copied once, to be joined.
+    copies = packed[0].launches - plain[0].launches
+    assert copies == (0 if kind == "head" else 1) and packed[1].launches == plain[1].launches
+    assert units(packed) <= units(plain) + 2 * copies + 0.2
+    assert [part.waits for part in packed] == [[], []]
+
+
+def test_a_mask_of_documents_is_seen():
+    """Negative control: fp32, for which there is no flash attention, as before there was one."""
+    plain = layer(dtype=torch.float32, conv_type="head")
+    masked = layer(dtype=torch.float32, documents=40, conv_type="head")
+    assert (
+        "aten::masked_fill_" in masked[0].kernels and "aten::masked_fill_" not in plain[0].kernels
+    )
+    assert units(masked) > units(plain) + 10
+
+
+def test_only_borders_that_are_not_given_make_the_host_wait():
+    for documents, waits in ((40, []), (None, ["aten::nonzero"])):
+        body = model(1, "gpt_neox", VARIANTS["head"])
+        with fake_gpu() as gpu:
+            wait = pytest.raises(DynamicOutputShapeException) if waits else nullcontext()
+            with wait:
+                passes(gpu, body, documents)
+            assert gpu.counts.waits == waits
 
 
 def test_the_gpu_notices_what_is_added():
