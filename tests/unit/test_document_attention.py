@@ -144,7 +144,8 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
     engine = object.__new__(Engine)
     engine.config, engine.ranks = config, SimpleNamespace(device=torch.device("cpu"))
     engine._gives_borders = name != "mask"
-    parts = engine._micro_batches({"document_ids": np.array(IDS["several"])})
+    ids = np.array(IDS["several"])
+    parts = engine._micro_batches({"input_ids": ids, "document_ids": ids})
     found = [part["document_borders"].tolist() if name != "mask" else None for part in parts]
     assert found == ([None, None] if name == "mask" else [[0, 3, 5, 7], [0, 7]])
     assert documents_apart(without, cat_model(), torch.device("cuda")) is None
