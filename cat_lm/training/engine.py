@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,24 +22,13 @@ from cat_lm.ops.documents import document_borders
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
+from cat_lm.training.partitioned_step import PartitionedStep
+from cat_lm.training.steps import LaunchedStep, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Batch = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches.
-
-    `flags` are the sums over all ranks of what each gave to `Engine.train_step`.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    flags: tuple[float, ...] = ()
 
 
 def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
@@ -167,6 +155,8 @@ class Engine:
             )
         if config.train.precision == "bf16" and config.train.zero_stage == 1:
             Bf16Step(self.deepspeed, config.optimizer.grad_clip)
+        elif config.train.zero_stage in (1, 2):
+            PartitionedStep(self.deepspeed)
         self.model = model
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
@@ -176,10 +166,14 @@ class Engine:
             model.compile()
 
     def train_step(self, batch: Batch, lr: float, flags: Sequence[float] = ()) -> StepResult:
+        """One optimizer step on this rank's rows of the global batch, waited for."""
+        return self.launch_step(batch, lr, flags).result()
+
+    def launch_step(self, batch: Batch, lr: float, flags: Sequence[float] = ()) -> LaunchedStep:
         """One optimizer step on this rank's rows of the global batch.
 
-        The host reads the device's numbers once, at the end: loss, norm and flags together. (In
-        fp32 with ZeRO, and in stages 2 and 3, DeepSpeed reads some of its own before.)
+        The host waits for none of the device's numbers; loss, norm and flags come together by the
+        result. (DeepSpeed waits for some of its own in stages 2 and 3: see cat_lm/README.md.)
 
         Args:
             flags: numbers to be summed over all ranks on the way, without a collective of theirs.
@@ -207,15 +201,13 @@ class Engine:
         if not self._plain:
             norm = torch.as_tensor(self.deepspeed.get_global_grad_norm())
         sums = self._summed(total, *flags)
-        parts = (scored, norm.to(sums).reshape(1), sums)
-        items, grad_norm, total_loss, *summed_flags = torch.cat(parts).tolist()
-        skipped = not (self.deepspeed.was_step_applied() and math.isfinite(grad_norm))
-        return StepResult(total_loss / max(items, 1), grad_norm, skipped, tuple(summed_flags))
+        numbers = torch.cat((scored, norm.to(sums).reshape(1), sums))
+        return LaunchedStep(numbers, self.deepspeed.was_step_applied())
 
     def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
         """Sum each number over all ranks, in float64 on the device, which the host goes on from."""
         given = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in numbers]
-        sums = torch.cat([n.to(self.ranks.device, non_blocking=True) for n in given])
+        sums = torch.cat([self._sent(number) for number in given])
         if self.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums
@@ -257,14 +249,17 @@ class Engine:
         if self._gives_borders:
             for part in parts:
                 part["document_borders"] = document_borders(part["document_ids"])
-        moved = [
-            {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in part.items()}
-            for part in parts
-        ]
+        moved = [{name: self._sent(tensor) for name, tensor in part.items()} for part in parts]
         if self._gives_borders and self.config.train.compile:
             for part in moved:  # else the first two numbers of documents would get a graph each
                 torch._dynamo.maybe_mark_dynamic(part["document_borders"], 0)
         return moved
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the host's tensor to the device, without waiting for what that still computes."""
+        if self.ranks.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.ranks.device, non_blocking=True)
 
     def _clip(self) -> torch.Tensor:
         """Stage 0: clip the reduced gradients; AdamW leaves out the step if they are not finite."""
