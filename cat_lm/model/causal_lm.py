@@ -20,7 +20,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from cat_lm.model.cache import CatCache, attach_layer_state
+from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
@@ -120,19 +120,20 @@ class CausalBody:
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, layout.position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=layout.attention_mask,
-                position_ids=layout.position_ids,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                padding_mask=layout.padding_mask,
-                document_ids=layout.documents,
-                document_positions=layout.document_positions,
-                **{self.cache_argument: past_key_values},
-                **(kwargs | layout.attention_kwargs),
-            )
+        with without_plans(past_key_values, hidden_states):
+            for layer in self.layers:
+                hidden_states = layer(
+                    hidden_states,
+                    attention_mask=layout.attention_mask,
+                    position_ids=layout.position_ids,
+                    use_cache=use_cache,
+                    position_embeddings=position_embeddings,
+                    padding_mask=layout.padding_mask,
+                    document_ids=layout.documents,
+                    document_positions=layout.document_positions,
+                    **{self.cache_argument: past_key_values},
+                    **(kwargs | layout.attention_kwargs),
+                )
         return BaseModelOutputWithPast(
             last_hidden_state=self._leave(hidden_states),
             past_key_values=past_key_values,
