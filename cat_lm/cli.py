@@ -83,16 +83,37 @@ def whole_numbers(
     allowed: Range, example: str, *, distinct: bool = False
 ) -> Callable[[str], tuple[int, ...]]:
     """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
-    one = whole(allowed)
+    several = listed(whole(allowed), example)
 
     def parse(text: str) -> tuple[int, ...]:
-        try:
-            found = tuple(one(part) for part in text.split(","))
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+        found = several(text)
         if distinct and len(set(found)) < len(found):
             raise argparse.ArgumentTypeError(f"{_short(text)} names a number twice")
         return found
+
+    return parse
+
+
+def listed(one: Callable[[str], Any], example: str) -> Callable[[str], tuple[Any, ...]]:
+    """Make a kind for lists, with commas, of what the kind `one` takes."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(one(part) for part in text.split(","))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+
+    return parse
+
+
+def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
+    """Make a kind for what the kind `one` takes, or a word, which is None."""
+
+    def parse(text: str) -> Any:
+        try:
+            return None if text == word else one(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
 
     return parse
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, or_word, path, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
@@ -71,7 +71,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--weight-decay", type=decay, default=0.1, help="on all parameters")
     add(
         "--stop-above",
-        type=_stop_above,
+        type=or_word(number(RANGES["stop_above"]), "none"),
         default=0.99,
         metavar="ACCURACY|none",
         help="on validation rows, which then also choose the step whose model is tested; above 1: "
@@ -98,16 +98,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _whole(name: str) -> Callable[[str], int]:
     """Make the kind of a cell's whole number."""
     return whole(RANGES[name])
-
-
-def _stop_above(text: str) -> float | None:
-    """An accuracy, or none."""
-    if text == "none":
-        return None
-    try:
-        return number(RANGES["stop_above"])(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or none") from None
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -163,7 +153,7 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stack",
-        type=_stack,
+        type=or_word(whole(limits.SAMPLES), "auto"),
         metavar="N|auto",
         help="models that differ in learning rate and seed alone to train as one (default: auto, "
         "all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
@@ -178,16 +168,6 @@ def _add_seeds(parser: argparse.ArgumentParser) -> None:
         type=whole(limits.SAMPLES),
         help="runs of each model at its rate (default: the scale's); more are added to those there",
     )
-
-
-def _stack(text: str) -> int | None:
-    """Models in a stack, none for auto."""
-    if text == "auto":
-        return None
-    try:
-        return whole(limits.SAMPLES)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def _execution(arguments: argparse.Namespace) -> Execution:
