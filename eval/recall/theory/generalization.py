@@ -97,7 +97,7 @@ def trained(
     def case(run: Run, layers: list[TwoSidedLayer]) -> Case:
         return Case(run.problem, unit(layers[0]), [measure(m, lengths, rows) for m in layers])
 
-    cases = [case(run, run.kept or [run.half_trained]) for run in runs]
+    cases = [case(run, run.kept) for run in runs]
     first, right = runs[0], cases[0]
     half = case(first, [first.half_trained])
     confused = [
@@ -187,7 +187,9 @@ def judge(cases: list[Case], curve: Curve, bound: Bound) -> Verdict:
     """
 
     def largest_share(case: Case, layers: list[Measured]) -> float:
-        return max(v / bound(case, m, n) for m in layers for n, v in curve(case, m).items())
+        # NumPy's maximum of numbers and NaN is NaN, which passes nothing.
+        shares = [v / bound(case, m, n) for m in layers for n, v in curve(case, m).items()]
+        return float(np.max(shares))
 
     for case in cases:
         if not case.admitted:
@@ -195,8 +197,10 @@ def judge(cases: list[Case], curve: Curve, bound: Bound) -> Verdict:
             share = largest_share(case, [replace(last, error=most / case.unit)])
             said = f"ε₀ = {last.error * case.unit:.2g} > 1/(8L) = {most:.2g}: condition not met"
             return Verdict(f"{said}; {share:.3g} of the bound at 1/(8L)", False)
-    share = max(largest_share(case, case.admitted) for case in cases)
+    share = float(np.max([largest_share(case, case.admitted) for case in cases]))
     said, passes = f"at most {share:.3g} of the bound", share <= 1
+    if not math.isfinite(share):
+        return Verdict(said, False)
     if in_error := [e for case in cases for e in _exponent_in_error(case, curve)]:
         said += f"; exponent in ε {np.mean(in_error):.2f} ({_range(in_error)})"
         passes &= bool(np.mean(in_error) >= LEAST_EXPONENT)
