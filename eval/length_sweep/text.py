@@ -21,7 +21,6 @@ WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
 def sweep_streams(
     subjects: Sequence[Subject],
     largest: int,
-    *,
     text: Path | str | None,
     data: Path | str | None,
     separator: str | None,
