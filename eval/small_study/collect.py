@@ -43,7 +43,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     finished = [job for job in jobs if job not in diverged]
     config = study.config(jobs[0])
     trained = config.data.context_length
-    texts = {name: _text(study, name, finished, runs, trained) for name in study.texts()}
+    texts = {name: _text(study, name, finished, trained) for name in study.texts()}
     return {
         "size": study.size.name,
         "question": {"name": study.question, "text": study.asked.text},
@@ -64,11 +64,9 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     }
 
 
-def _text(
-    study: Study, name: str, jobs: Sequence[Job], runs: dict[Job, Run], trained: int
-) -> dict[str, Any]:
+def _text(study: Study, name: str, jobs: Sequence[Job], trained: int) -> dict[str, Any]:
     """What was measured on one of the study's texts."""
-    swept = {job: _sweep(study, job, name, runs[job]) for job in jobs}
+    swept = {job: _sweep(job, name) for job in jobs}
     if len({row["tokens_sha256"] for rows in swept.values() for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")
     rows = [
@@ -92,7 +90,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in keys}
 
 
-def _sweep(study: Study, job: Job, name: str, run: Run) -> list[dict[str, Any]]:
+def _sweep(job: Job, name: str) -> list[dict[str, Any]]:
     """The rows of a run's sweep over one of the study's texts, of the weights that it exported."""
     file, record = sweep_folder(job, name) / "length_sweep.json", result_path(job)
     found = read_sweep(file).get("rows", [])
