@@ -25,6 +25,7 @@ MEMORY_ACCURACY = 1.25
 # and how many gathered weights ZeRO-3 keeps at a time (stage3_max_live_parameters).
 _BUCKET_ELEMENTS = 5 * 10**8
 _LIVE_PARAMETERS = 10**9
+_LAST_RESORT = "take a smaller model or a larger device"
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -97,13 +98,14 @@ def checkpoint_bytes(parameters: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank's part of a run takes on its device, at the peak of a step.
+    """Bytes that one rank's part of a run takes on its device, at the peak of a step or its start.
 
     Attributes:
         weights, gradients, optimizer: as DeepSpeed keeps them from step to step.
         activations: what the backward pass of a micro-batch keeps, with the loss's own chunk.
         buffers: gathered or cast weights, and the buckets that gradients are reduced in, as far as
-            they stand beside the activations or exceed them after those are gone.
+            they stand beside the activations or exceed them after those are gone; or the weights
+            that ZeRO-3 begins with.
         advice: which keys lower it.
     """
 
@@ -164,6 +166,11 @@ def memory_per_rank(
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
     peak = reserved + max(activations + beside - absent, sent)
+    advice = _memory_advice(config, world_size)
+    # ZeRO-3 begins with all weights on every rank, before it partitions them.
+    start = (compute - weights - gradients - optimizer) * parameters
+    if stage == 3 and start > peak:
+        peak, advice = start, _LAST_RESORT
     shown = min(activations, peak)
     return Memory(
         weights * parameters,
@@ -171,7 +178,7 @@ def memory_per_rank(
         optimizer * parameters,
         shown,
         peak - shown,
-        _memory_advice(config, world_size),
+        advice,
     )
 
 
@@ -212,5 +219,5 @@ def _memory_advice(config: RunConfig, world_size: int) -> str:
         ways.append("set train.activation_checkpointing=true")
     if train.zero_stage < 3 and world_size > 1:
         ways.append(f"raise train.zero_stage={train.zero_stage}")
-    ways.append("take a smaller model or a larger device")
+    ways.append(_LAST_RESORT)
     return ", or ".join(ways)
