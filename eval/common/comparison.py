@@ -103,10 +103,10 @@ def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
     """The standard error of sum(sums) / sum(counts) when G groups are a sample of many.
 
     Linearised: sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g, with m the ratio; nan for one
-    group.
+    group, and for sums that are not finite.
     """
     groups, total = len(sums), math.fsum(counts)
-    if groups < 2:
+    if groups < 2 or not all(map(math.isfinite, sums)):
         return math.nan
     mean = math.fsum(sums) / total
     squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))

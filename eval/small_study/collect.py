@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
+from cat_lm.io.files import finite
 from eval.common import comparison
 from eval.common.models import folder_sha256
 from eval.common.provenance import provenance
@@ -153,12 +153,8 @@ def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[s
 
 
 def _tuned(found: Tuned) -> dict[str, Any]:
-    losses = {f"{rate:g}": _finite(loss) for rate, loss in found.losses.items()}
+    losses = {f"{rate:g}": finite(loss) for rate, loss in found.losses.items()}
     return {"seed": TUNING_SEED, "edge": found.edge, "losses": losses}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _comparisons(
@@ -209,4 +205,4 @@ def _document_error(
             strict=True,
         )
     ]
-    return _finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))
+    return finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))

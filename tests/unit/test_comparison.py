@@ -95,3 +95,4 @@ def test_ratio_error_of_equal_groups_is_that_of_their_means():
     means = np.array(sums) / 2
     assert ratio_error(sums, [2] * 4) == pytest.approx(means.std(ddof=1) / 2)
     assert math.isnan(ratio_error([3.0], [2]))
+    assert math.isnan(ratio_error([math.inf, -math.inf, 1.0], [2] * 3))
