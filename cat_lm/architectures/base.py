@@ -6,6 +6,7 @@ long before the model is. Of a model that is there, `Architecture.section` makes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -224,6 +225,10 @@ class Architecture:
         """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
         raise NotImplementedError
 
+    def saved_in_fp32(self, section: Any) -> float:
+        """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
+        return 0.0
+
     def saved_maps(self, section: Any) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
@@ -316,6 +321,15 @@ class Architecture:
     def plain_name(self, name: str) -> str:
         """Translate the name of a parameter of a model with convolutions into that without."""
         return name
+
+
+def narrowest(section: Any, problems: Callable[[Any], list[str]]) -> Any:
+    """Give a section the smallest usual width, below its own, in which there are no problems."""
+    for width in (32, 64, 128, 256, 512, 1024):
+        narrow = section.model_copy(update={"hidden_size": width})
+        if width < section.hidden_size and not problems(narrow):
+            return narrow
+    return section
 
 
 def gated_width(hidden_size: int) -> int:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits, mixers
-from cat_lm.architectures.base import Architecture, Classes, ModelSection, gated_width
+from cat_lm.architectures.base import (
+    Architecture,
+    Classes,
+    ModelSection,
+    gated_width,
+    narrowest,
+)
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
@@ -19,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# Widths of a narrowed model, the narrowest first that the mixer's options fit.
-_NARROW = (32, 64, 128, 256, 512, 1024)
 # Options that change no weight's meaning, or only what it starts from.
 _FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
 
@@ -132,11 +136,7 @@ class MixerArchitecture(Architecture):
                 "vocab_size": 512,
             }
         )
-        for width in _NARROW:
-            narrow = small.model_copy(update={"hidden_size": width})
-            if width < section.hidden_size and not mixer_problems(narrow):
-                return narrow
-        return small
+        return narrowest(small, mixer_problems)
 
     # Counts
 

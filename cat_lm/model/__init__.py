@@ -8,13 +8,18 @@ if TYPE_CHECKING:
     from cat_lm.model.cache import CatCache
     from cat_lm.model.configuration import CatConfig
     from cat_lm.model.configuration_llama import CatLlamaConfig
+    from cat_lm.model.configuration_mamba import CatMamba2Config, CatMambaConfig
     from cat_lm.model.configuration_mixer import CatMixerConfig
     from cat_lm.model.modeling import CatForCausalLM, CatModel
     from cat_lm.model.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
+    from cat_lm.model.modeling_mamba import CatMambaForCausalLM, CatMambaModel
+    from cat_lm.model.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
     from cat_lm.model.modeling_mixer import CatMixerForCausalLM, CatMixerModel
 
 __all__ = ["CatCache", "CatConfig", "CatForCausalLM", "CatModel"]
 __all__ += ["CatLlamaConfig", "CatLlamaForCausalLM", "CatLlamaModel"]
+__all__ += ["CatMambaConfig", "CatMambaForCausalLM", "CatMambaModel"]
+__all__ += ["CatMamba2Config", "CatMamba2ForCausalLM", "CatMamba2Model"]
 __all__ += ["CatMixerConfig", "CatMixerForCausalLM", "CatMixerModel"]
 
 _HOMES = {
@@ -25,6 +30,12 @@ _HOMES = {
     "CatMixerConfig": "cat_lm.model.configuration_mixer",
     "CatMixerForCausalLM": "cat_lm.model.modeling_mixer",
     "CatMixerModel": "cat_lm.model.modeling_mixer",
+    "CatMambaConfig": "cat_lm.model.configuration_mamba",
+    "CatMambaForCausalLM": "cat_lm.model.modeling_mamba",
+    "CatMambaModel": "cat_lm.model.modeling_mamba",
+    "CatMamba2Config": "cat_lm.model.configuration_mamba",
+    "CatMamba2ForCausalLM": "cat_lm.model.modeling_mamba2",
+    "CatMamba2Model": "cat_lm.model.modeling_mamba2",
     "CatLlamaConfig": "cat_lm.model.configuration_llama",
     "CatLlamaForCausalLM": "cat_lm.model.modeling_llama",
     "CatLlamaModel": "cat_lm.model.modeling_llama",
