@@ -58,6 +58,7 @@ class Architecture:
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
+        recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
@@ -72,6 +73,7 @@ class Architecture:
     layer_weight: ClassVar[str]
     scales_positions: ClassVar[bool] = False
     takes_convolutions: ClassVar[bool] = False
+    recurrent: ClassVar[bool] = False
     short_names: ClassVar[dict[str, str]] = {}
     free_keys: ClassVar[frozenset[str]] = frozenset()
     unoffered_keys: ClassVar[tuple[str, ...]] = ()
@@ -302,6 +304,18 @@ class Architecture:
             ValueError: the backend asked for cannot serve.
         """
         return "no convolutions"
+
+    def describe_mixer(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say in one line what computes the recurrences of a model, and why; "" without any.
+
+        Raises:
+            ValueError: the backend asked for cannot serve.
+        """
+        if backend != "auto":
+            raise ValueError("the model has no recurrences that a backend could be named for")
+        return ""
 
     # Files of the library and of earlier versions
 
