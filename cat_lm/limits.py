@@ -54,6 +54,8 @@ CONTEXT = Range(1, 2**24)
 ROPE_BASE = Range(1.0, 1e15)
 TEMPERATURE = Range(1e-3, 1e3)
 NORM_EPSILON = Range(1e-20, 1.0)
+# Of keys and values over the width.
+WIDENING = Range(1e-3, 64.0)
 SCALING_FACTOR = Range(1.0, 4096.0)
 # YaRN's own: what multiplies cosines and sines, and rotations over the original length.
 ROPE_MAGNITUDE = Range(1e-3, 1e3)
