@@ -15,8 +15,8 @@ class DeltaNetSection(DeltaNetShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
 
     architecture: Literal["delta_net"] = "delta_net"
-    expand_k: Annotated[float, number(limits.WIDENING)] = 1.0
-    expand_v: Annotated[float, number(limits.WIDENING)] = 1.0
+    expand_k: Annotated[float, number(limits.EXPANSION)] = 1.0
+    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
 
 
 class DeltaNet(LinearArchitecture):

@@ -20,7 +20,7 @@ class GatedDeltaNetSection(GatedDeltaNetShape, LinearSection):
     head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] | None = Field(
         None, description="of keys; default: 3/4 x hidden_size / num_heads"
     )
-    expand_v: Annotated[float, number(limits.WIDENING)] = Field(
+    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
         2.0, description="channels of a head's values over head_dim"
     )
 

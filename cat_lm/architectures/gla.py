@@ -17,8 +17,8 @@ class GlaSection(GlaShape, LinearSection):
 
     architecture: Literal["gla"] = "gla"
     num_heads: Annotated[int, whole(limits.HEADS)] = 4
-    expand_k: Annotated[float, number(limits.WIDENING)] = 0.5
-    expand_v: Annotated[float, number(limits.WIDENING)] = 1.0
+    expand_k: Annotated[float, number(limits.EXPANSION)] = 0.5
+    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
     use_short_conv: bool = False
 
 

@@ -208,17 +208,10 @@ class LinearArchitecture(Architecture):
         """Say in one line what computes the short convolutions; as in the base."""
         if not config.window:
             return super().describe_backend(config, device, dtype, backend)
-        from cat_lm.ops import BACKENDS, choose_backend
+        from cat_lm.model.short_convolution import describe_backend
 
-        lines = []
-        for channels in sorted({config.key_channels, config.value_channels}):
-            shape = {"window": config.window, "heads": 1, "head_dim": channels}
-            choice = choose_backend(
-                "depthwise", device=device, dtype=dtype, backend=backend, **shape
-            )
-            what = BACKENDS[choice.name].describe("depthwise", dtype, config.window)
-            lines.append(f"short (W={config.window}): {choice.name}, {choice.reason}; {what}")
-        return "; ".join(dict.fromkeys(lines))
+        channels = (config.key_channels, config.value_channels)
+        return describe_backend(config.window, channels, device, dtype, backend)
 
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from cat_lm.limits import (
     CONTEXT,
-    WIDENING,
+    EXPANSION,
     HEADS,
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
@@ -38,7 +38,7 @@ _WHOLE_NUMBERS = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": CONTEXT,
 }
-_NUMBERS = {"norm_eps": NORM_EPSILON, "initializer_range": NORM_EPSILON, "expand_v": WIDENING}
+_NUMBERS = {"norm_eps": NORM_EPSILON, "initializer_range": NORM_EPSILON, "expand_v": EXPANSION}
 # What flash-linear-attention's classes have beside our fields: the values that mean our model, the
 # package's own default first; none where any does.
 _SWISH = ("swish", "silu")
@@ -190,7 +190,7 @@ def check_fields(kind: type[LinearConfig], config: Any, others: Mapping[str, Any
     if hasattr(kind, "head_dim"):
         whole["head_dim"] = HIDDEN_SIZE
     if hasattr(kind, "expand_k"):
-        numbers["expand_k"] = WIDENING
+        numbers["expand_k"] = EXPANSION
     check_numbers(config, whole, whole=True)
     check_numbers(config, numbers, whole=False)
     switches = ("tie_word_embeddings", "use_cache", "use_short_conv")

@@ -19,38 +19,17 @@ from cat_lm.mixers.modules.context import (
     State,
     at_least_fp32,
     from_state,
-    short_convolution,
     without_padding,
 )
 from cat_lm.mixers.modules.delta import initial_decay, log_decay
 from cat_lm.mixers.modules.gla import decayed_attention, gated_linear_attention
 from cat_lm.model.configuration_linear import LinearConfig
+from cat_lm.model.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence import backends, fla
 from cat_lm.ops.recurrence.backends import Recurrence
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 STREAMS = "qkv"
-
-
-class ShortConvolution(nn.Module):
-    """A filter a channel along time, then SiLU; the weight [C, 1, W] has lag 0 last."""
-
-    no_decay = ("weight",)
-
-    def __init__(self, channels: int, window: int, std: float) -> None:
-        super().__init__()
-        self.conv_backend, self.std = "auto", std
-        self.weight = nn.Parameter(torch.empty(channels, 1, window))
-
-    def initial_values(self) -> dict[str, Tensor]:
-        """Draw the filters as flash-linear-attention's models do, as if they were a matrix."""
-        return {"weight": torch.randn(self.weight.shape) * self.std}
-
-    def forward(self, x: Tensor, name: str, **how: Any) -> Tensor:
-        """Convolve x [B, T, C]; `name` is that of its last inputs in the state."""
-        filters = self.weight.flip(-1).transpose(0, 1)
-        how |= {"name": name, "backend": self.conv_backend}
-        return F.silu(short_convolution(x[:, :, None], filters, **how).squeeze(2))
 
 
 class GatedNorm(nn.RMSNorm):
@@ -75,17 +54,22 @@ class LinearMixer(nn.Module):
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
-        self.mixer_backend = "auto"
-        self.heads, width, std = config.num_heads, config.hidden_size, config.initializer_range
+        self.mixer_backend, self.std = "auto", config.initializer_range
+        self.heads, width = config.num_heads, config.hidden_size
         keys, values = config.key_channels, config.value_channels
         for stream, channels in zip(STREAMS, (keys, keys, values), strict=True):
             self.add_module(f"{stream}_proj", nn.Linear(width, channels, bias=False))
             if config.window:
-                convolution = ShortConvolution(channels, config.window, std)
+                convolution = ShortConvolution(channels, config.window, bias=False)
                 self.add_module(f"{stream}_conv1d", convolution)
         if config.gated_output:
             self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Draw the filters as flash-linear-attention's models do, as if they were matrices."""
+        names = [f"{stream}_conv1d.weight" for stream in STREAMS if hasattr(self, "q_conv1d")]
+        return {name: torch.randn_like(self.get_parameter(name)) * self.std for name in names}
 
     def streams(self, x: Tensor, **how: Any) -> list[Tensor]:
         """Make queries, keys and values [B, T, H, D] of x [B, T, C]."""
@@ -93,7 +77,7 @@ class LinearMixer(nn.Module):
         for stream in STREAMS:
             y = self.get_submodule(f"{stream}_proj")(x)
             if hasattr(self, f"{stream}_conv1d"):
-                y = self.get_submodule(f"{stream}_conv1d")(y, f"{stream}_inputs", **how)
+                y = self.get_submodule(f"{stream}_conv1d")(y, name=f"{stream}_inputs", **how)
             made.append(self.of_heads(y))
         return made
 
@@ -184,12 +168,12 @@ class GatedDeltaRule(DeltaRule):
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
         self.a_proj = nn.Linear(config.hidden_size, config.num_heads, bias=False)
-        for name, values in self.initial_values().items():
+        for name, values in initial_decay(self.heads).items():
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Draw the rates as they are published."""
-        return initial_decay(self.heads)
+        """Draw the filters, and the rates as they are published."""
+        return super().initial_values() | initial_decay(self.heads)
 
     def rates(self, x: Tensor) -> list[Tensor]:
         return [*super().rates(x), log_decay(self.a_proj(x), self.dt_bias, self.A_log)]

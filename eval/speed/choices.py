@@ -57,6 +57,7 @@ def models() -> dict[str, Model]:
         if family.has_stock:
             label = f"{family.title}, transformers' own class"
             found[stock] = Model(label, family.name, first, *rivals)
+        if family.library_type and family.takes_convolutions:
             label = f"{family.title}, {family.variants()[first]}, rotation compiled"
             found[f"{names[first]}-compiled-rotary"] = Model(
                 label, family.name, first, *rivals, compiled_rotation=True

@@ -71,7 +71,9 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
         config = model_config(size, name, positions)
         architecture = architectures.of_config(config)
         if is_stock(name):
-            config = architecture.library_config(config, attn_implementation=size.attention)
+            attends = "attn_implementation" in architecture.Section.model_fields
+            how = {"attn_implementation": size.attention} if attends else {}
+            config = architecture.library_config(config, **how)
         model = architecture.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
