@@ -1,4 +1,4 @@
-"""What GLA, DeltaNet and Gated DeltaNet have in common: flash-linear-attention's block and names."""
+"""What GLA, DeltaNet and Gated DeltaNet have in common: the block and names of their library."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class LinearArchitecture(Architecture):
         channels = (config.key_channels, config.value_channels)
         return describe_backend(config.window, channels, device, dtype, backend)
 
-    def describe_mixer_backend(
+    def describe_mixer(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the recurrence; as in the base."""

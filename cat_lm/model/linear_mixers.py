@@ -44,13 +44,9 @@ class LinearMixer(nn.Module):
 
     Attributes:
         recurrence: what is computed.
-        own: this project's operator; takes `backend`.
-        packaged: flash-linear-attention's.
     """
 
     recurrence: ClassVar[Recurrence]
-    own: ClassVar[Callable[..., Any]]
-    packaged: ClassVar[Callable[..., Any]]
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
@@ -90,20 +86,24 @@ class LinearMixer(nn.Module):
         name = self.mixer_backend
         if name != "auto" or x.is_cuda:  # on a CPU the operators choose by themselves
             name = backends.choose_backend(self.recurrence, x.device, x.dtype, name).name
-        return type(self).packaged if name == "fla" else partial(type(self).own, backend=name)
+        return self.computed_by(name)
+
+    def computed_by(self, backend: str) -> Callable[..., Any]:
+        """Give a backend's operator; that of auto chooses by its tensors."""
+        raise NotImplementedError
 
 
 class GatedLinearAttention(LinearMixer):
     """Linear attention whose keys decay, see `cat_lm.mixers.gla`."""
 
     recurrence = backends.GLA
-    own = gated_linear_attention
-    packaged = fla.chunked_gated_linear_attention
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
         width, keys = config.hidden_size, config.key_channels
-        self.gk_proj = nn.Sequential(nn.Linear(width, LOW_RANK, bias=False), nn.Linear(LOW_RANK, keys))
+        self.gk_proj = nn.Sequential(
+            nn.Linear(width, LOW_RANK, bias=False), nn.Linear(LOW_RANK, keys)
+        )
         head = config.value_channels // config.num_heads
         self.g_norm_swish_gate = GatedNorm(head, config.norm_eps)
 
@@ -121,13 +121,16 @@ class GatedLinearAttention(LinearMixer):
         y = self.g_norm_swish_gate(y, self.of_heads(self.g_proj(x)))
         return self.o_proj(y.flatten(2))
 
+    def computed_by(self, backend: str) -> Callable[..., Any]:
+        if backend == "fla":
+            return fla.chunked_gated_linear_attention
+        return partial(gated_linear_attention, backend=backend)
+
 
 class DeltaRule(LinearMixer):
     """The delta rule of unit queries and keys, see `cat_lm.mixers.deltanet`."""
 
     recurrence = backends.DELTA_RULE
-    own = delta_rule
-    packaged = fla.chunked_delta_rule
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
@@ -149,6 +152,9 @@ class DeltaRule(LinearMixer):
         rates = [without_padding(rate, padding_mask) for rate in self.rates(x)]
         y = from_state(self.operator(x), unit(q), unit(k), v, *rates, **how)
         return self.o_proj(self.normed(y, x).flatten(2))
+
+    def computed_by(self, backend: str) -> Callable[..., Any]:
+        return fla.chunked_delta_rule if backend == "fla" else delta_rule
 
     def rates(self, x: Tensor) -> list[Tensor]:
         """Compute β, and the logarithm of the decay where there is one, [B, T, H]."""

@@ -201,9 +201,7 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:6], output[2])
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor, grad_last: Tensor, _: Any
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         return None, *_ScanBackward.apply(ctx.backend, *ctx.saved_tensors, grad, grad_last)
 
     @staticmethod

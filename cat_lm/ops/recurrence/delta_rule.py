@@ -38,7 +38,6 @@ def delta_rule(
     document_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute o [B, T, H, V], and the last state if asked for.
 
