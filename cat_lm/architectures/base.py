@@ -320,7 +320,7 @@ class Architecture:
         """
         return "no convolutions"
 
-    def describe_mixer(
+    def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the recurrences of a model, and why; "" without any.

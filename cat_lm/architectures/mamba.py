@@ -138,7 +138,7 @@ class StateSpace(Architecture):
         channels = [self.convolved_channels(self.section(config))]
         return describe_backend(config.conv_kernel, channels, device, dtype, backend)
 
-    def describe_mixer(
+    def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the scan; as in the base."""
@@ -217,18 +217,18 @@ class Mamba(StateSpace):
     def saved_tensors(self, section: MambaSection) -> float:
         """Count what autograd keeps of a layer, in tensors of [B, T, C].
 
-        The norm's input and output; of width I the convolution's input and SiLU's, the scan's
-        input, Δ and what it is made of, Δ x, what leaves the scan, the gate and what it multiplies;
-        the low rank with B and C; and the scan's states.
+        The norm's input and output and what its weight makes; eleven of width I: what the first
+        projection makes (2), the convolution's input, SiLU's and the scan's, Δ before and after its
+        softplus, Δ x, y, the gate's activation, and what the last projection reads; the low rank
+        with B and C; and the scan's states.
         """
-        inner, rank = section.expand, self._rank(section) / section.hidden_size
-        read = 2 * section.state_size / section.hidden_size
-        return 2 + 10 * inner + rank + read + self.kept_states(section)
+        read = (self._rank(section) + 2 * section.state_size) / section.hidden_size
+        return 3 + 11 * section.expand + read + self.kept_states(section)
 
     def saved_in_fp32(self, section: MambaSection) -> float:
-        """Count Δ, what it is made of, Δ x, B, C and the states."""
+        """Count what the norm keeps, Δ twice, Δ x, B, C and the states."""
         read = 2 * section.state_size / section.hidden_size
-        return 3 * section.expand + read + self.kept_states(section)
+        return 2 + 3 * section.expand + read + self.kept_states(section)
 
 
 ARCHITECTURE = Mamba()

@@ -121,22 +121,27 @@ class Mamba2(StateSpace):
         """Count for each head its rate, its step's bias and D."""
         return 3 * section.heads
 
+    def _scan_inputs(self, section: Mamba2Section) -> float:
+        """Count keys and queries, copied for all heads where groups differ, and Δ thrice."""
+        copies = section.heads if section.n_groups > 1 else 1
+        return (2 * copies * section.state_size + 3 * section.heads) / section.hidden_size
+
     def saved_tensors(self, section: Mamba2Section) -> float:
         """Count what autograd keeps of a layer, in tensors of [B, T, C].
 
-        The norm's input and output; the convolution's input and SiLU's; of width I the scan's
-        input, Δ x, what leaves the scan, the gate and its activation, what they make, normed, and
-        what the projection reads; what groups write and read by; Δ; and the scan's states.
+        The norm's input and output and what its weight makes; what the first projection makes; the
+        convolution's input, SiLU's and the scan's; seven of width I: Δ x, y, the gate's activation,
+        what they make, normed, and what the last projection reads; keys, queries and Δ; and the
+        scan's states.
         """
-        width = section.hidden_size
-        convolved = 2 * self.convolved_channels(section) / width
-        read = (2 * self._states(section) + 4 * section.heads) / width
-        return 2 + convolved + 9 * section.expand + read + self.kept_states(section)
+        inner, convolved = inner_size(section), self.convolved_channels(section)
+        numbers = 7 * inner + 4 * convolved + section.heads
+        scan = self._scan_inputs(section) + self.kept_states(section)
+        return 3 + numbers / section.hidden_size + scan
 
     def saved_in_fp32(self, section: Mamba2Section) -> float:
-        """Count Δ x, what the norm keeps, what groups write and read by, Δ and the states."""
-        read = (2 * self._states(section) + 4 * section.heads) / section.hidden_size
-        return 5 * section.expand + read + self.kept_states(section)
+        """Count what the norms keep, and what the scan reads and keeps."""
+        return 2 + 5 * section.expand + self._scan_inputs(section) + self.kept_states(section)
 
     def words(self, section: Mamba2Section) -> str:
         """Name also the heads and groups."""

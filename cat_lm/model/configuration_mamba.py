@@ -105,8 +105,14 @@ def check_settings(
     Raises:
         ValueError: as `check_fields`.
     """
-    check = check_fields if kind is CatMambaConfig else check_head_fields
-    check(SimpleNamespace(**kind().to_dict() | dict(settings)))
+    values = kind().to_dict() | dict(settings)
+    if kind is CatMambaConfig:
+        return check_fields(SimpleNamespace(**values))
+    if isinstance(limit := values["time_step_limit"], list):
+        # JSON has no infinity; this is what transformers writes.
+        infinity = {"__float__": "Infinity"}
+        values["time_step_limit"] = [float("inf") if n == infinity else n for n in limit]
+    return check_head_fields(SimpleNamespace(**values))
 
 
 def check_fields(config: CatMambaConfig | SimpleNamespace) -> None:

@@ -101,10 +101,10 @@ class Mamba2Mixer(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute y [B, T, H, P] of x, Δ [B, T, H], B and C [B, T, G N]; as `decaying_scan`."""
         groups, heads = self.config.n_groups, x.shape[2]
-        k, q = (  # [B, T, H, N], each group's for all of its heads
-            s.unflatten(-1, (groups, 1, -1)).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3)
-            for s in (b, c)
-        )
+        # [B, T, H, N], each group's for all of its heads: views where there is one group, so that
+        # the cast to fp32 comes first.
+        k, q = (at_least_fp32(s).unflatten(-1, (groups, 1, -1)) for s in (b, c))
+        k, q = (s.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for s in (k, q))
         a = -at_least_fp32(self.A_log).exp()[:, None, None]
         rate, v = delta[..., None, None], delta[..., None] * x
         found = decaying_scan(q, k, v, rate, a, backend=self.mixer_backend, **how)

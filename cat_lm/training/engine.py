@@ -85,7 +85,8 @@ def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch
 
 def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
     """Say what will compute the recurrences of this run, and why; "" without any. As above."""
-    return _backend(config, model, device, "mixer_backend", config.architecture.describe_mixer)
+    describe = config.architecture.describe_mixer_backend
+    return _backend(config, model, device, "mixer_backend", describe)
 
 
 def _backend(
