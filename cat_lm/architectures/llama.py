@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from cat_lm import limits
-from cat_lm.architectures.base import Classes, gated_width
+from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
@@ -37,7 +37,7 @@ class LlamaSection(ConvolutionKeys, AttentionKeys):
     @property
     def inner_size(self) -> int:
         """The width of the MLP."""
-        return self.intermediate_size or gated_width(self.hidden_size)
+        return self.intermediate_size or rules.gated_width(self.hidden_size)
 
 
 class Llama(Transformer):

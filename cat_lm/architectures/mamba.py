@@ -133,13 +133,10 @@ class StateSpace(Architecture):
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the short convolutions; as in the base."""
-        from cat_lm.ops import BACKENDS, choose_backend
+        from cat_lm.model.short_convolution import describe_backend
 
-        channels = self.convolved_channels(self.section(config))
-        shape = {"window": config.conv_kernel, "heads": 1, "head_dim": channels}
-        choice = choose_backend("depthwise", device=device, dtype=dtype, backend=backend, **shape)
-        what = BACKENDS[choice.name].describe("depthwise", dtype, config.conv_kernel)
-        return f"short (W={config.conv_kernel}): {choice.name}, {choice.reason}; {what}"
+        channels = [self.convolved_channels(self.section(config))]
+        return describe_backend(config.conv_kernel, channels, device, dtype, backend)
 
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str

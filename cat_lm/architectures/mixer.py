@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits, mixers
-from cat_lm.architectures.base import (
-    Architecture,
-    Classes,
-    ModelSection,
-    gated_width,
-    narrowest,
-)
+from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
+from cat_lm.model.rules import gated_width
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +225,14 @@ class MixerArchitecture(Architecture):
         if backend != "auto":
             raise ValueError("a mixer chooses what computes it by itself; use auto")
         return f"mixer {self.words(self.section(config))}, by what suits the device"
+
+    def describe_mixer(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say nothing beside `describe_backend`; a mixer has its own option `operator`."""
+        if backend != "auto":
+            raise ValueError("a mixer has an option for it: model.mixer_options={operator: …}")
+        return ""
 
 
 @functools.cache

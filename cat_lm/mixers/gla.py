@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import check_counts, check_operator, check_positive
-from cat_lm.ops.recurrence import EVERY
+from cat_lm.ops.recurrence import EVERY, GLA_FLOPS
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+LOW_RANK = 16  # of the gates
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class GatedLinearAttention(MixerKind):
         return GatedLinearAttention(options, setting)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return 15 * self.state_numbers(options, setting, length)
+        return GLA_FLOPS * self.state_numbers(options, setting, length)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         keys, values = options.sizes(setting.d_model)

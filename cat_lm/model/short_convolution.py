@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.modules.context import short_convolution
+from cat_lm.ops import BACKENDS, choose_backend
 
 
 class ShortConvolution(nn.Conv1d):
@@ -30,15 +32,37 @@ class ShortConvolution(nn.Conv1d):
         values = {"weight": torch.empty_like(self.weight).uniform_(-bound, bound)}
         return values if self.bias is None else values | {"bias": torch.zeros_like(self.bias)}
 
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
+    def forward(self, x: Tensor, name: str = "inputs", **how: Any) -> Tensor:
         """Compute [B, T, C] of x [B, T, C].
 
         Args:
+            name: of the last inputs in the state.
             how: document_ids, padding_mask and state, as a mixer takes them.
         """
         filters = self.weight.transpose(0, 1).flip(-1)
         bias = None if self.bias is None else self.bias[None]
         y = short_convolution(
-            x[:, :, None], filters, bias, name="inputs", backend=self.conv_backend, **how
+            x[:, :, None], filters, bias, name=name, backend=self.conv_backend, **how
         )
         return F.silu(y.squeeze(2))
+
+
+def describe_backend(
+    window: int,
+    channels: Iterable[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> str:
+    """Say in one line what computes short convolutions of so many channels, and why.
+
+    Raises:
+        ValueError: the backend asked for cannot serve.
+    """
+    lines = []
+    for count in channels:
+        shape = {"window": window, "heads": 1, "head_dim": count}
+        choice = choose_backend("depthwise", device=device, dtype=dtype, backend=backend, **shape)
+        what = BACKENDS[choice.name].describe("depthwise", dtype, window)
+        lines.append(f"short (W={window}): {choice.name}, {choice.reason}; {what}")
+    return "; ".join(dict.fromkeys(lines))

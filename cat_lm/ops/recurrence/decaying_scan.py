@@ -79,8 +79,6 @@ def decaying_scan(
         check_document_ids(document_ids, *q.shape[:2])
         rate = _cut(rate, a, document_ids)  # after the cast: half precision has no TOTAL
     inputs = (q, k, values, rate, a, initial_state)
-    if backend not in ("auto", "torch"):
-        choose_backend(SELECTIVE_SCAN, q.device, widest, backend)
     out, last, _ = _Scan.apply(backend, *(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)
     return (out, last.squeeze(0)) if return_state else out
@@ -109,10 +107,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
 
 def _kernels(backend: str, *tensors: Tensor) -> Any:
     """Choose what computes the scan of these tensors, both ways."""
-    if backend == "torch":
-        return decaying_scan_torch
     kinds = {(s.device, s.dtype) for s in tensors}
     device, dtype = kinds.pop()
+    if backend != "auto":
+        choose_backend(SELECTIVE_SCAN, device, dtype, backend)
+    if backend == "torch":
+        return decaying_scan_torch
     if not kinds and dtype == torch.float32:
         if device.type == "cpu":
             return load_kernel() or decaying_scan_torch

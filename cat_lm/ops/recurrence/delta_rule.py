@@ -99,8 +99,8 @@ def _check(
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """Cut [B, T, H, D] into [B, H, N, C, D]; zeros at the end change no state."""
-    x = x.transpose(1, 2)
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % chunk))
+    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
+    x = x.contiguous()  # once, else every product copies it for itself, and keeps the copy
     return x.unflatten(2, (x.shape[2] // chunk, chunk))
 
 
