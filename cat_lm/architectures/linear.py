@@ -213,7 +213,7 @@ class LinearArchitecture(Architecture):
         channels = (config.key_channels, config.value_channels)
         return describe_backend(config.window, channels, device, dtype, backend)
 
-    def describe_mixer(
+    def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the recurrence; as in the base."""

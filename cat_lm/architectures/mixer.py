@@ -226,7 +226,7 @@ class MixerArchitecture(Architecture):
             raise ValueError("a mixer chooses what computes it by itself; use auto")
         return f"mixer {self.words(self.section(config))}, by what suits the device"
 
-    def describe_mixer(
+    def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say nothing beside `describe_backend`; a mixer has its own option `operator`."""
