@@ -49,11 +49,7 @@ CASES |= {name: {} for name in architectures.names() if name not in CASES}
 every_case = pytest.mark.parametrize("case", CASES)
 stock_cases = pytest.mark.parametrize(
     "case",
-    [
-        name
-        for name in CASES
-        if name in architectures.names() and architectures.get(name).has_stock
-    ],
+    [name for name in CASES if name in architectures.names() and architectures.get(name).has_stock],
 )
 
 
