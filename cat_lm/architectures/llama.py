@@ -150,6 +150,10 @@ class Llama(Transformer):
         convolved = sum(parts[stream] for stream in self.streams(section))
         return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
 
+    def saved_in_fp32(self, section: LlamaSection) -> float:
+        """Count the inputs of the norms, which Llama's class casts first."""
+        return 2.0
+
     def words(self, section: LlamaSection) -> str:
         """Name convolutions, positions, and heads that are shared."""
         shared = self.heads_of(section, "k")
