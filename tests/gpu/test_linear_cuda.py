@@ -1,4 +1,4 @@
-"""GLA and the DeltaNets on a CUDA GPU: as on the CPU; flash-linear-attention's chunked operators."""
+"""GLA and the DeltaNets on a CUDA GPU: as on the CPU; their package's chunked operators."""
 
 from __future__ import annotations
 

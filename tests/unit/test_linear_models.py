@@ -320,6 +320,27 @@ def test_the_backend_is_named(tmp_path):
     assert mixer_backend(plain, build_model(plain, 50), CPU) == ""
 
 
+def test_the_doctor_names_it(tmp_path):
+    from launch.doctor.run_config import run_recurrences
+
+    config = run({"train.mixer_backend": "torch", "model.vocab_size": 50}, tmp_path)
+    (finding,) = run_recurrences(config)
+    assert finding.text.startswith("gated linear attention: torch") and finding.problem is None
+    plain = run({"model.architecture": "llama", "model.num_attention_heads": 2}, tmp_path)
+    assert list(run_recurrences(plain)) == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_preflight_tries_a_kernel_where_recurrences_may_need_it(backend, tmp_path, monkeypatch):
+    from cat_lm.training.preflight import facts, kernel_trial
+
+    monkeypatch.setattr(facts, "INSTALLED", True)
+    monkeypatch.setattr(kernel_trial, "why_no_kernel", lambda where: f"tried on {where}")
+    config = run({"train.conv_backend": "reference", "train.mixer_backend": backend}, tmp_path)
+    tried = facts.kernel_problem(config, CUDA)
+    assert tried == (None if backend == "torch" else "tried on cuda")
+
+
 def by_documents(plain: Any) -> Any:
     """The package's chunked operators as they are called: packed documents by their borders."""
 
