@@ -71,6 +71,13 @@ class GlaShape(LinearShape):
         """Give W of the short convolutions; 0 without `use_short_conv`."""
         return self.conv_size if self.use_short_conv else 0
 
+    def shape_problems(self) -> list[str]:
+        """Say what does not go together, in lines that begin with the key."""
+        found = super().shape_problems()
+        if not self.use_short_conv and self.conv_size != 4:  # flash-linear-attention's default
+            found.append(f"conv_size={self.conv_size}: has no effect without use_short_conv")
+        return found
+
 
 class DeltaNetShape(LinearShape):
     """DeltaNet."""

@@ -40,16 +40,16 @@ CASES: dict[str, dict[str, Any]] = {
     "mixer": {"mixer": "gla", "intermediate_size": 48},
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 8, "head_dim": 8, "n_groups": 2},
+    "gla": {"num_heads": 2},
+    "gla: short convolutions": {"num_heads": 2, "use_short_conv": True},
+    "delta_net": {"num_heads": 2},
+    "gated_deltanet": {"num_heads": 2},
 }
 CASES |= {name: {} for name in architectures.names() if name not in CASES}
 every_case = pytest.mark.parametrize("case", CASES)
 stock_cases = pytest.mark.parametrize(
     "case",
-    [
-        name
-        for name in CASES
-        if name in architectures.names() and architectures.get(name).library_type
-    ],
+    [name for name in CASES if name in architectures.names() and architectures.get(name).has_stock],
 )
 
 

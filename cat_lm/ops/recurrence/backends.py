@@ -6,6 +6,7 @@ Triton operators of flash-linear-attention, whose products are in bf16 (fla.py).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import NamedTuple
 
@@ -78,6 +79,11 @@ def describe_backend(
     return f"{recurrence.title}: {choice.name}, {choice.reason}; {sums}"
 
 
+@functools.cache
+def _has_fla() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
 def _why_not(
     recurrence: Recurrence, backend: str, device: torch.device, dtype: torch.dtype
 ) -> str | None:
@@ -96,6 +102,6 @@ def _why_not(
         return None if library.handle is not None else library.reason
     if backend == "triton":
         return None if INSTALLED else "triton is not installed"
-    if importlib.util.find_spec("fla") is None:
+    if not _has_fla():
         return "fla-core is not installed (pip install fla-core)"
     return None if dtype == torch.bfloat16 else "its chunked operators are for bf16"

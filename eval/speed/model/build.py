@@ -143,11 +143,10 @@ def random_ids(size: ModelSize, batch: int, time: int) -> torch.Tensor:
 
 
 def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
-    """Name what computes a model's convolutions and why; None for transformers' own."""
+    """Name what computes a model's convolutions and recurrences; None for transformers' own."""
     architecture = architectures.of_config(model.config)
     if model.config.model_type != architecture.model_type:
         return None
-    dtype = getattr(torch, size.dtype)
-    return without_home(
-        architecture.describe_backend(model.config, torch.device(size.device), dtype, "auto")
-    )
+    how = (model.config, torch.device(size.device), getattr(torch, size.dtype), "auto")
+    said = (architecture.describe_backend(*how), architecture.describe_mixer_backend(*how))
+    return without_home("; ".join(filter(None, said)))
