@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
-from cat_lm.config_sections import number, whole
+from cat_lm.config_sections import number, parse_count, whole
 from cat_lm.mixers.shared import convolution_flops
 from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
 from cat_lm.ops.recurrence import EVERY
@@ -63,8 +64,12 @@ class StateSpace(Architecture):
         """Count the channels that a layer's short convolution reads."""
         raise NotImplementedError
 
+    def read_channels(self, section: Any) -> int:
+        """Count what a layer's first projection makes."""
+        raise NotImplementedError
+
     def layer_matrices(self, section: Any) -> int:
-        """Count a layer's parameters that multiply once."""
+        """Count a layer's parameters that multiply once, beside its first and last projection."""
         raise NotImplementedError
 
     def layer_rates(self, section: Any) -> int:
@@ -81,9 +86,9 @@ class StateSpace(Architecture):
 
     def num_parameters(self, section: Any, vocab_size: int) -> int:
         """Count the parameters."""
-        width = section.hidden_size
-        biases = 2 * inner_size(section) + width if section.use_bias else 0
-        layer = self.layer_matrices(section) + width + biases
+        width, read = section.hidden_size, self.read_channels(section)
+        layer = width * (read + inner_size(section) + 1) + self.layer_matrices(section)
+        layer += read + width if section.use_bias else 0
         tables = 1 if section.tie_word_embeddings else 2
         return (
             section.num_hidden_layers * layer
@@ -147,12 +152,22 @@ class StateSpace(Architecture):
         return describe_backend(SELECTIVE_SCAN, device, dtype, backend)
 
 
+def _auto_or_rank(value: Any) -> Any:
+    """Check a rank, which may be auto. Raises ValueError."""
+    rank = value
+    with contextlib.suppress(ValueError):
+        rank = parse_count(value)
+    if rank != "auto" and (type(rank) is not int or limits.HIDDEN_SIZE.problem(rank)):
+        raise ValueError(f"must be auto, or a whole number from 1 to {limits.HIDDEN_SIZE.high:,}")
+    return rank
+
+
 class MambaSection(StateSpaceSection):
     """Shape of the model, in the names of `transformers`' Mamba and CatMambaConfig."""
 
     architecture: Literal["mamba"] = "mamba"
-    time_step_rank: Annotated[int, whole(limits.HIDDEN_SIZE)] | Literal["auto"] = Field(
-        "auto", description="default: hidden_size / 16, rounded up"
+    time_step_rank: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_rank)] = Field(
+        "auto", description="auto: hidden_size / 16, rounded up"
     )
 
 
@@ -205,10 +220,13 @@ class Mamba(StateSpace):
         """Count the inner channels."""
         return inner_size(section)
 
+    def read_channels(self, section: MambaSection) -> int:
+        """Count the scan's input and the gate."""
+        return 2 * inner_size(section)
+
     def layer_matrices(self, section: MambaSection) -> int:
-        """Count the projections: in, to steps and states, to every channel's step, and out."""
-        inner, rank = inner_size(section), self._rank(section)
-        return inner * (3 * section.hidden_size + 2 * rank + 2 * section.state_size)
+        """Count the projections to steps and states, and to every channel's step."""
+        return 2 * inner_size(section) * (self._rank(section) + section.state_size)
 
     def layer_rates(self, section: MambaSection) -> int:
         """Count the decays, and for each channel the step's bias and D."""

@@ -111,11 +111,13 @@ class Mamba2(StateSpace):
         """Count the inner channels and those that groups write and read by."""
         return inner_size(section) + 2 * self._states(section)
 
+    def read_channels(self, section: Mamba2Section) -> int:
+        """Count the gate, what is convolved, and a step for each head."""
+        return inner_size(section) + self.convolved_channels(section) + section.heads
+
     def layer_matrices(self, section: Mamba2Section) -> int:
-        """Count the projections in and out, and the gated norm's weight."""
-        inner, width = inner_size(section), section.hidden_size
-        read = inner + self.convolved_channels(section) + section.heads
-        return width * read + inner * width + inner
+        """Count the gated norm's weight."""
+        return inner_size(section)
 
     def layer_rates(self, section: Mamba2Section) -> int:
         """Count for each head its rate, its step's bias and D."""
@@ -135,7 +137,7 @@ class Mamba2(StateSpace):
         scan's states.
         """
         inner, convolved = inner_size(section), self.convolved_channels(section)
-        numbers = 7 * inner + 4 * convolved + section.heads
+        numbers = 6 * inner + self.read_channels(section) + 3 * convolved
         scan = self._scan_inputs(section) + self.kept_states(section)
         return 3 + numbers / section.hidden_size + scan
 

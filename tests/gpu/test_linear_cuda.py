@@ -1,4 +1,4 @@
-"""GLA and the DeltaNets on a CUDA GPU: as on the CPU; their package's chunked operators."""
+"""GLA, the DeltaNets and the Mambas on a CUDA GPU: as on the CPU; a package's operators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cat_lm.ops.recurrence.backends import choose_backend
 from tests.unit.test_families import model_of, tokens
 
 FAMILIES = ("gla", "delta_net", "gated_deltanet")
+MAMBAS = ("mamba", "mamba2")
 RECURRENCES = (backends.GLA, backends.DELTA_RULE, backends.GATED_DELTA_RULE)
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +39,7 @@ def near(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float
         assert (one - other).norm() <= tolerance * other.norm() + 1e-6, f"tensor {index}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *MAMBAS))
 def test_models_are_the_same_on_the_gpu(family):
     wanted = results(model_of(family), "cpu", document_ids=DOCUMENTS)
     near(results(model_of(family), "cuda", document_ids=DOCUMENTS), wanted, 1e-3)
