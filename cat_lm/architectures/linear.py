@@ -92,10 +92,6 @@ class LinearArchitecture(Architecture):
         """Say what does not go together, see `cat_lm.model.linear_rules`."""
         return section.shape_problems()
 
-    def portable(self, section: Any) -> Any:
-        """Give the same model: which operators compute it is no part of it."""
-        return section
-
     def narrowed(self, section: Any) -> Any:
         """Give at most two layers of the narrowest width that the heads fit."""
         small = super().narrowed(section).model_copy(update={"intermediate_size": None})

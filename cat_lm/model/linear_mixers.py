@@ -81,11 +81,11 @@ class LinearMixer(nn.Module):
         """Split the channels, [B, T, H D] to [B, T, H, D]."""
         return x.unflatten(-1, (self.heads, -1))
 
-    def operator(self, x: Tensor) -> Callable[..., Any]:
-        """Choose what computes the recurrence of an input. Raises ValueError where it cannot."""
+    def operator(self, v: Tensor) -> Callable[..., Any]:
+        """Choose what computes the recurrence of such values. Raises ValueError: it cannot."""
         name = self.mixer_backend
-        if name != "auto" or x.is_cuda:  # on a CPU the operators choose by themselves
-            name = backends.choose_backend(self.recurrence, x.device, x.dtype, name).name
+        if name != "auto" or v.is_cuda:  # on a CPU the operators choose by themselves
+            name = backends.choose_backend(self.recurrence, v.device, v.dtype, name).name
         return self.computed_by(name)
 
     def computed_by(self, backend: str) -> Callable[..., Any]:
@@ -116,8 +116,9 @@ class GatedLinearAttention(LinearMixer):
         state: State | None = None,
     ) -> Tensor:
         how = {"document_ids": document_ids, "padding_mask": padding_mask, "state": state}
-        streams, gates = self.streams(x, **how), self.of_heads(self.gk_proj(x))
-        y = decayed_attention(*streams, gates, operator=self.operator(x), **how)
+        q, k, v = self.streams(x, **how)
+        gates = self.of_heads(self.gk_proj(x))
+        y = decayed_attention(q, k, v, gates, operator=self.operator(v), **how)
         y = self.g_norm_swish_gate(y, self.of_heads(self.g_proj(x)))
         return self.o_proj(y.flatten(2))
 
@@ -150,7 +151,7 @@ class DeltaRule(LinearMixer):
         q, k, v = self.streams(x, padding_mask=padding_mask, **how)
         # Without β and a decay a step leaves the state as it was.
         rates = [without_padding(rate, padding_mask) for rate in self.rates(x)]
-        y = from_state(self.operator(x), unit(q), unit(k), v, *rates, **how)
+        y = from_state(self.operator(v), unit(q), unit(k), v, *rates, **how)
         return self.o_proj(self.normed(y, x).flatten(2))
 
     def computed_by(self, backend: str) -> Callable[..., Any]:

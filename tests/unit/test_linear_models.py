@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +103,9 @@ def test_a_layer_is_its_definition(case, time):
     layer = model_of(case).model.layers[1].attn
     x = torch.randn(2, time, 32)
     wanted = DEFINITIONS[case.partition(":")[0]](layer, x)
-    assert relative(layer(x), wanted) < 1e-5
+    assert relative(layer(x).detach(), wanted.detach()) < 1e-5
+    if time == 1:
+        return  # the norm of a head leaves next to nothing of queries' and keys' gradients
     gradient, expected = (
         torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (layer(x), wanted)
     )
@@ -216,6 +220,15 @@ def test_models_of_the_package_that_are_not_ours_are_refused(family, changes, sa
     with pytest.raises(Exception, match=r"(?s).") as error:
         architecture.own_config(settings)
     assert said in str(error.value)
+
+
+def test_rates_and_filters_start_as_published():
+    model = model_of("gated_deltanet", moved=False, num_heads=24, head_dim=8)
+    layer = model.model.layers[1].attn
+    steps, rates = F.softplus(layer.dt_bias), layer.A_log.exp()
+    assert 0.9e-3 < steps.min() < 0.01 < steps.max() < 0.101
+    assert 0 < rates.min() < 4 < 12 < rates.max() <= 16
+    assert 0.015 < layer.q_conv1d.weight.std() < 0.025 and layer.g_proj.weight.std() < 0.025
 
 
 # Backends
@@ -366,17 +379,14 @@ def by_documents(plain: Any) -> Any:
 @torch.no_grad()
 def test_the_packages_operators_get_documents_padding_and_states(family, monkeypatch):
     """With plain operators in the place of theirs, which need a GPU."""
-    pytest.importorskip("fla.ops", reason="fla-core is not installed")
-    from fla.ops import delta_rule as rule
-    from fla.ops import gated_delta_rule as gated_rule
-    from fla.ops import gla
 
     def gated(q, k, v, beta, g, **how):
         return delta_rule(q, k, v, beta, g, **how)
 
-    monkeypatch.setattr(gla, "chunk_gla", by_documents(gated_linear_attention))
-    monkeypatch.setattr(rule, "chunk_delta_rule", by_documents(delta_rule))
-    monkeypatch.setattr(gated_rule, "chunk_gated_delta_rule", by_documents(gated))
+    plain = {"gla": gated_linear_attention, "delta_rule": delta_rule, "gated_delta_rule": gated}
+    for name, operator in plain.items():
+        module = SimpleNamespace(**{f"chunk_{name}": by_documents(operator)})
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
     model, rows = model_of(family), tokens(2, 30)
     ids = torch.cat([torch.zeros(2, 7), torch.ones(2, 1), 2 * torch.ones(2, 22)], dim=1).long()
     how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}

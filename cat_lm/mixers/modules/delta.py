@@ -67,8 +67,8 @@ class DeltaRuleLayer(nn.Module):
         self.b_proj = nn.Linear(width, heads, bias=False)
         if gated:
             self.a_proj = nn.Linear(width, heads, bias=False)
-            for name, values in initial_decay(heads).items():
-                self.register_parameter(name, nn.Parameter(values))
+            for name, start in initial_decay(heads).items():
+                self.register_parameter(name, nn.Parameter(start))
         self.norm = nn.RMSNorm(values // heads, eps=1e-5)
         self.o_proj = nn.Linear(values, width, bias=False)
 
