@@ -43,32 +43,29 @@ def logits(folder: Path) -> torch.Tensor:
 IDS = random_ids(2, 30)
 
 
-@pytest.mark.parametrize("rope", [None, SCALED], ids=["rope", "pi"])
 @each_family
-def test_a_model_without_convolutions_is_exported_as_the_librarys(
-    family, rope, tokenizer_folder, tmp_path
-):
-    more = {} if rope is None else {"rope_parameters": dict(rope)}
-    model = tiny_model(257, family=family, conv_type="none", **FAMILIES[family], **more)
+def test_a_model_of_longer_reach_is_exported_as_the_librarys(family, tokenizer_folder, tmp_path):
+    rope = {"conv_type": "none", "rope_parameters": dict(SCALED)}
+    model = tiny_model(257, family=family, **FAMILIES[family], **rope)
     checkpoint(tmp_path / "run", model, tokenizer_folder)
     out = export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
-    stock = architectures.get(family).library_classes()
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert type(loaded) is stock.causal_lm and not any(report.values())
+    assert type(loaded) is architectures.get(family).library_classes().causal_lm
+    assert not any(report.values())
     settings = json.loads((out / "config.json").read_text())
-    assert settings["model_type"] == family
     assert not any(key.startswith(("conv_", "score_", "temperature")) for key in settings)
     with torch.no_grad():
         expected = model(IDS).logits
         assert (loaded(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    card = (out / "README.md").read_text()
-    assert "import cat_lm" not in card and f"tags: [{family}]" in card
+    assert f"tags: [{family}]" in (out / "README.md").read_text()
+    if family != "llama":
+        return
     code = (
         "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
         f"print(type(Auto.from_pretrained({str(out)!r})).__name__, 'cat_lm.model' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == stock.causal_lm.__name__
+    assert done.stdout.split()[0] == type(loaded).__name__
 
 
 @pytest.mark.parametrize(
