@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from cat_lm import limits
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.config_sections import number, whole
-from cat_lm.mixers.gla import LOW_RANK
+from cat_lm.mixers.shared import LOW_RANK
 from cat_lm.model.linear_rules import GlaShape
 from cat_lm.ops.recurrence import EVERY
 

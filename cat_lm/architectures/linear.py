@@ -9,8 +9,7 @@ from pydantic import Field
 from cat_lm import limits
 from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
 from cat_lm.config_sections import number, whole
-from cat_lm.mixers.gla import LOW_RANK
-from cat_lm.mixers.shared import convolution_flops
+from cat_lm.mixers.shared import LOW_RANK, convolution_flops
 from cat_lm.model.rules import gated_width
 
 if TYPE_CHECKING:

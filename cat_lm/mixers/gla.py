@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LOW_RANK = 16  # of the gates
-
-
 @dataclass(frozen=True)
 class Options:
     """Options of GLA.

@@ -10,6 +10,7 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence import CHUNK
 
 STREAMS = "qkv"
+LOW_RANK = 16  # of the gates of GLA's keys
 INITS = ("uniform", "identity")
 ACTIVATIONS = ("none", "silu")
 OPERATORS = ("torch", "fla")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.gla import LOW_RANK
 from cat_lm.mixers.modules.context import (
     State,
     at_least_fp32,
@@ -23,13 +22,12 @@ from cat_lm.mixers.modules.context import (
 )
 from cat_lm.mixers.modules.delta import initial_decay, log_decay
 from cat_lm.mixers.modules.gla import decayed_attention, gated_linear_attention
+from cat_lm.mixers.shared import LOW_RANK, STREAMS
 from cat_lm.model.configuration_linear import LinearConfig
 from cat_lm.model.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence import backends, fla
 from cat_lm.ops.recurrence.backends import Recurrence
 from cat_lm.ops.recurrence.delta_rule import delta_rule
-
-STREAMS = "qkv"
 
 
 class GatedNorm(nn.RMSNorm):

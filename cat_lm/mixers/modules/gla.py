@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.base import Setting
-from cat_lm.mixers.gla import LOW_RANK
 from cat_lm.mixers.modules.context import State, at_least_fp32, from_state, without_padding
+from cat_lm.mixers.shared import LOW_RANK
 from cat_lm.ops.recurrence import fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
