@@ -193,7 +193,9 @@ def _activations(config: RunConfig) -> float:
     # Under autocast (stage 0) the residual stream and the norms stay fp32.
     size = 2.13 if bf16 and train.zero_stage == 0 else compute
     tokens = train.micro_batch_size * config.data.context_length
-    layer = size * tokens * model.hidden_size * architecture.saved_tensors(model)
+    wide = architecture.saved_in_fp32(model)
+    tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
+    layer = tokens * model.hidden_size * tensors
     maps = tokens * config.data.context_length * architecture.saved_maps(model)
     layer += (4 + compute) * maps
     if train.activation_checkpointing:
