@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import subprocess
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 HOPPER, AMPERE, ADA = ("cuda", 90, 32), ("cuda", 80, 32), ("cuda", 89, 32)
 MI300 = ("hip", "gfx942", 64)
 SHARED_MEMORY = {HOPPER: 232448, AMPERE: 166912, ADA: 101376, MI300: 65536}
-INTEGERS_NOT_OF_16 = ("tiles_per_program", "blocks_per_program", "batch_size")
+INTEGERS_NOT_OF_16 = ("tiles_per_program", "blocks_per_program", "batch_size", "vocabulary")
 
 
 OTHERS = [pytest.param(gpu, marks=pytest.mark.long) for gpu in (AMPERE, ADA, MI300)]
@@ -56,6 +57,17 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
     result = compile(source, target=GPUTarget(*target), options=options)
     assert result.metadata.shared <= SHARED_MEMORY[target]
     return result
+
+
+def registers_and_stack(result, folder) -> tuple[int, int]:
+    """Registers of a thread, and the bytes that did not fit into them, as ptxas has left them."""
+    import triton
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(result.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
 
 
 @contextlib.contextmanager
@@ -153,6 +165,25 @@ def test_multihead(target, element, positions):
         constants, options = filter_options(x, 21)
     pointers = {"dy_ptr": element, "x_ptr": element, "df_ptr": "fp32", "positions_ptr": positions}
     compiled(mix_filters_kernel, target, pointers, constants, options)
+
+
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_cross_entropy(target, element, tmp_path):
+    from cat_lm.ops.cross_entropy_triton import cross_entropy_kernel, launch_options
+
+    options = launch_options(50257, warp=target[2])
+    constants = {"IGNORED": -100, "BLOCK": options.pop("BLOCK"), "WANTS_GRADIENT": True}
+    pointers = {"logits_ptr": element, "labels_ptr": "i64", "losses_ptr": "fp32"}
+    result = compiled(cross_entropy_kernel, target, pointers, constants, options)
+    assert options["num_warps"] * target[2] == 1024
+    if target == HOPPER:
+        # Two programs of 1,024 threads on a multiprocessor, whose rows the cache holds, and
+        # accesses of 16 bytes whatever the vocabulary.
+        registers, spilled = registers_and_stack(result, tmp_path)
+        assert registers <= 32 and spilled == 0
+        ptx = result.asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
 # H, K, V; sizes of the rate; of a; other arguments that are 1, and so constants to the compiler.
