@@ -100,9 +100,3 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_MEMORY_OF_A100
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def heads_first(x: Tensor) -> Tensor:
-    """An empty [B, T, H, D] like x that is laid out as [B, H, T, D]."""
-    batch, time, heads, width = x.shape
-    return x.new_empty(batch, heads, time, width).transpose(1, 2)
