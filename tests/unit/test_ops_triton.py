@@ -44,6 +44,10 @@ def test_attention_s_output_needs_no_copy(function):
     filters = [torch.empty(4, 21, **on_meta) for _ in range(3)]
     streams = backend.conv_qkv(torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4)
     assert all(x.shape == (2, 64, 4, 16) and x.is_contiguous() for x in streams)
+    x = torch.empty(2, 64, 4, 3, 16, **on_meta)[:, :, :, 0]
+    for kind, shape in (("head", (4, 21)), ("depthwise", (4, 16, 4)), ("multihead", (21, 4, 4))):
+        y = backend.convolve(kind, x, torch.empty(shape, **on_meta), None, None)
+        assert y.shape == x.shape and y.is_contiguous()
     aten, on_gpu = torch.ops.aten, {"dtype": torch.bfloat16, "device": "cuda"}
     with FakeTensorMode():
         for shape, copied in (((2, 64, 4, 16), False), ((2, 4, 64, 16), True)):

@@ -129,23 +129,69 @@ def test_one_stream(target, dtype, window, per_channel, positions):
         assert re.search(r"cp\.async\.cg|ld\.global\S*\.v4\.b32", forward.asm["ptx"])
 
 
-@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
-@pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
-def test_packed_streams(target, filters):
+def packed(target, window: int, filters: tuple, rotary: int, positions: str | None) -> tuple:
+    """The forward and the backward kernel of packed streams in bf16."""
     from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
     from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
 
-    rotary = {"ROTARY": 16, "ALIGNMENT": 8}
+    angles = {"ROTARY": rotary, "ALIGNMENT": max(1, rotary // 2)}
     names = ("q_filter_ptr", "k_filter_ptr", "v_filter_ptr")
-    pointers = dict(zip(names, filters, strict=True)) | {"positions_ptr": None}
-    pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "cos_ptr", "sin_ptr"), "bf16")
-    constants, options = tile_of(target, torch.bfloat16, 21)
+    pointers = dict(zip(names, filters, strict=True)) | {"positions_ptr": positions}
+    pointers |= dict.fromkeys(("x_ptr", "bias_ptr"), "bf16")
+    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), "bf16" if rotary else None)
+    how = {"documents": positions is not None}
+    constants, options = tile_of(target, torch.bfloat16, window, **how)
     outputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "bf16")
-    compiled(forward_qkv_kernel, target, pointers | outputs, constants | rotary, options)
-    constants, options = tile_of(target, torch.bfloat16, 21, backward=True)
+    forward = compiled(forward_qkv_kernel, target, pointers | outputs, constants | angles, options)
+    constants, options = tile_of(target, torch.bfloat16, window, backward=True, **how)
     gradients = dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr"), "bf16")
-    gradients |= {"df_ptr": "fp32", "dbias_ptr": "fp32"}
-    compiled(backward_qkv_kernel, target, pointers | gradients, constants | rotary, options)
+    pointers |= gradients | {"df_ptr": "fp32", "dbias_ptr": "fp32"}
+    return forward, compiled(backward_qkv_kernel, target, pointers, constants | angles, options)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+@pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
+def test_packed_streams(target, filters):
+    packed(target, 21, filters, 16, None)
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("rotary", "positions", "filters"),
+    [
+        (16, None, ("bf16", "bf16", "bf16")),
+        (0, "i32", ("bf16", "bf16", "bf16")),
+        (16, "i32", (None, None, "bf16")),
+        pytest.param(0, None, ("bf16", "bf16", "bf16"), marks=LONG),
+        pytest.param(16, "i32", ("bf16", "bf16", "bf16"), marks=LONG),
+    ],
+)
+def test_packed_streams_fit_into_registers(rotary, positions, filters, tmp_path):
+    """At W = 21 on Hopper nothing is spilled, and two programs share a multiprocessor.
+
+    But for both gradients and documents, which take one. Eight bytes are left to ptxas, which may
+    save one address before the loops and read it after them.
+    """
+    forward, backward = packed(HOPPER, 21, filters, rotary, positions)
+    for kernel in (forward, backward):
+        registers, spilled = registers_and_stack(kernel, tmp_path)
+        assert spilled <= (8 if kernel is backward else 0)
+        if kernel is forward or positions is None:
+            programs = 65536 // (registers * 32 * kernel.metadata.num_warps)
+            assert programs >= 2 and SHARED_MEMORY[HOPPER] // kernel.metadata.shared >= 2
+        # All warps work: in a chain of products, those beyond the fourth repeat the others' part.
+        eight_in_a_row = r"nvidia_mma<\{[^}]*warpsPerCTA = \[8, 1\]"
+        assert not re.search(eight_in_a_row, kernel.asm["ttgir"])
+    if rotary and filters[0]:  # partners' products: 16 columns, or 8 for each of two warp groups
+        assert f"m64n{16 if positions is None else 8}k16" in forward.asm["ptx"]
+
+
+def test_a_long_halo_has_a_loop_of_its_own(tmp_path):
+    """Sums of 128 by 64 lags beside all else would not fit into a thread's 255 registers."""
+    _, backward = packed(HOPPER, 128, (None, None, "bf16"), 0, None)
+    assert registers_and_stack(backward, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS[1:]])

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from cat_lm.ops.convolution.triton.tiles import (
+    add_apart,
     add_product,
     load_rows,
     rotary_partners,
@@ -67,19 +68,6 @@ def in_two_loops(halo):
 
 
 @triton.jit
-def add_products(sums, inputs, gradient, earliest, DOCUMENTS: tl.constexpr):
-    """sums + X dYᵀ [BLOCK, K], within documents: output k reads inputs from earliest[k] on."""
-    if DOCUMENTS:
-        product = tl.zeros(sums.shape, dtype=tl.float32)
-        product = add_product(product, inputs, tl.trans(gradient))
-        rows = tl.arange(0, sums.shape[0])
-        sums += tl.where(rows[:, None] >= earliest[None, :], product, 0.0)
-    else:
-        sums = add_product(sums, inputs, tl.trans(gradient))
-    return sums
-
-
-@triton.jit
 def earliest_of_halo(reach_ptr, first, length, BLOCK: tl.constexpr, HALO: tl.constexpr):
     """The first step of the tile that each of the HALO outputs after it may read."""
     steps = BLOCK + tl.arange(0, HALO)
@@ -87,13 +75,24 @@ def earliest_of_halo(reach_ptr, first, length, BLOCK: tl.constexpr, HALO: tl.con
 
 
 @triton.jit
-def multiply(matrix, gradient, earliest, DOCUMENTS: tl.constexpr):
-    """M dY, where M [BLOCK, K] loses what `add_products` leaves out."""
+def within_documents(numbers, earliest, DOCUMENTS: tl.constexpr):
+    """Numbers [BLOCK, K], zero where output k does not read input i, but from earliest[k] on."""
     if DOCUMENTS:
-        rows = tl.arange(0, matrix.shape[0])
-        matrix = tl.where(rows[:, None] >= earliest[None, :], matrix, 0.0)
-    sums = tl.zeros([matrix.shape[0], gradient.shape[1]], dtype=tl.float32)
-    return add_product(sums, matrix, gradient)
+        rows = tl.arange(0, numbers.shape[0])
+        numbers = tl.where(rows[:, None] >= earliest[None, :], numbers, 0.0)
+    return numbers
+
+
+@triton.jit
+def add_products(sums, inputs, gradient, earliest, DOCUMENTS: tl.constexpr):
+    """sums + X dYᵀ [BLOCK, K], within documents."""
+    if DOCUMENTS:
+        product = tl.zeros(sums.shape, dtype=tl.float32)
+        product = add_product(product, inputs, tl.trans(gradient))
+        sums += within_documents(product, earliest, DOCUMENTS)
+    else:
+        sums = add_product(sums, inputs, tl.trans(gradient))
+    return sums
 
 
 @triton.jit
@@ -141,9 +140,7 @@ def backward_dot_stream(
     rows = tl.arange(0, BLOCK)
     halo = tl.arange(0, max(HALO, 1))
     columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < (width if LAST is None else LAST)
-    if FIRST > 0:
-        inside = inside & (columns >= FIRST)
+    inside = (columns >= FIRST) & (columns < (width if LAST is None else LAST))
     near_sums = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     far_sums = tl.zeros([BLOCK, max(HALO, 1)], dtype=tl.float32)
     if f_ptr is not None:
@@ -156,7 +153,7 @@ def backward_dot_stream(
     tiles_per_row = tl.cdiv(length, BLOCK)
     start = segment * tiles_per_program
     last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
-    if chunk < 0:  # the values' rotated columns: there are none, and zeros are left
+    if chunk < 0:  # of the rotated columns of values, which have none: leaves zeros
         last = start
     for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
@@ -194,11 +191,11 @@ def backward_dot_stream(
                 if HALO > 0 and not in_two_loops(HALO):
                     far_sums = add_products(far_sums, inputs, after, far_earliest, DOCUMENTS)
             if dx_ptr is not None:
-                dx = multiply(near, dy, near_earliest, DOCUMENTS)
+                matrix = within_documents(near, near_earliest, DOCUMENTS)
+                dx = add_product(tl.zeros([BLOCK, COLUMNS], dtype=tl.float32), matrix, dy)
                 if HALO > 0:
-                    # Not +: of a product that is added to a product the compiler makes a chain, in
-                    # which the warps beyond the fourth do what the others do.
-                    dx = tl.fma(multiply(far, after, far_earliest, DOCUMENTS), 1.0, dx)
+                    matrix = within_documents(far, far_earliest, DOCUMENTS)
+                    dx = add_apart(dx, matrix, after)
         if dx_ptr is not None:
             dx_row = dx_ptr + batch * dx_stride_b
             store_rows(dx_row, dx, first, rows, length, columns, inside, dx_stride_t)
@@ -208,17 +205,14 @@ def backward_dot_stream(
             batch = (tile // tiles_per_row).to(tl.int64)
             first = (tile % tiles_per_row) * BLOCK
             after = load_gradient(
-                *(dy_ptr + batch * dy_stride_b, dy_stride_t, cos_ptr, sin_ptr),
                 *(
+                    dy_ptr + batch * dy_stride_b,
+                    dy_stride_t,
+                    cos_ptr,
+                    sin_ptr,
                     batch * cos_stride_b,
-                    first + BLOCK,
-                    halo,
-                    length,
-                    columns,
-                    inside,
-                    ROTARY,
-                    ALIGNMENT,
                 ),
+                *(first + BLOCK, halo, length, columns, inside, ROTARY, ALIGNMENT),
             ).to(x_ptr.dtype.element_ty)
             far_earliest = halo
             if DOCUMENTS:
