@@ -12,13 +12,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 
-def run_cases(files: tuple[str, ...], cache: Path, part: int = 0, parts: int = 1) -> None:
+def run_cases(
+    files: tuple[str, ...], cache: Path, config: pytest.Config, part: int = 0, parts: int = 1
+) -> None:
     """Run one of `parts` parts of these files of tests/unit, which must pass without skips.
 
     Each test function, with all of its parameters, belongs to one part: they are dealt in turn.
+    Those marked `long` are run where `config` asks for them.
     """
     named = []
     for name in files:
@@ -26,6 +31,7 @@ def run_cases(files: tuple[str, ...], cache: Path, part: int = 0, parts: int = 1
         functions = re.findall(r"^def (test_\w+)", text, re.MULTILINE)
         named += [f"tests/unit/{name}::{function}" for function in functions]
     command = [sys.executable, "-m", "pytest", *named[part::parts], "-q", "-p", "no:cacheprovider"]
+    command += ["--all"] if config.getoption("--all") else []
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     result = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
