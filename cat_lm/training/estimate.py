@@ -12,7 +12,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.model.loss import CHUNK_ELEMENTS
+from cat_lm.model.loss import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def memory_per_rank(
         sent = 0.0
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
-    activations = _activations(config) + _loss_memory(config, vocab_size)
+    activations = _activations(config) + _loss_memory(config, vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
@@ -203,14 +203,19 @@ def _activations(config: RunConfig) -> float:
     return layer * model.num_hidden_layers
 
 
-def _loss_memory(config: RunConfig, vocab_size: int) -> float:
-    """Bytes of `linear_cross_entropy`: a chunk of fp32 logits and their exponentials, and the
-    gradients that it computes on the way, of the head in fp32 and of its input."""
+def _loss_memory(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
+    """Bytes of `linear_cross_entropy`: a chunk of logits (on a CPU in fp32, with their
+    exponentials) and the gradients that it computes on the way, of the head in fp32 and of its
+    input."""
     width = config.model.hidden_size
     compute = 2 if config.train.precision == "bf16" else 4
     tokens = config.train.micro_batch_size * config.data.context_length
-    chunk = min(CHUNK_ELEMENTS, tokens * vocab_size)
-    return 8 * chunk + 4 * vocab_size * width + compute * tokens * width
+    if on_gpu:
+        length, stride = kernel_chunk(tokens, vocab_size, compute)
+        chunk = compute * min(length, tokens) * stride
+    else:
+        chunk = 8 * min(CHUNK_ELEMENTS, tokens * vocab_size)
+    return chunk + 4 * vocab_size * width + compute * tokens * width
 
 
 def _memory_advice(config: RunConfig, world_size: int) -> str:
