@@ -160,6 +160,35 @@ def test_more_seeds_than_the_scales(tmp_path, monkeypatch):
     assert {p.seeds for p in seen if p.run.line != NEGATIVE} == {4}
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_other_models_than_the_scales(name, tmp_path, monkeypatch):
+    seen, models = [], ("lincat", "cat:conv_type=depthwise")
+    monkeypatch.setattr(grid, "run_tuned", lambda _, places, *__: seen.extend(places))
+    whole = plan(name, SCALES["smoke"])
+    assert grid.figure(name, "smoke", tmp_path, Execution(estimate_only=True), None, models) is None
+    lines = [p.run.line for p in seen if p.run.row != CONTROL]
+    assert set(lines) == {*models, NEGATIVE}
+    assert [p for p in seen if p.run.row == CONTROL] == [p for p in whole if p.run.row == CONTROL]
+    # A model's cells are those of the whole figure, so that models can be added one by one.
+    assert {p for p in seen if p.run.line in ("lincat", NEGATIVE)} <= set(whole) or name == "width"
+
+
+def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
+    places = [p for p in small("accuracy") if p.run.line != "attention" or p.run.row == CONTROL]
+    rows = [found(run, run.cell.seed, 0.5) for place in places for run in of(place)]
+    for _, record, _ in rows:
+        record |= {"filters": [], "delays": []}
+    monkeypatch.setattr(grid, "run_tuned", lambda *_: rows)
+    monkeypatch.setattr(grid, "_draw", lambda *_: None)
+    record = grid.figure("accuracy", "smoke", tmp_path, Execution(), None, ("cat",))
+    assert record["not_run"] == [*SCALES["smoke"].models[1:]]
+    page = (tmp_path / "accuracy.md").read_text()
+    assert "at smoke scale. Not run: `lincat`, `attention`, " in page
+    monkeypatch.setattr(grid, "plan", lambda *_: places)
+    grid.figure("accuracy", "smoke", tmp_path, Execution())
+    assert "Not run" not in (tmp_path / "accuracy.md").read_text()
+
+
 CHOICE = Choice(0.01, {0.01: 0.9, 0.1: 0.2}, True)
 
 

@@ -21,7 +21,7 @@ POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": (
 COPIER = ("mamba", 2)
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
-COPYING = "cat:window={copies},position=learned"
+COPY_MODELS = ("cat:window={copies},position=learned", *MODELS)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Scale:
         bigram_keys: keys at length 64, more in proportion; none: as many as fit.
         memory_widths, memory_vocab, memory_len, memory_models: of the figure `width`.
         copies, signals: tokens to copy, and different ones to choose from.
-        models: mixers, without the negative control.
+        models, copy_models: mixers, without the negative control; the latter of copying, where
+            {copies} is the number of tokens to copy.
     """
 
     vocab_size: int
@@ -66,6 +67,22 @@ class Scale:
     copies: int = 16
     signals: int = 16
     models: tuple[str, ...] = MODELS
+    copy_models: tuple[str, ...] = COPY_MODELS
+
+    def with_models(self, models: Sequence[str]) -> Scale:
+        """The same with these mixers in every figure.
+
+        Raises:
+            UserError: one that is no mixer, is the negative control or is given twice.
+        """
+        for mixer in models:
+            make_mixer(mixer, "--models")
+            if mixer == NEGATIVE:
+                raise UserError(f"--models {mixer}: is in every figure, as its negative control")
+            if models.count(mixer) > 1:
+                raise UserError(f"--models {mixer}: is given twice")
+        chosen = tuple(models)
+        return replace(self, models=chosen, memory_models=chosen, copy_models=chosen)
 
 
 SCALES = {
@@ -236,7 +253,7 @@ def _generalization(scale: Scale, one_layer: bool) -> Iterator[Place]:
 
 def _copying(scale: Scale, one_layer: bool) -> Iterator[Place]:
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
-    models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
+    models = (*(mixer.format(copies=scale.copies) for mixer in scale.copy_models), NEGATIVE)
     for layers in (1,) if one_layer else (1, 2):
         for width in scale.widths:
             for mixer in models:
