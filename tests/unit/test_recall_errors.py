@@ -129,7 +129,7 @@ OTHERS = {
     "figure landmark-tradeoff --scale smoke --out OUT --seeds 2": "without --workers, --seeds",
     "figure accuracy --out FILE": "--out FILE: is a file; give a folder",
     "figure accuracy --out OUT --models cat kat": "--models 'kat': choose one of attention",
-    "figure accuracy --out OUT --models cat:window={copies}": "'{copies}' must be a whole number",
+    "figure accuracy --out OUT --models cat:window={copies}": "window='{copies}': must be a wh",
     "figure width --out OUT --models cat cat": "--models cat: is given twice",
     "figure width --out OUT --models cat none": "--models none: is in every figure",
     "figure landmark-tradeoff --scale smoke --out OUT --models cat": "without --workers",

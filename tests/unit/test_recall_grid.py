@@ -14,7 +14,7 @@ from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CHANNELS, CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
 from eval.recall.grids.summary import differences, summary
 from eval.recall.grids.tuning import TUNING_SEED, Choice
 from eval.recall.train import cells
@@ -60,7 +60,8 @@ def test_every_row_has_a_control_as_hard_and_as_long_as_what_it_vouches_for(name
             assert (task.num_keys, task.ngram, task.pool) >= (mine.num_keys, mine.ngram, mine.pool)
         if place.run.line != NEGATIVE:
             assert (control.rates, control.seeds) == (place.rates, place.seeds)
-        assert (control.run.cell.layers or make_mixer(control.run.line).layers) == 2
+        layers = control.run.cell.layers or make_mixer(control.run.line).layers
+        assert layers == (1 if control.run.line == CHANNELS else 2)
 
 
 def test_the_papers_grids():
@@ -183,7 +184,7 @@ def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
     record = grid.figure("accuracy", "smoke", tmp_path, Execution(), None, ("cat",))
     assert record["not_run"] == [*SCALES["smoke"].models[1:]]
     page = (tmp_path / "accuracy.md").read_text()
-    assert "at smoke scale. Not run: `lincat`, `attention`, " in page
+    assert "at smoke scale. Not run: `cat:conv_type=depthwise`, `lincat`, " in page
     monkeypatch.setattr(grid, "plan", lambda *_: places)
     grid.figure("accuracy", "smoke", tmp_path, Execution())
     assert "Not run" not in (tmp_path / "accuracy.md").read_text()

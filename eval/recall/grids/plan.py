@@ -10,18 +10,21 @@ from cat_lm.mixers import make_mixer
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
+# CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
+CHANNELS = "cat:conv_type=depthwise"
 # The paper's models, attention with RoPE and without positions beside its learned ones, and the
 # negative control.
-MODELS = ("cat", "lincat", "attention", "attention:position=rope", "attention:position=none")
-MODELS += ("linear-attention", "based", "mamba")
+_PAPER = ("lincat", "attention", "attention:position=rope", "attention:position=none")
+_PAPER += ("linear-attention", "based", "mamba")
+MODELS = ("cat", CHANNELS, *_PAPER)
 NEGATIVE, CONTROL = "none", "control"
 BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
 # What must learn each row's task: (mixer, layers).
-POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat", 2)}
+POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": (CHANNELS, 1)}
 COPIER = ("mamba", 2)
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
-COPY_MODELS = ("cat:window={copies},position=learned", *MODELS)
+COPY_MODELS = ("cat:window={copies},position=learned", "cat", *_PAPER)
 
 
 @dataclass(frozen=True)
