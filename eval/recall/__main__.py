@@ -153,8 +153,16 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--models",
         nargs="+",
+        default=(),
         metavar="MIXER",
         help="as of run, in place of the scale's; more are added to those there",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=(),
+        metavar="ROW",
+        help="of panels: MQAR, … (default: all)",
     )
     parser.set_defaults(run=_figure)
 
@@ -211,9 +219,10 @@ def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
-        if any(getattr(arguments, name) is not None for name in ("workers", "seeds", "models")):
-            told = "--workers, --seeds, --models"
-            raise UserError(f"{LANDMARK}: a simulation in one process, without {told}")
+        if arguments.models or arguments.rows:
+            raise UserError(f"{LANDMARK}: a simulation of no mixers, without --models, --rows")
+        if arguments.workers is not None or arguments.seeds is not None:
+            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
         from eval.recall.theory.report import landmark_tradeoff
 
         trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
@@ -222,7 +231,7 @@ def _figure(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.figure import figure
 
     execution, out = _execution(arguments), arguments.out
-    chosen = (arguments.seeds, arguments.models or ())
+    chosen = (arguments.seeds, arguments.models, arguments.rows)
     if figure(arguments.name, arguments.scale, out, execution, *chosen):
         print(out / f"{arguments.name}.md")
 

@@ -161,6 +161,15 @@ def test_more_seeds_than_the_scales(tmp_path, monkeypatch):
     assert {p.seeds for p in seen if p.run.line != NEGATIVE} == {4}
 
 
+def test_one_row_of_panels_has_its_own_places_and_controls():
+    whole, row = plan("length", SCALES["smoke"]), "hard MQNAR"
+    kept = [p for p in whole if row in (p.run.row, p.run.column)]
+    assert plan("length", SCALES["smoke"], [row]) == kept and {p.run.row for p in kept} == {
+        *(row, CONTROL)
+    }
+    assert plan("length", SCALES["smoke"], ["MQAR", row]) == whole
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_other_models_than_the_scales(name, tmp_path, monkeypatch):
     seen, models = [], ("lincat", "cat:conv_type=depthwise")

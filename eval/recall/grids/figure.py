@@ -41,6 +41,7 @@ def figure(
     execution: Execution,
     seeds: int | None = None,
     models: Sequence[str] = (),
+    panels: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes OUT/NAME.json, .md, .png and .svg.
 
@@ -50,6 +51,7 @@ def figure(
     Args:
         seeds: runs of each model, in place of the scale's.
         models: mixers, in place of the scale's; the controls are always there.
+        panels: rows of them; none: all.
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
@@ -57,14 +59,14 @@ def figure(
     scale = SCALES[scale_name].with_models(models) if models else SCALES[scale_name]
     if seeds is not None:
         scale = replace(scale, seeds=seeds, length_seeds=seeds)
-    places = plan(name, scale)
+    places = plan(name, scale, panels)
     if not execution.estimate_only:
         _claim(name, out)
     found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
     if found is None:
         return None
     rows = [(run, record) for run, record, _ in found]
-    lines, shown = summary(found, tests), _lines(places)
+    lines, shown = summary(found, tests), _names(places)
     record = {
         "figure": name,
         "shows": FIGURES[name].shows,
@@ -72,7 +74,7 @@ def figure(
         "scale": scale_name,
         "protocol": PROTOCOL,
         "tuning_seed": TUNING_SEED,
-        "not_run": [line for line in _lines(plan(name, SCALES[scale_name])) if line not in shown],
+        "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
         "axis": "width" if any(run.across == "width" for run, _ in rows) else "length",
         "controls": controls(rows),
         "lines": lines,
@@ -89,9 +91,10 @@ def figure(
     return record
 
 
-def _lines(places: Sequence[Place]) -> list[str]:
-    """The mixers of a figure's panels, in their order."""
-    return list(dict.fromkeys(place.run.line for place in places if place.run.row != CONTROL))
+def _names(places: Sequence[Place]) -> list[str]:
+    """The mixers of a figure's panels and the panels' rows, in their order."""
+    runs = [place.run for place in places if place.run.row != CONTROL]
+    return list(dict.fromkeys([run.line for run in runs] + [run.row for run in runs]))
 
 
 def _claim(name: str, out: Path) -> None:

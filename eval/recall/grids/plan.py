@@ -192,15 +192,23 @@ class Place:
         return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
 
 
-def plan(figure: str, scale: Scale) -> list[Place]:
+def plan(figure: str, scale: Scale, rows: Sequence[str] = ()) -> list[Place]:
     """All places of a figure, with the negative control in every panel and the positive controls.
 
+    Args:
+        rows: of panels; none: all.
+
     Raises:
-        UserError: an unknown figure.
+        UserError: an unknown figure or row.
     """
     if figure not in FIGURES:
         raise UserError(f"figure {figure!r}: choose one of {', '.join(FIGURES)}")
     places = list(GRIDS[FIGURES[figure].grid](scale, FIGURES[figure].one_layer))
+    known = list(dict.fromkeys(place.run.row for place in places))
+    for row in rows:
+        if row not in known:
+            raise UserError(f"--rows {row!r}: of {figure}, choose among {', '.join(known)}")
+    places = [place for place in places if place.run.row in (rows or known)]
     return [*places, *positive_controls(places)]
 
 

@@ -94,7 +94,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _not_run(record: dict[str, Any]) -> str:
-    missing = ", ".join(f"`{mixer}`" for mixer in record["not_run"])
+    missing = ", ".join(f"`{name}`" for name in record["not_run"])
     return f" Not run: {missing}." if missing else ""
 
 
