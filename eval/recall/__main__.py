@@ -249,10 +249,11 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--data",
         type=path_name,
-        required=True,
+        default=(),
         nargs="+",
         metavar="DIR",
-        help="texts prepared by data_prep.prepare, told beside each other by their folders' names",
+        help="texts prepared by data_prep.prepare, told beside each other by their folders' names "
+        "(default: none, recall alone)",
     )
     _add_grid_options(parser)
     _add_seeds(parser)

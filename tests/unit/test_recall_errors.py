@@ -139,7 +139,7 @@ OTHERS = {
     "figure landmark-tradeoff --scale smoke --out OUT --stack 2": "simulation without --device",
     "figure landmark-tradeoff --scale smoke --out OUT --workers 2": "without --workers",
     "figure landmark-tradeoff --scale smoke --out FILE": "--out FILE: is a file",
-    "streams --out OUT": "the following arguments are required: --data",
+    "streams --out OUT --data": "--data: expected at least one argument",
     "streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
     "streams --data NOWHERE --out OUT": "NOWHERE: no such folder",
     "streams --data . --out OUT": "holds no finished data",
