@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
 from cat_lm.io.readers import clipped
-from cat_lm.limits import Range, path_problem
+from cat_lm.limits import LEARNING_RATE, Range, path_problem
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
@@ -116,6 +116,14 @@ def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
 
     return parse
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Take a list of different learning rates, and order it."""
+    found = listed(number(LEARNING_RATE, above=0), "1e-3,3e-3,1e-2")(text)
+    if len({f"{rate:g}" for rate in found}) < len(found):
+        raise argparse.ArgumentTypeError(f"{_short(text)} names a rate twice")
+    return tuple(sorted(found))
 
 
 def output_file(text: str) -> Path:

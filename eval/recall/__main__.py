@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, or_word, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, or_word, path, path_name, rates, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
@@ -140,6 +140,20 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
     _add_seeds(parser)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=(),
+        metavar="MIXER",
+        help="as of run, in place of the scale's; more are added to those there",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=(),
+        metavar="ROW",
+        help="of panels: MQAR, … (default: all)",
+    )
     parser.set_defaults(run=_figure)
 
 
@@ -185,6 +199,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
+        if arguments.models or arguments.rows:
+            raise UserError(f"{LANDMARK}: a simulation of no mixers, without --models, --rows")
         if arguments.workers is not None or arguments.seeds is not None:
             raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
         from eval.recall.theory.report import landmark_tradeoff
@@ -195,7 +211,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.figure import figure
 
     execution, out = _execution(arguments), arguments.out
-    if figure(arguments.name, arguments.scale, out, execution, arguments.seeds):
+    chosen = (arguments.seeds, arguments.models, arguments.rows)
+    if figure(arguments.name, arguments.scale, out, execution, *chosen):
         print(out / f"{arguments.name}.md")
 
 
@@ -211,10 +228,12 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--data",
-        required=True,
+        type=path_name,
+        default=(),
         nargs="+",
         metavar="DIR",
-        help="texts prepared by data_prep.prepare, told beside each other by their folders' names",
+        help="texts prepared by data_prep.prepare, told beside each other by their folders' names "
+        "(default: none, recall alone)",
     )
     _add_grid_options(parser)
     _add_seeds(parser)
@@ -243,13 +262,17 @@ def _add_mamba(commands: argparse._SubParsersAction) -> None:
     )
     _add_grid_options(parser)
     _add_seeds(parser)
+    parser.add_argument(
+        "--rates", type=rates, metavar="R,R,…", help="learning rates (default: the scale's)"
+    )
     parser.set_defaults(run=_mamba)
 
 
 def _mamba(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.mamba import study
 
-    study(arguments.scale, arguments.out, _execution(arguments), arguments.seeds)
+    execution, out = _execution(arguments), arguments.out
+    study(arguments.scale, out, execution, arguments.seeds, arguments.rates)
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

@@ -335,7 +335,10 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     texts, how = [str(tiny_corpus)], execution.Execution()
     estimate = dataclasses.replace(how, estimate_only=True)
     assert streams.ablation("smoke", texts, tmp_path, estimate) is None and not ran
+    alone = streams.ablation("smoke", [], tmp_path, how)["lines"]
+    assert {line["row"] for line in alone} == {streams.RECALL}
     record = streams.ablation("smoke", texts, tmp_path, how)
+    assert [line for line in record["lines"] if line["row"] == streams.RECALL] == alone
     text = [x for x in record["lines"] if x["row"].startswith("text: ")]
     assert all(len(x["runs"]) == 2 and len(x["rates_tried"]) >= 2 for x in text)
     head, depthwise = (
