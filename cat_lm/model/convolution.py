@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 from cat_lm.ops.convolution.reference import check_kind
+from cat_lm.ops.convolution.step import can_step, convolve_step
 
 
 def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
@@ -140,6 +141,7 @@ class StreamConvolution(nn.Module):
         inputs: Tensor,
         bias: Tensor | None,
         document_ids: Tensor | None,
+        positions: Tensor | None,
         initial_state: Tensor | None,
     ) -> Tensor:
         """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
@@ -151,10 +153,53 @@ class StreamConvolution(nn.Module):
             getattr(self, f"{stream}_filter"),
             bias,
             document_ids=document_ids,
+            positions=positions,
             initial_state=initial_state,
             backend=self.conv_backend,
         )
         return F.silu(outputs) if self.activation == "silu" else outputs
+
+    def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
+        """Tell whether inputs [B, T, H, …, D] are a token that one kernel convolves."""
+        return (
+            inputs.shape[1] == 1
+            and padding_mask is None
+            and bool(self.embedding_streams)
+            and can_step(self.conv_type, inputs, self.window, self.conv_backend)
+        )
+
+    def _step(
+        self,
+        inputs: Sequence[Tensor],
+        past: Sequence[Tensor | None],
+        biases: Sequence[Tensor | None],
+        following: Sequence[Tensor | None],
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of one token, rotated; `past` and `following` by stream."""
+        return convolve_step(
+            self.conv_type,
+            inputs,
+            past,
+            [
+                getattr(self, f"{stream}_filter") if stream in self.embedding_streams else None
+                for stream in STREAMS
+            ],
+            biases,
+            following,
+            window=self.window,
+            rotary=rotary,
+            silu=self.activation == "silu",
+        )
+
+
+def _inputs_before(
+    state: LayerStateMixin, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None
+) -> Tensor | None:
+    """Exchange the inputs; None where there were none, as convolutions then read zeros."""
+    is_first = name not in state.inputs
+    before = state.exchange_inputs(name, inputs, window, padding_mask)
+    return None if is_first else before
 
 
 class PackedConvolution(StreamConvolution):
@@ -173,6 +218,7 @@ class PackedConvolution(StreamConvolution):
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
         follows_cache: bool = False,
+        document_positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Convolve and rotate.
 
@@ -184,6 +230,7 @@ class PackedConvolution(StreamConvolution):
             document_ids: [B, T]; the convolution reads zeros across a change of the id.
             state: the layer's cache; its last W−1 inputs stand before these, and it is updated.
             follows_cache: for the mixing of maps, whether attention also reads cached values.
+            document_positions: [B, T] int32, each token's in its document, if known already.
 
         Returns:
             Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
@@ -194,8 +241,60 @@ class PackedConvolution(StreamConvolution):
         if padding_mask is not None:
             projected = projected.masked_fill(~padding_mask[:, :, None, None, None], 0.0)
         bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
-        initial_state = self._exchange_state(projected, padding_mask, state)
+        streams = self._next_token(projected, bias, rotary, padding_mask, state)
+        if streams is None:
+            streams = self._sequence(
+                projected, bias, rotary, padding_mask, document_ids, document_positions, state
+            )
+        if not self.mixes_maps:
+            return streams
+        query, key, value = streams
+        if padding_mask is not None:
+            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
+        if follows_cache:
+            # A copy, because an engine may take the parameter away after this forward.
+            return query, key, value, self.v_filter.clone()
+        mixed = mixed_values(
+            value, self.v_filter, document_ids, self.conv_backend, document_positions
+        )
+        return query, key, value, mixed
 
+    def _next_token(
+        self,
+        projected: Tensor,
+        bias: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        state: LayerStateMixin | None,
+    ) -> tuple[Tensor, ...] | None:
+        """Queries, keys and values of [B, 1, H, 3, D]; None where it takes more than a kernel."""
+        past = None if state is None else state.newest_inputs("qkv", self.window)
+        if past is None or not self._can_step(projected, padding_mask):
+            return None
+        rows = min(past.shape[1] + 1, self.window - 1)
+        following = past.new_empty(past.shape[0], rows, *past.shape[2:])
+        streams = self._step(
+            projected.contiguous().unbind(3),
+            [self._part_of(past.contiguous(), stream) for stream in STREAMS],
+            (None,) * len(STREAMS) if bias is None else bias.unbind(1),
+            [self._part_of(following, stream) for stream in STREAMS],
+            rotary,
+        )
+        state.replace_inputs("qkv", following)
+        return streams
+
+    def _sequence(
+        self,
+        projected: Tensor,
+        bias: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        document_positions: Tensor | None,
+        state: LayerStateMixin | None,
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of [B, T, H, 3, D], after what the state holds."""
+        initial_state = self._exchange_state(projected, padding_mask, state)
         if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
             return head_conv_qkv(
                 projected,
@@ -203,6 +302,7 @@ class PackedConvolution(StreamConvolution):
                 bias,
                 rotary=rotary,
                 document_ids=document_ids,
+                positions=document_positions,
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
@@ -210,21 +310,18 @@ class PackedConvolution(StreamConvolution):
         biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
         query, key, value = (
             self._stream(
-                stream, inputs, own_bias, document_ids, self._part_of(initial_state, stream)
+                stream,
+                inputs,
+                own_bias,
+                document_ids,
+                document_positions,
+                self._part_of(initial_state, stream),
             )
             for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        if not self.mixes_maps:
-            return query, key, value
-        if padding_mask is not None:
-            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
-        if follows_cache:
-            # A copy, because an engine may take the parameter away after this forward.
-            return query, key, value, self.v_filter.clone()
-        mixed = mixed_values(value, self.v_filter, document_ids, self.conv_backend)
-        return query, key, value, mixed
+        return query, key, value
 
     def _exchange_state(
         self, projected: Tensor, padding_mask: Tensor | None, state: LayerStateMixin | None
@@ -233,7 +330,7 @@ class PackedConvolution(StreamConvolution):
         if state is None or self.window == 1 or not self.embedding_streams:
             return None
         inputs = projected[:, :, :, STREAM_SLICES[self.embedding_streams]]
-        return state.exchange_inputs("qkv", inputs, self.window, padding_mask)
+        return _inputs_before(state, "qkv", inputs, self.window, padding_mask)
 
     def _part_of(self, initial_state: Tensor | None, stream: str) -> Tensor | None:
         if initial_state is None or stream not in self.embedding_streams:
@@ -259,23 +356,57 @@ class SeparateConvolution(StreamConvolution):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
+        document_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Convolve and rotate.
 
         Args:
             query, key, value: what the projections make without biases, [B, T, heads · D] each.
-            rotary, padding_mask, document_ids, state: as for `PackedConvolution`.
+            rotary, padding_mask, document_ids, state, document_positions: as of
+                `PackedConvolution`.
 
         Returns:
             Queries, keys and values, each [B, T, its heads, D].
         """
+        streams = self._next_token((query, key, value), rotary, padding_mask, state)
+        if streams is not None:
+            return streams
         query, key, value = (
-            self._one(stream, projected, padding_mask, document_ids, state)
+            self._one(stream, projected, padding_mask, document_ids, document_positions, state)
             for stream, projected in zip(STREAMS, (query, key, value), strict=True)
         )
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         return query, key, value
+
+    def _next_token(
+        self,
+        projected: Sequence[Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        state: LayerStateMixin | None,
+    ) -> tuple[Tensor, ...] | None:
+        """Queries, keys and values of a token; None where it takes more than a kernel."""
+        streams = self.embedding_streams
+        held = {} if state is None else {s: state.newest_inputs(s, self.window) for s in streams}
+        inputs = [x.unflatten(2, (-1, self.head_width)).contiguous() for x in projected]
+        if None in held.values() or not held or not self._can_step(inputs[0], padding_mask):
+            return None
+        following = {}
+        for stream, past in held.items():
+            rows = min(past.shape[1] + 1, self.window - 1)
+            following[stream] = past.new_empty(past.shape[0], rows, *past.shape[2:])
+        biases = [getattr(self, f"{stream}_bias") for stream in STREAMS]
+        outputs = self._step(
+            inputs,
+            [held[s].contiguous() if s in held else None for s in STREAMS],
+            [None if bias is None else bias.view(-1, self.head_width) for bias in biases],
+            [following.get(stream) for stream in STREAMS],
+            rotary,
+        )
+        for stream, newest in following.items():
+            state.replace_inputs(stream, newest)
+        return outputs
 
     def _one(
         self,
@@ -283,6 +414,7 @@ class SeparateConvolution(StreamConvolution):
         projected: Tensor,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
+        document_positions: Tensor | None,
         state: LayerStateMixin | None,
     ) -> Tensor:
         inputs = projected.unflatten(2, (-1, self.head_width))
@@ -291,7 +423,7 @@ class SeparateConvolution(StreamConvolution):
             if padding_mask is not None:
                 inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
             if state is not None and self.window > 1:
-                before = state.exchange_inputs(stream, inputs, self.window, padding_mask)
+                before = _inputs_before(state, stream, inputs, self.window, padding_mask)
         bias = getattr(self, f"{stream}_bias")
         bias = None if bias is None else bias.view(-1, self.head_width)
-        return self._stream(stream, inputs, bias, document_ids, before)
+        return self._stream(stream, inputs, bias, document_ids, document_positions, before)

@@ -70,6 +70,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         key_positions: Tensor | None = None,
+        document_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -83,6 +84,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             document_ids: [B, T] for the convolution.
             key_positions: [B, S] of all keys, where something reads positions; see
                 `cat_lm.model.masks`.
+            document_positions: [B, T] int32, what `document_ids` say to the convolution, if known.
 
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
@@ -106,6 +108,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 padding_mask,
                 document_ids,
                 state_of(past_key_values, self.layer_idx),
+                document_positions,
             )
         output, maps = self._meet(
             streams,

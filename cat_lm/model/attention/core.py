@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.attention.documents import attend_within_borders
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
@@ -151,6 +152,10 @@ class AttentionMixin:
                 implementation, self.score_transform, query, key, value, context.mask,
                 query_positions, key_positions, self.scaling, self._dropout, self.training,
             )  # fmt: skip
+        borders = context.arguments.get("document_borders")
+        if borders is not None:
+            dropout = self._dropout
+            return attend_within_borders(query, key, value, borders, self.scaling, dropout), None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
         return function(
             self if self.score_form is None else _Ungrouped(self),

@@ -2,7 +2,7 @@
 
 Everything that depends on a device or a shape is inside operators that torch.compile does not look
 into. `launch.py` holds the tile sizes, `tiles.py` what kernels share, `convolution.py` (per head,
-per channel), `multihead.py` and `qkv.py` (packed and fused) the operators.
+per channel), `multihead.py` and `qkv.py` (packed and fused) the operators, `decode.py` one token.
 
 Inputs may be fp32, bf16 or fp16; all sums are in fp32. Borders of documents are exact for finite
 inputs: what lies across a border is multiplied with an exact zero where matrix units are used
