@@ -128,7 +128,13 @@ class Trainer:
     def _begin(self, start_from: Path | None) -> None:
         """Make model and optimizer, as initialised or as the checkpoint left them."""
         from cat_lm.export_record import comparing_files
-        from cat_lm.training.engine import Engine, build_model, convolution_backend, documents_apart
+        from cat_lm.training.engine import (
+            Engine,
+            build_model,
+            convolution_backend,
+            documents_apart,
+            mixer_backend,
+        )
         from cat_lm.training.init_from import load_initial_weights, vocab_size
 
         config, ranks = self.config, self.ranks
@@ -138,6 +144,8 @@ class Trainer:
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
         model = build_model(config, vocabulary, weights=ranks.is_first)
         self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
+        if recurrence := mixer_backend(config, model, ranks.device):
+            self.log.line(f"recurrence: {recurrence}")
         if apart := documents_apart(config, model, ranks.device):
             self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:

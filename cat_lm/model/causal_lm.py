@@ -25,6 +25,7 @@ from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
 from cat_lm.ops import BACKENDS
+from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
 # What decides which configuration a name means.
 _HUB_OPTIONS = (
@@ -168,6 +169,18 @@ class CausalLanguageModel:
         for module in self.modules():
             if hasattr(module, "conv_backend"):
                 module.conv_backend = name
+
+    def set_mixer_backend(self, name: str) -> None:
+        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in ("auto", *MIXER_BACKENDS):
+            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(MIXER_BACKENDS)}")
+        for module in self.modules():
+            if hasattr(module, "mixer_backend"):
+                module.mixer_backend = name
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Set the head; a plain linear layer, as resizing makes one, gets the loss."""

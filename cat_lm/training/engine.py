@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
+    model.set_mixer_backend(config.train.mixer_backend)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -69,11 +70,27 @@ def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch
     Raises:
         UserError: the backend that the configuration names cannot serve.
     """
-    backend = config.train.conv_backend
+    return _backend(config, model, device, "conv_backend", config.architecture.describe_backend)
+
+
+def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
+    """Say what will compute the recurrences of this run, and why; "" without any. As above."""
+    describe = config.architecture.describe_mixer_backend
+    return _backend(config, model, device, "mixer_backend", describe)
+
+
+def _backend(
+    config: RunConfig,
+    model: PreTrainedModel,
+    device: torch.device,
+    key: str,
+    describe: Callable[[PreTrainedConfig, torch.device, torch.dtype, str], str],
+) -> str:
+    backend = getattr(config.train, key)
     try:
-        return config.architecture.describe_backend(model.config, device, _dtype(config), backend)
+        return describe(model.config, device, _dtype(config), backend)
     except ValueError as error:
-        raise UserError(f"train.conv_backend={backend}: {error}") from error
+        raise UserError(f"train.{key}={backend}: {error}") from error
 
 
 def documents_apart(

@@ -160,7 +160,7 @@ EXPORTED = {
     "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
     "scores": 'score_transform="log_distance": must be one of none',
     "mixer": "mixer 'leaky': choose one of attention, based, cat",
-    "family": "none of cat_neox, cat_llama, cat_mixer; install the package that brings it",
+    "family": "none of cat_neox, cat_llama, cat_mixer, cat_mamba",
 }
 
 

@@ -128,18 +128,27 @@ OTHERS = {
     "figure accuracy --out OUT --seeds 10001": "--seeds: '10001' must be from 1 to 10,000",
     "figure landmark-tradeoff --scale smoke --out OUT --seeds 2": "without --workers, --seeds",
     "figure accuracy --out FILE": "--out FILE: is a file; give a folder",
+    "figure accuracy --out OUT --models cat kat": "--models 'kat': choose one of attention",
+    "figure accuracy --out OUT --models cat:window={copies}": "window='{copies}': must be a wh",
+    "figure width --out OUT --models cat cat": "--models cat: is given twice",
+    "figure width --out OUT --models cat none": "--models none: is in every figure",
+    "figure landmark-tradeoff --scale smoke --out OUT --models cat": "without --models, --rows",
+    "figure length --out OUT --rows MQNAR": "--rows 'MQNAR': of length, choose among MQAR, ha",
     "figure landmark-tradeoff --scale smoke --out OUT --estimate-only": "without --device",
     "figure landmark-tradeoff --scale smoke --out OUT --device cpu": "simulation without --device",
     "figure landmark-tradeoff --scale smoke --out OUT --stack 2": "simulation without --device",
     "figure landmark-tradeoff --scale smoke --out OUT --workers 2": "without --workers",
     "figure landmark-tradeoff --scale smoke --out FILE": "--out FILE: is a file",
-    "streams --out OUT": "the following arguments are required: --data",
+    "streams --out OUT --data": "--data: expected at least one argument",
     "streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
     "streams --data NOWHERE --out OUT": "NOWHERE: no such folder",
     "streams --data . --out OUT": "holds no finished data",
+    "streams --data '' --out OUT": "--data: \"''\" is no path",
     "mamba": "the following arguments are required: --out",
     "mamba --out OUT --seeds 0": "--seeds: '0' must be from 1 to",
     "mamba --out FILE": "--out FILE: is a file; give a folder",
+    "mamba --out OUT --rates 0": "--rates: '0' must be greater than 0; give a list such as",
+    "mamba --out OUT --rates 0.01,1e-2": "--rates: '0.01,1e-2' names a rate twice",
     "theory --out FILE": "--out FILE: is a file; give a folder",
     "theory --out FILE/a": "/FILE is a file; give a folder",
     "theory --out OUT --rows 19": "'19' must be from 20 to 1,000,000",
@@ -176,7 +185,14 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
         assert str(path) in told and "damaged" in told
 
 
-@pytest.mark.parametrize("how", ["interrupt", "kill", "kill a worker"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill",
+        pytest.param("interrupt", marks=pytest.mark.long),
+        pytest.param("kill a worker", marks=pytest.mark.long),
+    ],
+)
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
     """An interrupt as a terminal sends it, to the whole group; a kill of the first alone."""
     command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]

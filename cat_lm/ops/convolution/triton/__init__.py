@@ -39,7 +39,7 @@ def convolve(
         positions: int32 [B, T], of each token in its document: inputs further back are zeros.
 
     Returns:
-        [B, T, H, D] in x's dtype, laid out as [B, H, T, D].
+        [B, T, H, D] in x's dtype, contiguous: attention's output then is, too, and needs no copy.
     """
     if conv_type == "multihead":
         return multihead_conv(x, filters, bias, positions)
