@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
-from cat_lm.model.rules import STREAMS
+from cat_lm.model.rules import STREAMS, canon_places
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
     BACKENDS,
@@ -48,31 +48,35 @@ def describe_backend(
     Raises:
         ValueError: the backend asked for cannot serve.
     """
-    if not config.convolved_streams:
-        return "no convolutions"
-    # Values whose attention maps are mixed are convolved head by head.
-    parts = [(config.conv_type, config.embedding_streams, "")]
-    if config.mixes_maps:
-        parts.append(("head", "v", " for the mixing of attention maps"))
+    # Each of a kind: what, W, heads and channels of a head.
+    parts: list[tuple[str, str, int, int, int]] = []
+
+    def add(conv_type: str, streams: str, purpose: str = "") -> None:
+        if streams:
+            what = f"{conv_type} convolution of {', '.join(streams)}{purpose}"
+            heads = config.stream_heads(streams[0])
+            parts.append((conv_type, what, config.conv_window, heads, config.head_width))
+
+    add(config.conv_type, config.embedding_streams)
+    if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
+        add("head", "v", " for the mixing of attention maps")
+    if places := canon_places(config):
+        what = f"Canon layers {', '.join(places)}"
+        parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
     lines = []
-    for conv_type, streams, purpose in parts:
-        if not streams:
-            continue
+    for conv_type, what, window, heads, head_dim in parts:
         choice = choose_backend(
             conv_type,
             device=device,
             dtype=dtype,
-            window=config.conv_window,
-            heads=config.stream_heads(streams[0]),
-            head_dim=config.head_width,
+            window=window,
+            heads=heads,
+            head_dim=head_dim,
             backend=backend,
         )
-        what = BACKENDS[choice.name].describe(conv_type, dtype, config.conv_window)
-        lines.append(
-            f"{conv_type} convolution of {', '.join(streams)}{purpose} (W={config.conv_window}): "
-            f"{choice.name}, {choice.reason}; {what}"
-        )
-    return "; ".join(lines)
+        runs = BACKENDS[choice.name].describe(conv_type, dtype, window)
+        lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
+    return "; ".join(lines) or "no convolutions"
 
 
 class StreamConvolution(nn.Module):

@@ -19,6 +19,7 @@ from cat_lm.model.rope_scaling import (
 from cat_lm.ops.convolution import kinds
 
 STREAMS = "qkv"
+CANON_PLACES = "ACD"
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
 _ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
@@ -122,16 +123,38 @@ def convolution_problems(model: Any) -> list[str]:
 
 def is_streams(value: Any) -> bool:
     """Tell whether a value names some of the streams, each once."""
-    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(STREAMS))
+    return is_some_of(value, STREAMS)
+
+
+def is_some_of(value: Any, letters: str) -> bool:
+    """Tell whether a value is a word of some of the letters, each at most once."""
+    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
+
+
+def canon_problems(model: Any) -> list[str]:
+    """Say whether `canon` names places of Canon layers, each once."""
+    places = model.canon
+    if places == "none" or is_some_of(places, CANON_PLACES):
+        return []
+    what = f"canon={short(places)}: must be none or some of A, C and D, each once, as in ACD"
+    if isinstance(places, str) and is_some_of(places, f"{CANON_PLACES}B"):
+        what += "; B is conv_type=depthwise with conv_window=4 and conv_init=residual"
+    return [what]
+
+
+def canon_places(model: Any) -> str:
+    """Give the places that have Canon layers, in their order; "" for none."""
+    return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
 
 
 def window_problems(model: Any, context_length: int) -> list[str]:
     """Say whether a filter's last taps would read nothing."""
-    if model.conv_type == "none" or model.conv_window <= context_length:
-        return []
+    used = {"conv_window": model.conv_type != "none", "canon_window": bool(canon_places(model))}
     return [
-        f"conv_window={model.conv_window}: is beyond data.context_length={context_length}; its "
+        f"{key}={getattr(model, key)}: is beyond data.context_length={context_length}; its "
         "last taps would read nothing"
+        for key, is_used in used.items()
+        if is_used and getattr(model, key) > context_length
     ]
 
 

@@ -33,6 +33,14 @@ MODELS = {
     "cat_w4": "CAT, W=4, RoPE",
     "cat_w4_nope": "CAT, W=4, NoPE",
     "canon_b": "depthwise W=4, RoPE",
+    "canon_acd": "Canon ACD, RoPE",
+    "canon_abcd": "Canon ABCD, RoPE",
+    "cat_canon_acd": "CAT + Canon ACD, RoPE",
+    "kv_shift": "CAT on k and v, W=2 (as KV shifting), RoPE",
+    "tfpp": "TF++",
+    "tfpp_cat": "TF++ + CAT",
+    "tfpp_canon_abcd": "TF++ + Canon ABCD",
+    "tfpp_cat_canon_acd": "TF++ + CAT + Canon ACD",
 }
 # Per position: the names of the same model with rotary positions and without.
 _PLAIN, _CAT, _MULTIHEAD = (
@@ -110,5 +118,21 @@ QUESTIONS = {
             *_pairs((_CAT, _PLAIN), (_CAT, _W4), (_CAT, _V)),
         ),
         factors=(1, 2, 4, 8, 16, 32),
+    ),
+    "canon": Question(
+        "do Canon layers differ from CAT, and does either add to the other, in both families?",
+        (
+            *((model, "pythia") for model in ("cat_rope", "kv_shift", "canon_acd", "canon_abcd")),
+            ("canon_abcd", "cat_rope"),
+            ("canon_abcd", "canon_acd"),
+            ("cat_canon_acd", "cat_rope"),
+            ("cat_canon_acd", "canon_abcd"),
+            ("cat_rope", "kv_shift"),
+            ("tfpp_cat", "tfpp"),
+            ("tfpp_canon_abcd", "tfpp"),
+            ("tfpp_canon_abcd", "tfpp_cat"),
+            ("tfpp_cat_canon_acd", "tfpp_cat"),
+            ("tfpp_cat_canon_acd", "tfpp_canon_abcd"),
+        ),
     ),
 }

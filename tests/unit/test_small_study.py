@@ -43,7 +43,12 @@ DEFINITION = {
     "cat_nope": ("head", "qkv", 21, "none"),
     "mh_cat_rope": ("multihead", "qkv", 21, "rope"),
     "mh_cat_nope": ("multihead", "qkv", 21, "none"),
-    "canon_b": ("depthwise", "qkv", 4, "rope"),
+    **dict.fromkeys(("canon_b", "canon_abcd", "tfpp_canon_abcd"), ("depthwise", "qkv", 4, "rope")),
+    **dict.fromkeys(("canon_acd", "tfpp"), ("none", None, None, "rope")),
+    **dict.fromkeys(
+        ("cat_canon_acd", "tfpp_cat", "tfpp_cat_canon_acd"), ("head", "qkv", 21, "rope")
+    ),
+    "kv_shift": ("head", "kv", 2, "rope"),
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
@@ -74,13 +79,22 @@ class TestPlan:
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
             own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
-            assert own.keys() == {"base", "model", "train"} and own["base"] == "base_cpu.yaml"
+            family = "tfpp_" if model.startswith("tfpp") else ""
+            assert own.keys() == {"base", "model", "train"}
+            assert own["base"] == f"base_{family}cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding"),
-                "conv_mixing",
+                *("conv_mixing", "conv_init", "canon"),
             }
-            config = load_config(ROOT / CONFIGS / f"{model}.yaml", [f"base={base_file}"])
+            study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
+            config = study.config(study.jobs()[0])
+            assert config.model.canon == ("ACD" if "_a" in model else "none")
+            if "abcd" in model:
+                assert config.model.conv_init == "residual"
+            # A Canon layer has more than a filter for each head.
+            pythia = 1_317_632 if size == "cpu" else 33_608_704
+            assert abs(config.num_parameters(SIZES[size].vocabulary) / pythia - 1) < 0.02
             assert config.model.conv_type == conv_type
             assert config.model.position_embedding == positions
             mixing = "maps" if model.startswith("mh_maps") else "embeddings"
@@ -88,13 +102,13 @@ class TestPlan:
             if conv_type != "none":
                 assert (config.model.conv_streams, config.model.conv_window) == (streams, window)
             assert config.model.hidden_size == base["model"]["hidden_size"]
-            found.append(config.train.output_dir)
+            found.append(own["train"]["output_dir"])
         assert len(set(found)) == len(MODELS)
 
     def test_questions_compare_models_that_differ_as_they_say(self):
-        assert list(QUESTIONS) == ["variants", "streams", "maps", "length"]
+        assert list(QUESTIONS) == ["variants", "streams", "maps", "length", "canon"]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
-        assert sizes == {"variants": 9, "streams": 12, "maps": 10, "length": 8}
+        assert sizes == {"variants": 9, "streams": 12, "maps": 10, "length": 8, "canon": 10}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
