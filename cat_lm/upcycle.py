@@ -67,6 +67,7 @@ class Convolution:
     activation: str = "none"
     canon: str = "none"
     canon_window: int = 4
+    qk_norm: str = "none"
 
     @property
     def makes_plain(self) -> bool:
@@ -144,6 +145,12 @@ def _refuse_active(
             f"{where} silu: SiLU changes the model whatever its filters, so the two cannot compute "
             "the same; use --activation none, or train from scratch with model.conv_activation=silu"
         )
+    if convolution.qk_norm != "none":
+        raise UserError(
+            f"--qk-norm {convolution.qk_norm}: normalised queries and keys change the model, so "
+            "the two cannot compute the same; train from scratch with "
+            f"model.qk_norm={convolution.qk_norm}"
+        )
     if not convolution.makes_plain:
         return
     if source.model_type != architecture.model_type:
@@ -178,6 +185,7 @@ def _target_config(
         "conv_mixing": convolution.mixing,
         "conv_activation": convolution.activation,
         "conv_init": "identity",
+        "conv_norm": "none",
         "canon": convolution.canon,
         "canon_window": convolution.canon_window,
         "canon_init": "zero",
@@ -306,9 +314,14 @@ def main() -> None:
     parser.add_argument(
         "--canon-window", type=whole(WINDOW), help="taps of a Canon layer's filter (default: 4)"
     )
+    parser.add_argument(
+        "--qk-norm",
+        choices=("none", "l2", "rms"),
+        help="of queries and keys; a norm cannot start as the original (default: none)",
+    )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    names = ("window", "streams", "mixing", "activation", "canon", "canon_window")
+    names = ("window", "streams", "mixing", "activation", "canon", "canon_window", "qk_norm")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     _refuse_idle(arguments.conv, given)
     quiet_transformers()
@@ -322,7 +335,7 @@ def _refuse_idle(conv_type: str, given: dict[str, Any]) -> None:
     """Refuse options that say nothing."""
     if given.get("canon", "none") == "none" and "canon_window" in given:
         raise UserError("--canon-window: says nothing without --canon; leave it out")
-    idle = [name for name in given if not name.startswith("canon")]
+    idle = [name for name in given if name not in ("canon", "canon_window", "qk_norm")]
     if conv_type == "none" and idle:
         raise UserError(f"--{idle[0]}: says nothing with --conv none; leave it out")
 

@@ -98,7 +98,7 @@ class ConvolutionKeys(ModelSection):
 
 
 class Transformer(Architecture):
-    """A family whose section has `AttentionKeys`, `ConvolutionKeys` and `CanonKeys`.
+    """A family whose section has `AttentionKeys`, `ConvolutionKeys` and those of the parts.
 
     Attributes:
         old_constants: a pattern of what old versions of transformers stored with the weights.
@@ -117,6 +117,7 @@ class Transformer(Architecture):
     # Of a model without convolutions, what the library's class has one value of.
     _PLAIN: ClassVar[dict[str, Any]] = {
         "position_embedding": "rope",
+        "qk_norm": "none",
         "canon": "none",
         "attention_temperature": 1,
         "attention": "softmax",
@@ -176,6 +177,7 @@ class Transformer(Architecture):
             *rules.given_once_problems(section.rope_parameters, dict(section)),
             *rules.temperature_problems(section),
             *rules.convolution_problems(section),
+            *rules.norm_problems(section),
             *rules.canon_problems(section),
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
@@ -223,13 +225,14 @@ class Transformer(Architecture):
     # Counts
 
     def elementwise_parameters(self, section: Any) -> int:
-        """Count the filters' taps, and what attention adds."""
+        """Count the filters' taps, the norm's of queries and keys, and what attention adds."""
         channels = self.head_channels(section)
         own = sum(entry.parameters(section) for entry in self.attention_entries(section))
         for stream in self.streams(section):
             heads, kind = self.heads_of(section, stream), kinds.get(section.conv_type)
             own += kind.filter_parameters(heads, channels, section.conv_window)
         own += self.canon_channels(section) * section.canon_window
+        own += {"none": 0, "l2": section.num_attention_heads, "rms": 2 * channels}[section.qk_norm]
         return section.num_hidden_layers * own
 
     def mixing_flops(self, section: Any, context_length: int) -> float:
@@ -254,8 +257,10 @@ class Transformer(Architecture):
         return kept + sum(entry.saved_maps(section) for entry in self.attention_entries(section))
 
     def _saved_by_attention(self, section: Any) -> float:
-        """Count the tensors of [B, T, C] that the pattern and transforms keep of a layer."""
-        return sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
+        """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""
+        kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
+        # What is normalised of q and k, what comes out where weights or numbers multiply it.
+        return kept + {"none": 0, "l2": 3, "rms": 4}[section.qk_norm]
 
     def _saved_by_canon(self, section: Any) -> float:
         """Count what Canon layers read, in tensors of [B, T, C]: others keep what comes out."""
@@ -294,9 +299,13 @@ class Transformer(Architecture):
         if self.streams(section):
             streams = ", ".join(self.streams(section))
             kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
+            kind += ", l1-normalised" if section.conv_norm == "l1" else ""
             kind += ", then SiLU" if section.conv_activation == "silu" else ""
         for entry in self.attention_entries(section):
             kind += f", {entry.words}" if entry.words else ""
+        if section.qk_norm != "none":
+            first = section.qk_norm_place == "before"
+            kind += f", {section.qk_norm} norm of q and k{' before it' if first else ''}"
         if places := rules.canon_places(section):
             kind += f", Canon {', '.join(places)} (W={section.canon_window})"
         positions = "RoPE" if section.position_embedding == "rope" else "no positions"

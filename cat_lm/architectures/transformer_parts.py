@@ -11,6 +11,18 @@ from cat_lm.architectures.base import ModelSection
 from cat_lm.config_sections import whole
 
 
+class NormKeys(ModelSection):
+    """Normalisation of filters, and of queries and keys, see `cat_lm.model.qk_norm`."""
+
+    conv_norm: Literal["none", "l1"] = Field(
+        "none", description="l1 divides a filter by its magnitudes' sum"
+    )
+    qk_norm: Literal["none", "l2", "rms"] = Field("none", description="of queries and keys")
+    qk_norm_place: Literal["after", "before"] = Field(
+        "after", description="of the convolution; always before the rotation"
+    )
+
+
 class CanonKeys(ModelSection):
     """Canon layers of the block, see `cat_lm.model.canon`."""
 

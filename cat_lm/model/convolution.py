@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rules import STREAMS, canon_places
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import (
@@ -99,8 +100,9 @@ class StreamConvolution(nn.Module):
 
         y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
 
-    Queries and keys are then rotated. The projections stay plain linear layers, so that what
-    replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model.
+    With `conv_norm: l1` a filter is divided by its magnitudes' sum, `Kind.normalized`. Queries and
+    keys are then rotated. The projections stay plain linear layers, so that what replaces or adapts
+    linear layers (LoRA, quantisation) means the same as in any other model.
     This module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
     projections' biases, and its forward reads no other parameters: whoever gathers a module's
     parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
@@ -123,6 +125,8 @@ class StreamConvolution(nn.Module):
         self.embedding_streams = config.embedding_streams
         self.activation = config.conv_activation
         self.head_width = config.head_width
+        self.normalizes = config.conv_norm == "l1"
+        self.norm_comes_first = config.qk_norm_place == "before"
         self.conv_backend = "auto"
         for name, bias in biases.items():
             self.register_parameter(name, bias)
@@ -133,6 +137,13 @@ class StreamConvolution(nn.Module):
     def filters(self) -> dict[str, nn.Parameter]:
         """Give the filters of the streams that have them, in the order q, k, v."""
         return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
+
+    def taps(self, stream: str) -> Tensor | None:
+        """Give a stream's filters as they are used; None where it has none."""
+        filters = getattr(self, f"{stream}_filter", None)
+        if filters is None or not self.normalizes:
+            return filters
+        return kinds.get(self.conv_type).normalized(filters)
 
     def biases(self) -> list[nn.Parameter]:
         """Give the projections' biases that there are."""
@@ -152,13 +163,27 @@ class StreamConvolution(nn.Module):
         outputs = convolve(
             self.conv_type,
             inputs,
-            getattr(self, f"{stream}_filter"),
+            self.taps(stream),
             bias,
             document_ids=document_ids,
             initial_state=initial_state,
             backend=self.conv_backend,
         )
         return F.silu(outputs) if self.activation == "silu" else outputs
+
+    @staticmethod
+    def _turned(
+        query: Tensor,
+        key: Tensor,
+        norm: QueryKeyNorm | None,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate queries and keys."""
+        if norm is not None:
+            query, key = norm(query, key)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        return query, key
 
 
 class PackedConvolution(StreamConvolution):
@@ -177,6 +202,7 @@ class PackedConvolution(StreamConvolution):
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
         follows_cache: bool = False,
+        norm: QueryKeyNorm | None = None,
     ) -> tuple[Tensor, ...]:
         """Convolve and rotate.
 
@@ -188,6 +214,7 @@ class PackedConvolution(StreamConvolution):
             document_ids: [B, T]; the convolution reads zeros across a change of the id.
             state: the layer's cache; its last W−1 inputs stand before these, and it is updated.
             follows_cache: for the mixing of maps, whether attention also reads cached values.
+            norm: of queries and keys, before or after the convolution as the configuration says.
 
         Returns:
             Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
@@ -195,21 +222,26 @@ class PackedConvolution(StreamConvolution):
             a cache, the values' filters [W, H, H], with which `attend_mixing_maps` goes on.
         """
         projected = projected.view(*projected.shape[:2], self.num_heads, 3, -1)
+        bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
+        if norm is not None and self.norm_comes_first:
+            projected, bias, norm = *self._normalized(projected, bias, norm), None
         if padding_mask is not None:
             projected = projected.masked_fill(~padding_mask[:, :, None, None, None], 0.0)
-        bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
         initial_state = self._exchange_state(projected, padding_mask, state)
 
         if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
-            return head_conv_qkv(
+            query, key, value = head_conv_qkv(
                 projected,
-                [getattr(self, f"{stream}_filter", None) for stream in STREAMS],
+                [self.taps(stream) for stream in STREAMS],
                 bias,
-                rotary=rotary,
+                rotary=rotary if norm is None else None,
                 document_ids=document_ids,
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
+            if norm is not None:
+                query, key = self._turned(query, key, norm, rotary)
+            return query, key, value
         # Not by index: the backward pass would fill a whole gradient with zeros for each stream.
         biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
         query, key, value = (
@@ -218,17 +250,28 @@ class PackedConvolution(StreamConvolution):
             )
             for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        query, key = self._turned(query, key, norm, rotary)
         if not self.mixes_maps:
             return query, key, value
         if padding_mask is not None:
             value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
         if follows_cache:
             # A copy, because an engine may take the parameter away after this forward.
-            return query, key, value, self.v_filter.clone()
-        mixed = mixed_values(value, self.v_filter, document_ids, self.conv_backend)
+            return query, key, value, self.taps("v").clone()
+        mixed = mixed_values(value, self.taps("v"), document_ids, self.conv_backend)
         return query, key, value, mixed
+
+    @staticmethod
+    def _normalized(
+        projected: Tensor, bias: Tensor | None, norm: QueryKeyNorm
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normalise the queries and keys of [B, T, H, 3, D] with their biases, which are then 0."""
+        query, key, value = projected.unbind(3)
+        if bias is not None:
+            own = bias.to(projected.dtype)
+            query, key = query + own[:, 0], key + own[:, 1]
+            bias = F.pad(bias[:, 2:], (0, 0, 2, 0))
+        return torch.stack([*norm(query, key), value], dim=3), bias
 
     def _exchange_state(
         self, projected: Tensor, padding_mask: Tensor | None, state: LayerStateMixin | None
@@ -263,39 +306,54 @@ class SeparateConvolution(StreamConvolution):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
+        norm: QueryKeyNorm | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Convolve and rotate.
 
         Args:
             query, key, value: what the projections make without biases, [B, T, heads · D] each.
-            rotary, padding_mask, document_ids, state: as for `PackedConvolution`.
+            rotary, padding_mask, document_ids, state, norm: as for `PackedConvolution`.
 
         Returns:
             Queries, keys and values, each [B, T, its heads, D].
         """
-        query, key, value = (
-            self._one(stream, projected, padding_mask, document_ids, state)
+        inputs = {
+            stream: projected.unflatten(2, (-1, self.head_width))
             for stream, projected in zip(STREAMS, (query, key, value), strict=True)
+        }
+        biases = {stream: self._bias(stream) for stream in STREAMS}
+        if norm is not None and self.norm_comes_first:
+            whole = (
+                x if (bias := biases.pop(stream)) is None else x + bias.to(x.dtype)
+                for stream, x in inputs.items()
+                if stream in "qk"
+            )
+            inputs["q"], inputs["k"] = norm(*whole)
+            norm = None
+        query, key, value = (
+            self._one(stream, x, biases.get(stream), padding_mask, document_ids, state)
+            for stream, x in inputs.items()
         )
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        return query, key, value
+        return *self._turned(query, key, norm, rotary), value
+
+    def _bias(self, stream: str) -> Tensor | None:
+        """A stream's bias [its heads, D]."""
+        bias = getattr(self, f"{stream}_bias")
+        return None if bias is None else bias.view(-1, self.head_width)
 
     def _one(
         self,
         stream: str,
-        projected: Tensor,
+        inputs: Tensor,
+        bias: Tensor | None,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
         state: LayerStateMixin | None,
     ) -> Tensor:
-        inputs = projected.unflatten(2, (-1, self.head_width))
         before = None
         if stream in self.embedding_streams:
             if padding_mask is not None:
                 inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
             if state is not None and self.window > 1:
                 before = state.exchange_inputs(stream, inputs, self.window, padding_mask)
-        bias = getattr(self, f"{stream}_bias")
-        bias = None if bias is None else bias.view(-1, self.head_width)
         return self._stream(stream, inputs, bias, document_ids, before)

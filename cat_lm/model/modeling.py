@@ -105,6 +105,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             heads = self.config.num_attention_heads
             projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
             query, key, value = projected.unbind(dim=3)
+            query, key = self._normalized(query, key)
             if rotary is not None:
                 query, key = apply_rotary_pos_emb(query, key, *rotary)
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -115,6 +116,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             document_ids,
             state_of(cache, self.layer_idx),
             self._continues(cache),
+            self.qk_norm,
         )
 
 

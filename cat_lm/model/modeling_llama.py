@@ -96,6 +96,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
                 for projected in (query, key, value)
             )
+            query, key = self._normalized(query, key)
             if position_embeddings is not None:
                 query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
             streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
@@ -108,6 +109,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 padding_mask,
                 document_ids,
                 state_of(past_key_values, self.layer_idx),
+                self.qk_norm,
             )
         output, maps = self._meet(
             streams,

@@ -131,6 +131,21 @@ def is_some_of(value: Any, letters: str) -> bool:
     return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
 
 
+def norm_problems(model: Any) -> list[str]:
+    """Say which keys of normalisation say nothing."""
+    problems, convolved = [], model.conv_type != "none"
+    if model.conv_norm != "none" and not convolved:
+        problems.append(f"conv_norm={model.conv_norm}: there are no filters with conv_type=none")
+    if model.qk_norm_place == "before" and model.qk_norm == "none":
+        problems.append("qk_norm_place=before: says nothing with qk_norm=none; choose l2 or rms")
+    elif model.qk_norm_place == "before" and not (convolved and set(model.conv_streams) & {*"qk"}):
+        problems.append(
+            "qk_norm_place=before: needs a convolution of q or k (conv_type, conv_streams); "
+            "without one there is only qk_norm_place=after"
+        )
+    return problems
+
+
 def canon_problems(model: Any) -> list[str]:
     """Say whether `canon` names places of Canon layers, each once."""
     places = model.canon

@@ -30,6 +30,7 @@ from cat_lm.model.rules import (
     convolution_problems,
     head_problems,
     mixes_maps,
+    norm_problems,
 )
 from cat_lm.ops.convolution import kinds
 
@@ -37,6 +38,9 @@ CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform", "residual")
 CANON_INITS = ("uniform", "zero")
+CONV_NORMS = ("none", "l1")
+QK_NORMS = ("none", "l2", "rms")
+QK_NORM_PLACES = ("after", "before")
 POSITION_EMBEDDINGS = ("rope", "none")
 WHOLE_NUMBERS = {
     "hidden_size": HIDDEN_SIZE,
@@ -75,6 +79,9 @@ class AttentionSettings:
     conv_mixing: str = "embeddings"
     conv_activation: str = "none"
     conv_init: str = "identity"
+    conv_norm: str = "none"
+    qk_norm: str = "none"
+    qk_norm_place: str = "after"
     canon: str = "none"
     canon_window: int = 4
     canon_init: str = "uniform"
@@ -153,7 +160,10 @@ class AttentionSettings:
         check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        refuse([*convolution_problems(self), *canon_problems(self)])
+        check_choice("conv_norm", self.conv_norm, CONV_NORMS)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
+        refuse([*convolution_problems(self), *norm_problems(self), *canon_problems(self)])
         attention.check_names(self)
         refuse(attention.problems(self))
 

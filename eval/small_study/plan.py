@@ -113,6 +113,12 @@ class Study:
         """Those of the question that have both of their models here."""
         return [pair for pair in self.asked.contrasts if {*pair} <= {*self.models}]
 
+    @property
+    def interactions(self) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Those of the question that have all of their models here."""
+        asked = self.asked.interactions
+        return [pair for pair in asked if {*pair[0], *pair[1]} <= {*self.models}]
+
     def texts(self) -> dict[str, Path]:
         """What a sweep is called in a run's folder -> the prepared data whose text it scores."""
         return {"": self.data} | {folder.name: folder for folder in self.held_out}
@@ -185,6 +191,7 @@ class Study:
         return {
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],
+            "interactions": [[list(one) for one in pair] for pair in self.asked.interactions],
             "size": self.size.name,
             "configs": configs,
             "data_fingerprint": fingerprint,

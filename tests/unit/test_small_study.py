@@ -49,6 +49,13 @@ DEFINITION = {
         ("cat_canon_acd", "tfpp_cat", "tfpp_cat_canon_acd"), ("head", "qkv", 21, "rope")
     ),
     "kv_shift": ("head", "kv", 2, "rope"),
+    **dict.fromkeys(("qk_l2", "qk_rms"), ("none", None, None, "rope")),
+    **{
+        f"{name}_{norm}": ("head", streams, 21, "rope")
+        for name, streams in (("cat_k", "k"), ("cat_qk", "qk"), ("cat", "qkv"))
+        for norm in ("l2", "rms", "rms_before")
+    },
+    "cat_l1": ("head", "qkv", 21, "rope"),
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
@@ -85,11 +92,15 @@ class TestPlan:
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding"),
-                *("conv_mixing", "conv_init", "canon"),
+                *("conv_mixing", "conv_init", "canon", "conv_norm", "qk_norm", "qk_norm_place"),
             }
             study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
             config = study.config(study.jobs()[0])
             assert config.model.canon == ("ACD" if "_a" in model else "none")
+            norm = re.search("_(l2|rms)", model)
+            assert config.model.qk_norm == (norm[1] if norm else "none")
+            assert (config.model.qk_norm_place == "before") == model.endswith("_before")
+            assert (config.model.conv_norm == "l1") == model.endswith("_l1")
             if "abcd" in model:
                 assert config.model.conv_init == "residual"
             # A Canon layer has more than a filter for each head.
@@ -106,9 +117,10 @@ class TestPlan:
         assert len(set(found)) == len(MODELS)
 
     def test_questions_compare_models_that_differ_as_they_say(self):
-        assert list(QUESTIONS) == ["variants", "streams", "maps", "length", "canon"]
+        assert list(QUESTIONS) == ["variants", "streams", "maps", "length", "canon", "qk_norm"]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
-        assert sizes == {"variants": 9, "streams": 12, "maps": 10, "length": 8, "canon": 10}
+        first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
+        assert sizes == {**first, "canon": 10, "qk_norm": 16}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
@@ -124,7 +136,8 @@ class TestPlan:
         text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
         table = text.split("<!-- questions -->\n")[1].split("<!-- /questions -->")[0]
         lines = [
-            f"| `{name}` | {asked.text} | {len(asked.models)} | {len(asked.contrasts)} |"
+            f"| `{name}` | {asked.text} | {len(asked.models)} | "
+            f"{len(asked.contrasts) + len(asked.interactions)} |"
             for name, asked in QUESTIONS.items()
         ]
         assert table.splitlines()[2:] == lines

@@ -18,6 +18,7 @@ from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
+from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.settings import AttentionSettings
 
@@ -59,6 +60,7 @@ class AttentionMixin:
     def _add_parts(self, config: AttentionSettings) -> None:
         """Give the module what lies between its projections, and the temperature."""
         self.scaling /= logit_temperature(config)
+        self.qk_norm = None if config.qk_norm == "none" else QueryKeyNorm(config)
         pattern = attention.pattern(config)
         score, value = attention.score_transform(config), attention.value_transform(config)
         self.core = pattern.build(config)
@@ -76,6 +78,13 @@ class AttentionMixin:
     def _take_earlier_names(self) -> None:
         """Read the library's and earlier versions' names of what the convolution holds now."""
         self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys [B, heads, T, D] of a model without convolutions."""
+        if self.qk_norm is None:
+            return query, key
+        query, key = self.qk_norm(query.transpose(1, 2), key.transpose(1, 2))
+        return query.transpose(1, 2), key.transpose(1, 2)
 
     def _continues(self, cache: Cache | None) -> bool:
         return follows_cache(cache, self.layer_idx)
