@@ -68,6 +68,7 @@ class Convolution:
     canon: str = "none"
     canon_window: int = 4
     qk_norm: str = "none"
+    rank: int = 1
 
     @property
     def makes_plain(self) -> bool:
@@ -186,6 +187,7 @@ def _target_config(
         "conv_activation": convolution.activation,
         "conv_init": "identity",
         "conv_norm": "none",
+        "conv_rank": convolution.rank,
         "canon": convolution.canon,
         "canon_window": convolution.canon_window,
         "canon_init": "zero",
@@ -315,13 +317,17 @@ def main() -> None:
         "--canon-window", type=whole(WINDOW), help="taps of a Canon layer's filter (default: 4)"
     )
     parser.add_argument(
+        "--rank", type=whole(WINDOW), help="of the kernel of scores, for --conv head (default: 1)"
+    )
+    parser.add_argument(
         "--qk-norm",
         choices=("none", "l2", "rms"),
         help="of queries and keys; a norm cannot start as the original (default: none)",
     )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    names = ("window", "streams", "mixing", "activation", "canon", "canon_window", "qk_norm")
+    names = ("window", "streams", "mixing", "activation", "rank")
+    names += ("canon", "canon_window", "qk_norm")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     _refuse_idle(arguments.conv, given)
     quiet_transformers()

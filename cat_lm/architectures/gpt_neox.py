@@ -15,7 +15,7 @@ from cat_lm.architectures.transformer import (
     Dropout,
     Transformer,
 )
-from cat_lm.architectures.transformer_parts import CanonKeys, NormKeys
+from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class GPTNeoXSection(CanonKeys, NormKeys, ConvolutionKeys, AttentionKeys):
+class GPTNeoXSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
 
     architecture: Literal["gpt_neox"] = "gpt_neox"

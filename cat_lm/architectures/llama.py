@@ -10,7 +10,7 @@ from pydantic import Field
 from cat_lm import limits
 from cat_lm.architectures.base import Classes, gated_width
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
-from cat_lm.architectures.transformer_parts import CanonKeys, NormKeys
+from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class LlamaSection(CanonKeys, NormKeys, ConvolutionKeys, AttentionKeys):
+class LlamaSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' Llama and CatLlamaConfig."""
 
     architecture: Literal["llama"] = "llama"

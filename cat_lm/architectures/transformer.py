@@ -146,6 +146,10 @@ class Transformer(Architecture):
         widths = dict.fromkeys("AC", section.hidden_size) | {"D": self.activated_channels(section)}
         return sum(widths[place] for place in rules.canon_places(section))
 
+    def _rank_heads(self, section: Any) -> int:
+        """Count the heads of queries and keys that a layer's ranks beyond the first add."""
+        return (section.conv_rank - 1) * sum(self.heads_of(section, stream) for stream in "qk")
+
     def mixes_maps(self, section: Any) -> bool:
         """Tell whether the values' filters mix attention maps."""
         return rules.mixes_maps(section)
@@ -178,9 +182,11 @@ class Transformer(Architecture):
             *rules.temperature_problems(section),
             *rules.convolution_problems(section),
             *rules.norm_problems(section),
+            *rules.rank_problems(section),
             *rules.canon_problems(section),
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
+            *attention.length_problems(section, context_length),
         ]
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -232,6 +238,7 @@ class Transformer(Architecture):
             heads, kind = self.heads_of(section, stream), kinds.get(section.conv_type)
             own += kind.filter_parameters(heads, channels, section.conv_window)
         own += self.canon_channels(section) * section.canon_window
+        own += self._rank_heads(section) * section.conv_window
         own += {"none": 0, "l2": section.num_attention_heads, "rms": 2 * channels}[section.qk_norm]
         return section.num_hidden_layers * own
 
@@ -245,6 +252,7 @@ class Transformer(Architecture):
         entries = self.attention_entries(section)
         attended = layers * sum(entry.flops(section, context_length) for entry in entries)
         convolution = 6 * layers * section.canon_window * self.canon_channels(section)
+        convolution += 6 * layers * section.conv_window * self._rank_heads(section) * channels
         for stream in self.streams(section):
             own = self.heads_of(section, stream)
             inputs = kinds.get(section.conv_type).fan_in(own, section.conv_window)
@@ -259,6 +267,8 @@ class Transformer(Architecture):
     def _saved_by_attention(self, section: Any) -> float:
         """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""
         kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
+        # Queries, keys, values and what comes out are as wide as all ranks.
+        kept += 4 * (section.conv_rank - 1)
         # What is normalised of q and k, what comes out where weights or numbers multiply it.
         return kept + {"none": 0, "l2": 3, "rms": 4}[section.qk_norm]
 
@@ -283,6 +293,8 @@ class Transformer(Architecture):
             entry.state_bytes(section, length, itemsize)
             for entry in self.attention_entries(section)
         )
+        heads = (section.conv_rank - 1) * self.heads_of(section, "k")
+        own += heads * self.head_channels(section) * length * itemsize
         kept = section.num_hidden_layers * own
         return kept + key_value_bytes(section, length, itemsize)
 
@@ -299,6 +311,7 @@ class Transformer(Architecture):
         if self.streams(section):
             streams = ", ".join(self.streams(section))
             kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
+            kind += f", rank {section.conv_rank}" if section.conv_rank > 1 else ""
             kind += ", l1-normalised" if section.conv_norm == "l1" else ""
             kind += ", then SiLU" if section.conv_activation == "silu" else ""
         for entry in self.attention_entries(section):
@@ -346,7 +359,7 @@ class Transformer(Architecture):
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes the convolutions; as in the base."""
-        from cat_lm.model.convolution import describe_backend
+        from cat_lm.model.conv_backends import describe_backend
 
         return describe_backend(config, device, dtype, backend)
 
@@ -373,6 +386,10 @@ class Transformer(Architecture):
             place = name.removesuffix(".canon_filter")[-1]
             width = self.canon_channels(section.model_copy(update={"canon": place}))
             return torch.zeros(1, width, section.canon_window)
-        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
+        if name.endswith("_rank_filter"):
+            from cat_lm.model.convolution import rank_start
+
+            return rank_start(config, name.removesuffix("_rank_filter")[-1])
         kind, window = kinds.get(section.conv_type), section.conv_window
+        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
         return kind.identity(heads, self.head_channels(section), window)

@@ -11,9 +11,12 @@ from cat_lm.architectures.base import ModelSection
 from cat_lm.config_sections import whole
 
 
-class NormKeys(ModelSection):
-    """Normalisation of filters, and of queries and keys, see `cat_lm.model.qk_norm`."""
+class KernelKeys(ModelSection):
+    """The rank of the kernel of scores, and norms of filters, queries and keys."""
 
+    conv_rank: Annotated[int, whole(limits.WINDOW)] = Field(
+        1, description="of the scores' kernel that filters of q and k make, one for each head"
+    )
     conv_norm: Literal["none", "l1"] = Field(
         "none", description="l1 divides a filter by its magnitudes' sum"
     )

@@ -148,7 +148,7 @@ class CausalLanguageModel:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
 
         A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `cat_lm.model.convolution.describe_backend` tells before.
+        `cat_lm.model.conv_backends.describe_backend` tells before.
 
         Raises:
             ValueError: an unknown name.

@@ -10,19 +10,15 @@ from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.qk_norm import QueryKeyNorm
-from cat_lm.model.rules import STREAMS, canon_places
+from cat_lm.model.rules import STREAMS
 from cat_lm.model.settings import AttentionSettings
-from cat_lm.ops import (
-    BACKENDS,
-    choose_backend,
-    convolve,
-    head_conv_qkv,
-    rotate,
-)
+from cat_lm.ops import convolve, head_conv_qkv, rotate
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 from cat_lm.ops.convolution.reference import check_kind
+
+RANK_START = 2.0**-6  # exact in half precision too
 
 
 def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
@@ -36,48 +32,18 @@ def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
     return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
 
 
-def describe_backend(
-    config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
-) -> str:
-    """Say what will compute the convolutions of a model, and why, in one line.
+def rank_start(config: AttentionSettings, stream: str) -> Tensor:
+    """Make the filters of a kernel's further ranks as they start, [R−1, H, W].
 
-    Args:
-        config: the model's.
-        device, dtype: where and in what the projections are computed.
-        backend: what `set_conv_backend` of the model was given.
-
-    Raises:
-        ValueError: the backend asked for cannot serve.
+    The keys' are zeros, so that the scores are those of rank 1. The queries' are small, and another
+    tap in each rank, so that gradients tell the ranks apart.
     """
-    # Each of a kind: what, W, heads and channels of a head.
-    parts: list[tuple[str, str, int, int, int]] = []
-
-    def add(conv_type: str, streams: str, purpose: str = "") -> None:
-        if streams:
-            what = f"{conv_type} convolution of {', '.join(streams)}{purpose}"
-            heads = config.stream_heads(streams[0])
-            parts.append((conv_type, what, config.conv_window, heads, config.head_width))
-
-    add(config.conv_type, config.embedding_streams)
-    if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
-        add("head", "v", " for the mixing of attention maps")
-    if places := canon_places(config):
-        what = f"Canon layers {', '.join(places)}"
-        parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
-    lines = []
-    for conv_type, what, window, heads, head_dim in parts:
-        choice = choose_backend(
-            conv_type,
-            device=device,
-            dtype=dtype,
-            window=window,
-            heads=heads,
-            head_dim=head_dim,
-            backend=backend,
-        )
-        runs = BACKENDS[choice.name].describe(conv_type, dtype, window)
-        lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
-    return "; ".join(lines) or "no convolutions"
+    kind, heads = kinds.HEAD, config.stream_heads(stream)
+    shape = kind.filter_shape(heads, config.head_width, config.conv_window)
+    start = torch.zeros(config.conv_rank - 1, *shape)
+    if stream == "q":
+        start.diagonal(offset=1, dim1=0, dim2=2).fill_(RANK_START)
+    return start
 
 
 class StreamConvolution(nn.Module):
@@ -100,10 +66,19 @@ class StreamConvolution(nn.Module):
 
         y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
 
-    With `conv_norm: l1` a filter is divided by its magnitudes' sum, `Kind.normalized`. Queries and
-    keys are then rotated. The projections stay plain linear layers, so that what replaces or adapts
-    linear layers (LoRA, quantisation) means the same as in any other model.
-    This module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
+    With `conv_rank: R` (`head`) queries and keys are filtered R times, by `…_rank_filter` beyond
+    the first, and set side by side, [B, T, H, R·D]. Their scores are then q·k / sqrt(D) convolved
+    over queries and keys with a kernel of rank R: for all f, g and S[i,j] = q_i·k_j,
+
+        (f * q)_i · (g * k)_j = sum_ab f[a] g[b] S[i−a, j−b]
+
+    as in multi-token attention (Golovneva et al., 2025), whose kernel has full rank and meets
+    masked scores. Only the first rank has biases. With `conv_norm: l1` a filter is divided by its
+    magnitudes' sum, `Kind.normalized`.
+
+    Queries and keys are then rotated. The projections stay plain linear layers, so that what
+    replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model. This
+    module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
     projections' biases, and its forward reads no other parameters: whoever gathers a module's
     parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
 
@@ -115,6 +90,7 @@ class StreamConvolution(nn.Module):
         "bias",
         *(f"{stream}_bias" for stream in STREAMS),
         *(f"{stream}_filter" for stream in STREAMS),
+        *(f"{stream}_rank_filter" for stream in "qk"),
     )
 
     def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
@@ -124,7 +100,7 @@ class StreamConvolution(nn.Module):
         self.streams = config.convolved_streams
         self.embedding_streams = config.embedding_streams
         self.activation = config.conv_activation
-        self.head_width = config.head_width
+        self.head_width, self.rank = config.head_width, config.conv_rank
         self.normalizes = config.conv_norm == "l1"
         self.norm_comes_first = config.qk_norm_place == "before"
         self.conv_backend = "auto"
@@ -133,6 +109,9 @@ class StreamConvolution(nn.Module):
         for stream in self.streams:
             filters = nn.Parameter(identity_filters(config, stream))
             self.register_parameter(f"{stream}_filter", filters)
+        for stream in "qk" if self.rank > 1 else "":
+            filters = nn.Parameter(rank_start(config, stream))
+            self.register_parameter(f"{stream}_rank_filter", filters)
 
     def filters(self) -> dict[str, nn.Parameter]:
         """Give the filters of the streams that have them, in the order q, k, v."""
@@ -171,8 +150,32 @@ class StreamConvolution(nn.Module):
         )
         return F.silu(outputs) if self.activation == "silu" else outputs
 
-    @staticmethod
+    def _ranked(
+        self,
+        stream: str,
+        first: Tensor,
+        inputs: Tensor,
+        document_ids: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> Tensor:
+        """Set what the further ranks' filters make beside the first's, [B, T, H, R·D]."""
+        if self.rank == 1 or stream == "v":
+            return first
+        others = [
+            convolve(
+                self.conv_type,
+                inputs,
+                taps,
+                document_ids=document_ids,
+                initial_state=initial_state,
+                backend=self.conv_backend,
+            )
+            for taps in getattr(self, f"{stream}_rank_filter").unbind(0)
+        ]
+        return torch.cat([first, *others], dim=-1)
+
     def _turned(
+        self,
         query: Tensor,
         key: Tensor,
         norm: QueryKeyNorm | None,
@@ -182,8 +185,15 @@ class StreamConvolution(nn.Module):
         if norm is not None:
             query, key = norm(query, key)
         if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
+            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
         return query, key
+
+    def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate [B, T, H, R·D], every rank alike."""
+        if self.rank == 1:
+            return rotate(x, *rotary)
+        ranks = x.unflatten(3, (self.rank, self.head_width)).flatten(2, 3)
+        return rotate(ranks, *rotary).unflatten(2, (-1, self.rank)).flatten(3)
 
 
 class PackedConvolution(StreamConvolution):
@@ -217,9 +227,10 @@ class PackedConvolution(StreamConvolution):
             norm: of queries and keys, before or after the convolution as the configuration says.
 
         Returns:
-            Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
-            padding, and a fourth tensor follows: `mixed_values` of them [B, T, H, H D], or, after
-            a cache, the values' filters [W, H, H], with which `attend_mixing_maps` goes on.
+            Queries, keys and values, each [B, T, H, D], the first two R times as wide. If maps are
+            mixed, values are zero at padding, and a fourth tensor follows: `mixed_values` of them
+            [B, T, H, H D], or, after a cache, the values' filters [W, H, H], with which
+            `attend_mixing_maps` goes on.
         """
         projected = projected.view(*projected.shape[:2], self.num_heads, 3, -1)
         bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
@@ -230,16 +241,25 @@ class PackedConvolution(StreamConvolution):
         initial_state = self._exchange_state(projected, padding_mask, state)
 
         if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
+            turns_later = norm is not None or self.rank > 1
             query, key, value = head_conv_qkv(
                 projected,
                 [self.taps(stream) for stream in STREAMS],
                 bias,
-                rotary=rotary if norm is None else None,
+                rotary=None if turns_later else rotary,
                 document_ids=document_ids,
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
-            if norm is not None:
+            if turns_later:
+                query, key = (
+                    self._ranked(
+                        stream, first, inputs, document_ids, self._part_of(initial_state, stream)
+                    )
+                    for stream, first, inputs in zip(
+                        "qk", (query, key), projected.unbind(3)[:2], strict=True
+                    )
+                )
                 query, key = self._turned(query, key, norm, rotary)
             return query, key, value
         # Not by index: the backward pass would fill a whole gradient with zeros for each stream.
@@ -315,7 +335,7 @@ class SeparateConvolution(StreamConvolution):
             rotary, padding_mask, document_ids, state, norm: as for `PackedConvolution`.
 
         Returns:
-            Queries, keys and values, each [B, T, its heads, D].
+            Queries, keys and values, each [B, T, its heads, D], the first two R times as wide.
         """
         inputs = {
             stream: projected.unflatten(2, (-1, self.head_width))
@@ -356,4 +376,5 @@ class SeparateConvolution(StreamConvolution):
                 inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
             if state is not None and self.window > 1:
                 before = state.exchange_inputs(stream, inputs, self.window, padding_mask)
-        return self._stream(stream, inputs, bias, document_ids, before)
+        first = self._stream(stream, inputs, bias, document_ids, before)
+        return self._ranked(stream, first, inputs, document_ids, before)

@@ -16,6 +16,8 @@ C is the model width, L the number of layers, W the window, H the number of head
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
 | filters, `conv_init: residual`               | identity + uniform          |            |
+| filters of ranks beyond the first           | q: 1/64 at a lag of their   |            |
+|                                              | own, k: 0                   |            |
 | Canon filters, `canon_init: uniform`         | uniform in ±1 / sqrt(W)     |            |
 | Canon filters, `canon_init: zero`            | 0                           |            |
 
@@ -34,7 +36,7 @@ from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.canon import CanonLayer
-from cat_lm.model.convolution import StreamConvolution, identity_filters
+from cat_lm.model.convolution import StreamConvolution, identity_filters, rank_start
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops.convolution import kinds
 
@@ -91,3 +93,6 @@ def _initialize_filters(convolution: StreamConvolution, config: AttentionSetting
         if config.conv_init == "residual":
             start += torch.empty_like(start).uniform_(-bound, bound)
         init.copy_(filters, start)
+    for stream in "qk" if config.conv_rank > 1 else "":
+        filters = getattr(convolution, f"{stream}_rank_filter")
+        init.copy_(filters, rank_start(config, stream))

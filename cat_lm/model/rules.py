@@ -146,6 +146,44 @@ def norm_problems(model: Any) -> list[str]:
     return problems
 
 
+# Of a head, that flash attention's kernels take.
+_MOST_FLASH_CHANNELS = 256
+
+
+def rank_problems(model: Any) -> list[str]:
+    """Say what a kernel of scores of more than rank 1 needs and has not."""
+    rank = model.conv_rank
+    if rank == 1:
+        return []
+    named = f"conv_rank={rank}"
+    if model.conv_type != "head" or not {*"qk"} <= {*model.conv_streams}:
+        return [
+            f"{named}: needs conv_type=head and the streams q and k, whose filters make the "
+            f"kernel, not conv_type={model.conv_type} and conv_streams={model.conv_streams}"
+        ]
+    problems = []
+    if rank > model.conv_window:
+        problems.append(
+            f"{named}: is above conv_window={model.conv_window}; a kernel of W x W taps has at "
+            "most rank W"
+        )
+    if model.qk_norm != "none" and model.qk_norm_place == "after":
+        problems.append(
+            f"{named}: qk_norm={model.qk_norm} after the convolution would make all ranks as "
+            "large; use qk_norm_place=before"
+        )
+    if model.conv_norm != "none":
+        problems.append(f"{named}: conv_norm={model.conv_norm} is for rank 1; use conv_norm=none")
+    width = rank * head_width(model)
+    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
+    if is_flash and width > _MOST_FLASH_CHANNELS:
+        problems.append(
+            f"{named}: makes heads of {width} channels, and attn_implementation=flash_attention_2 "
+            f"takes at most {_MOST_FLASH_CHANNELS}"
+        )
+    return problems
+
+
 def canon_problems(model: Any) -> list[str]:
     """Say whether `canon` names places of Canon layers, each once."""
     places = model.canon
@@ -223,5 +261,9 @@ def mixes_maps(model: Any) -> bool:
 
 def attention_channels(model: Any) -> int:
     """Count the channels of all heads of queries."""
-    heads = model.num_attention_heads
-    return heads * (getattr(model, "head_dim", None) or model.hidden_size // heads)
+    return model.num_attention_heads * head_width(model)
+
+
+def head_width(model: Any) -> int:
+    """Count the channels of a head."""
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads

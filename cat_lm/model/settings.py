@@ -31,6 +31,7 @@ from cat_lm.model.rules import (
     head_problems,
     mixes_maps,
     norm_problems,
+    rank_problems,
 )
 from cat_lm.ops.convolution import kinds
 
@@ -50,6 +51,7 @@ WHOLE_NUMBERS = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": CONTEXT,
     "conv_window": WINDOW,
+    "conv_rank": WINDOW,
     "canon_window": WINDOW,
 }
 NUMBERS = {"attention_temperature": TEMPERATURE, "attention_dropout": FRACTION}
@@ -80,6 +82,7 @@ class AttentionSettings:
     conv_activation: str = "none"
     conv_init: str = "identity"
     conv_norm: str = "none"
+    conv_rank: int = 1
     qk_norm: str = "none"
     qk_norm_place: str = "after"
     canon: str = "none"
@@ -163,7 +166,8 @@ class AttentionSettings:
         check_choice("conv_norm", self.conv_norm, CONV_NORMS)
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
-        refuse([*convolution_problems(self), *norm_problems(self), *canon_problems(self)])
+        refuse([*convolution_problems(self), *norm_problems(self), *rank_problems(self)])
+        refuse(canon_problems(self))
         attention.check_names(self)
         refuse(attention.problems(self))
 

@@ -57,6 +57,10 @@ MODELS = {
         )
     },
     "cat_l1": "CAT, filters of l1 norm 1",
+    "cat_qk_r2": "CAT on q and k, rank 2",
+    "cat_qk_r4": "CAT on q and k, rank 4",
+    "mta": "multi-token attention",
+    "mta_kernel": "multi-token attention, heads not mixed",
 }
 # Per position: the names of the same model with rotary positions and without.
 _PLAIN, _CAT, _MULTIHEAD = (
@@ -105,6 +109,7 @@ _MH_V, _MAPS, _MAPS_V = map(_both, ("mh_cat_v", "mh_maps", "mh_maps_v"))
 
 # Convolved streams -> the model without a norm, and the names of those with one.
 _NORMED = {"cat_k": "cat_k", "cat_qk": "cat_qk", "cat_rope": "cat"}
+_RANKS = ("cat_qk_r2", "cat_qk_r4")
 
 QUESTIONS = {
     "variants": Question(
@@ -177,5 +182,16 @@ QUESTIONS = {
             for norm in ("l2", "rms")
         ),
         attention=True,
+    ),
+    "rank": Question(
+        "what does a kernel of scores gain with its rank, and is full rank better?",
+        (
+            *((model, "pythia") for model in ("cat_qk", *_RANKS, "mta_kernel", "mta")),
+            *((model, "cat_qk") for model in (*_RANKS, "mta_kernel")),
+            ("cat_qk_r4", "cat_qk_r2"),
+            ("mta_kernel", "cat_qk_r4"),
+            ("mta", "mta_kernel"),
+        ),
+        factors=(0.5, 1, 2, 4),  # rows of multi-token attention have at most 512 tokens
     ),
 }

@@ -56,6 +56,8 @@ DEFINITION = {
         for norm in ("l2", "rms", "rms_before")
     },
     "cat_l1": ("head", "qkv", 21, "rope"),
+    **dict.fromkeys(("cat_qk_r2", "cat_qk_r4"), ("head", "qk", 21, "rope")),
+    **dict.fromkeys(("mta", "mta_kernel"), ("none", None, None, "rope")),
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
@@ -93,6 +95,7 @@ class TestPlan:
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding"),
                 *("conv_mixing", "conv_init", "canon", "conv_norm", "qk_norm", "qk_norm_place"),
+                *("conv_rank", "attention", "attention_options", "attn_implementation"),
             }
             study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
             config = study.config(study.jobs()[0])
@@ -101,6 +104,9 @@ class TestPlan:
             assert config.model.qk_norm == (norm[1] if norm else "none")
             assert (config.model.qk_norm_place == "before") == model.endswith("_before")
             assert (config.model.conv_norm == "l1") == model.endswith("_l1")
+            rank = re.search("_r([24])$", model)
+            assert config.model.conv_rank == (int(rank[1]) if rank else 1)
+            assert (config.model.attention == "multi_token") == model.startswith("mta")
             if "abcd" in model:
                 assert config.model.conv_init == "residual"
             # A Canon layer has more than a filter for each head.
@@ -117,10 +123,18 @@ class TestPlan:
         assert len(set(found)) == len(MODELS)
 
     def test_questions_compare_models_that_differ_as_they_say(self):
-        assert list(QUESTIONS) == ["variants", "streams", "maps", "length", "canon", "qk_norm"]
+        assert list(QUESTIONS) == [
+            "variants",
+            "streams",
+            "maps",
+            "length",
+            "canon",
+            "qk_norm",
+            "rank",
+        ]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
         first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
-        assert sizes == {**first, "canon": 10, "qk_norm": 16}
+        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
@@ -214,6 +228,11 @@ class TestPlan:
             (
                 ["--models", "pythia,cats"],
                 "--models cats: is not of --question variants, which has pythia",
+            ),
+            (
+                ["--question", "rank", "--size", "gpu"],
+                "mta is to be read up to 2048 tokens; attention=multi_token: reads rows of at most "
+                "512 tokens, not of 2048",
             ),
         ],
     )

@@ -22,6 +22,9 @@ from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.settings import AttentionSettings
 
+# Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
+_OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
+
 
 @dataclass
 class SequenceContext:
@@ -121,6 +124,7 @@ class AttentionMixin:
             continues,
             state,
             context.document_ids,
+            context.padding_mask,
             *positions,
         )
         return self.core(query, key, value, extra[0] if extra else None, call)
@@ -160,8 +164,12 @@ class AttentionMixin:
                 implementation, self.score_transform, query, key, value, context.mask,
                 query_positions, key_positions, self.scaling, self._dropout, self.training,
             )  # fmt: skip
+        width = value.shape[-1]
+        wider = key.shape[-1] - width
+        if wider > 0 and implementation in _OF_ONE_WIDTH:
+            value = F.pad(value, (0, wider))
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
-        return function(
+        output, maps = function(
             self if self.score_form is None else _Ungrouped(self),
             query,
             key,
@@ -171,6 +179,7 @@ class AttentionMixin:
             dropout=self._dropout,
             **context.arguments,
         )
+        return (output[..., :width] if output.shape[-1] > width else output), maps
 
 
 def _rename_earlier_parameters(
