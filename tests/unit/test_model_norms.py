@@ -60,21 +60,26 @@ def test_sequences_and_decoding_are_exact(fields):
 
 
 @pytest.mark.parametrize("fields", [NONE, {"conv_window": 3}, LLAMA | {"conv_window": 3}])
-@pytest.mark.parametrize("rope_parameters", [None, {"rope_type": "yarn", "factor": 4.0}])
-def test_l2_bounds_every_logit(fields, rope_parameters):
-    more = {} if rope_parameters is None else {"rope_parameters": dict(rope_parameters)}
-    model = normed(**fields, **more, qk_norm="l2", attention_temperature=1.0)
+def test_l2_bounds_every_logit(fields):
+    model = normed(**fields, qk_norm="l2", attention_temperature=0.5)
     query, key, scaling, attention = core_inputs(model, random_ids(2, 30))
-    scale = attention.qk_norm.logit_scale
-    assert scale.min() > math.sqrt(8) and scale.shape == (4,)
+    scale = attention.qk_norm.logit_scale / 0.5  # the temperature divides the logits
+    assert scale.min() > 2 * math.sqrt(8) and scale.shape == (4,)
     logits = query @ key.repeat_interleave(4 // key.shape[1], dim=1).mT * scaling
-    if rope_parameters is None:
-        assert (logits.abs() <= scale[:, None, None] * (1 + 1e-5)).all()
-        own = logits.diagonal(dim1=2, dim2=3)
-        assert (own.abs().amax((0, 2)) > 0.3 * scale).all(), "the bound is nearly met"
-    else:
-        # YaRN turns a part of the channels and makes them longer: the norm must not undo that.
-        assert not torch.allclose(query.norm(dim=-1)[:, 0], query.norm(dim=-1)[:, 0].mean())
+    assert (logits.abs() <= scale[:, None, None] * (1 + 1e-5)).all()
+    own = logits.diagonal(dim1=2, dim2=3)
+    assert (own.abs().amax((0, 2)) > 0.3 * scale).all(), "the bound is nearly met"
+
+
+@pytest.mark.parametrize("fields", [NONE, {"conv_window": 3}])
+def test_the_temperature_of_yarn_survives_the_norm(fields):
+    """It makes what is rotated longer, which a norm after the rotation would undo."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = normed(family="llama", qk_norm="l2", rope_parameters=yarn, **fields)
+    query, _, _, attention = core_inputs(model, random_ids(2, 30))
+    longer = 0.1 * math.log(4) + 1
+    expected = longer * attention.qk_norm.logit_scale[:, None].expand(4, 30)
+    torch.testing.assert_close(query.norm(dim=-1), expected.expand(2, 4, 30), rtol=1e-3, atol=0)
 
 
 def test_rms_is_the_norm_of_what_is_convolved_or_of_what_is_projected():
