@@ -74,8 +74,9 @@ class MultiToken(MixerKind):
         return 5.0
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
-        mixed = len(mixings(options.head_mixing))
-        return options.heads * (3 + mixed + options.query_window / 2)
+        # In fp32 alone: shifted scores of every lag, what is mixed over heads, what drops some.
+        halves = options.query_window + len(mixings(options.head_mixing)) + bool(options.dropout)
+        return options.heads * (1.2 + halves / 2)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return setting.d_model * (2 * length + options.query_window - 1)

@@ -51,8 +51,8 @@ class MultiToken(Pattern):
     def saved_maps(self, model: Any) -> int:
         """Count what eager attention has not: shifted scores of every lag, and mixed maps."""
         options = self.resolved(model.attention_options)
-        kept = 2 + len(mixings(options["head_mixing"])) + -(-options["query_window"] // 2)
-        return model.num_attention_heads * kept
+        halves = options["query_window"] + len(mixings(options["head_mixing"]))
+        return -(-model.num_attention_heads * halves // 2)
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the last c_q − 1 queries."""
