@@ -269,8 +269,8 @@ class Transformer(Architecture):
         kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
         # Queries, keys, values and what comes out are as wide as all ranks.
         kept += 4 * (section.conv_rank - 1)
-        # What is normalised of q and k, what comes out where weights or numbers multiply it.
-        return kept + {"none": 0, "l2": 3, "rms": 4}[section.qk_norm]
+        # What is normalised of q and k, and comes out: on a CPU once more in fp32 where it is bf16.
+        return kept + {"none": 0, "l2": 4, "rms": 6}[section.qk_norm]
 
     def _saved_by_canon(self, section: Any) -> float:
         """Count what Canon layers read, in tensors of [B, T, C]: others keep what comes out."""
