@@ -30,6 +30,7 @@ from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
+from eval.small_study.attention import attention_of
 from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
@@ -414,6 +415,43 @@ class TestStudy:
             assert len(list(csv.DictReader(file))) == 3 * 2 * 5
         for name in ("small_study.png", "small_study.svg", "report/index.html"):
             assert (folder / name).stat().st_size > 5000
+
+    def test_differences_of_differences_and_attention(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        class Normed(Imitation):
+            LOSS: ClassVar = {"pythia": 4.0, "qk_l2": 3.99, "cat_rope": 3.8, "cat_l2": 3.7}
+
+        measured = []
+
+        def imitated(study: Study, job: Job) -> dict[str, object]:
+            measured.append(job.name)
+            entropy = 0.5 + 0.1 * job.seed
+            layer = {"entropy": entropy, "largest_logit": 7.0}
+            return layer | {"layers": [layer]}
+
+        monkeypatch.setattr("eval.small_study.attention._measured", imitated)
+        chosen = ["--question", "qk_norm", "--models", ",".join(Normed.LOSS), "--seeds", "0,1"]
+        arguments = [*arguments[:4], *arguments[6:], *chosen, "--parallel", 1]
+        assert run_study(monkeypatch, capsys, Normed(), *arguments)[0] == 0
+        assert len(measured) == 8
+        folder = tmp_path / "out"
+        summary = json.loads((folder / "summary.json").read_text())
+        pairs = {(p["model"], p["minus"]): p for p in summary["comparisons"] if p["length"] == 128}
+        assert len(pairs) == 4 and {p["comparisons"] for p in pairs.values()} == {8}
+        difference = pairs["cat_l2 − cat_rope", "qk_l2 − pythia"]
+        assert difference["mean"] == pytest.approx(-0.09) and difference["verdict"] == "lower"
+        table = (folder / "small_study.md").read_text(encoding="utf-8")
+        label = "| CAT, l2 norm after − CAT, RoPE | Pythia, l2 norm of q and k − Pythia (RoPE) |"
+        assert f"{label} -0.090 [" in table
+        assert "| CAT, RoPE | 0.550 ± 0.071 | 7.0 ± 0.0 |" in table
+        # Weights that were measured are not measured again.
+        job = Job("cat_l2", 1, folder / "runs/cat_l2-seed1")
+        study = Study(SIZES["cpu"], ("cat_l2",), (1,), folder, tmp_path, question="qk_norm")
+        assert attention_of(study, job)["entropy"] == 0.6 and len(measured) == 8
+        (job.folder / "attention.json").write_text('{"model_sha256": "x"}')
+        with pytest.raises(UserError, match=r"attention\.json: .*entropy"):
+            attention_of(study, job)
 
     def test_rates_are_chosen_on_a_seed_that_is_not_reported(
         self, arguments, tmp_path, monkeypatch, capsys
