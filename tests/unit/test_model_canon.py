@@ -12,6 +12,7 @@ from cat_lm.model.canon import CanonLayer, Reading
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model, model_config
 from cat_lm.upcycle import Convolution, model_section, upcycle
+from tests.unit import test_model_adapters as adapters
 from tests.unit import test_model_decode as decoding
 from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
@@ -201,6 +202,13 @@ def test_the_log_says_what_computes_them():
     model = cat_model(canon="D")
     model.set_conv_backend("reference")
     assert model.gpt_neox.layers[0].canon["D"].conv_backend == "reference"
+
+
+def test_lora_on_the_projections_of_every_part(tmp_path):
+    fields = MODELS["Llama, ABCD"] | {"conv_type": "head", "conv_rank": 2, "qk_norm": "rms"}
+    adapters.test_lora_trains_saves_reloads_and_merges(
+        fields | {"qk_norm_place": "before"}, tmp_path
+    )
 
 
 def test_a_window_of_one_keeps_nothing():

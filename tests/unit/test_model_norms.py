@@ -10,6 +10,7 @@ from cat_lm.errors import UserError
 from cat_lm.library_model import library_model
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.convolution import kinds
+from eval.common.filters import read_filters
 from eval.small_study.attention import attention_statistics
 from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.tiny_models import cat_model, random_ids
@@ -130,6 +131,15 @@ def test_filters_of_norm_one(kind):
         torch.testing.assert_close(model(ids).logits, doubled(ids).logits, rtol=1e-4, atol=1e-5)
         convolution.k_filter.zero_()
         assert not convolution.taps("k").any() and model(ids).logits.isfinite().all()
+
+
+def test_filters_are_read_as_they_are_used(tmp_path):
+    model = cat_model(conv_norm="l1", conv_window=4)
+    model.save_pretrained(tmp_path)
+    taps = read_filters(tmp_path).streams["v"]
+    expected = model.gpt_neox.layers[1].attention.convolution.taps("v").detach()
+    torch.testing.assert_close(torch.as_tensor(taps[1]), expected)
+    assert not torch.allclose(expected, model.gpt_neox.layers[1].attention.convolution.v_filter)
 
 
 @each_model
