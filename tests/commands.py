@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import weakref
 from pathlib import Path
 
 import torch
@@ -20,42 +21,68 @@ import torch
 from tests.conftest import REPOSITORY
 
 
-def python(
-    *words: object, cwd: Path = REPOSITORY, timeout: float = 600, **environment: str
-) -> subprocess.CompletedProcess:
-    """Run `python WORDS` in the folder `cwd`: `train.py …`, `-m module …` or `-c code`.
+class Command:
+    """A running command, with what tests need of `subprocess.Popen`.
 
     Where there is a GPU, whose driver no fork survives, it is a new interpreter.
 
     Args:
+        words: `train.py …`, `-m module …` or `-c code`.
+        apart: keep the two outputs apart; else stderr goes where stdout goes.
         environment: variables beside this process's.
     """
-    command = [str(word) for word in words]
-    variables = os.environ | environment
-    if torch.cuda.is_available():
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=cwd,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+
+    def __init__(
+        self, *words: object, cwd: Path = REPOSITORY, apart: bool = False, **environment: str
+    ) -> None:
+        self.words = [str(word) for word in words]
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        files = self._files if apart else [self._files[0]] * 2
+        multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
+        method = "spawn" if torch.cuda.is_available() else "forkserver"
+        self._process = multiprocessing.get_context(method).Process(
+            target=_run, args=(self.words, str(cwd), os.environ | environment, *map(str, files))
         )
-    multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(command, str(cwd), variables, *map(str, files))
-        )
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, timeout)
-        said = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        return subprocess.CompletedProcess(command, process.exitcode, *said)
+        self._process.start()
+        # Python's end would wait for what a failed test has left behind.
+        weakref.finalize(self, self._process.kill)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float = 600) -> int:
+        """Wait for the end and return the exit code, which is -N after signal N."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            self._process.kill()
+            self._process.join()
+            raise subprocess.TimeoutExpired(self.words, timeout)
+        return self.poll()
+
+    def said(self, file: int = 0) -> str:
+        """Return what it has written so far: 0 stdout, 1 stderr."""
+        path = self._files[file]
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def finish(command: Command, code: int = 0) -> str:
+    """Wait for `command`, which must end with `code`; return what it said."""
+    ended = command.wait()
+    assert ended == code, command.said()
+    return command.said()
+
+
+def python(
+    *words: object, cwd: Path = REPOSITORY, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run `python WORDS` in the folder `cwd`; `environment` are variables beside this process's."""
+    command = Command(*words, cwd=cwd, apart=True, **environment)
+    code = command.wait(timeout)
+    return subprocess.CompletedProcess(command.words, code, command.said(0), command.said(1))
 
 
 def _run(command: list[str], cwd: str, variables: dict[str, str], *files: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from cat_lm.export import export_model
 from cat_lm.pretrained import load_tokenizer
 from eval.zero_shot.run import Settings, run
+from tests.commands import Command
 from tests.finished_runs import tiny_model
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -27,16 +28,21 @@ def model(tmp_path_factory, tiny_corpus) -> Path:
     return export_model(model, tokenizer, tmp_path_factory.mktemp("models") / "cat")
 
 
-def on_two_ranks(*arguments: object) -> subprocess.CompletedProcess:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launcher, "--nproc-per-node=2", "-m", "eval.zero_shot", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+def on_two_ranks(*arguments: object) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank of one command."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        Command(
+            *("-m", "eval.zero_shot", *arguments), apart=True,
+            RANK=str(rank), LOCAL_RANK=str(rank), **shared,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return [(rank.wait(300), rank.said(0), rank.said(1)) for rank in ranks]
 
 
 def samples(out: Path, task: str) -> list[dict]:
@@ -51,9 +57,9 @@ def test_two_ranks_answer_as_one(model, tmp_path):
     names = ("--tasks", ",".join(TASKS), "--data-dir", rows, "--device", "cpu", "--samples")
     names += ("--max-length", 45)
     arguments = (model, *names, "--out", tmp_path / "two", "--batch-size", 3)
-    result = on_two_ranks(*arguments)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("task ") == 1  # one rank speaks
+    (code, table, said), (other_code, silence, _) = on_two_ranks(*arguments)
+    assert code == other_code == 0, said
+    assert table.count("task ") == 1 and silence == ""  # one rank speaks
     together = json.loads((tmp_path / "two/zero_shot.json").read_text(encoding="utf-8"))
     assert together["settings"]["ranks"] == 2
     for name in TASKS:
@@ -74,16 +80,21 @@ def test_two_ranks_answer_as_one(model, tmp_path):
             assert a.get("acc") == b.get("acc")
     assert alone["tasks"]["hellaswag"]["truncated"] > 0
     # Rank 0 alone decides what is finished.
-    again = on_two_ranks(*arguments)
-    assert again.stderr.count("finished before") == len(TASKS)
-    assert again.stdout == result.stdout
+    (_, again, said), (_, silence, _) = on_two_ranks(*arguments)
+    assert said.count("finished before") == len(TASKS)
+    assert again == table and silence == ""
 
 
 @pytest.mark.long
 def test_errors_are_said_once(model, tmp_path):
     rows = write_rows(tmp_path / "rows")
     given = (model, "--tasks", "piqa", "--data-dir", rows, "--device", "cpu", "--limit", 1)
-    result = on_two_ranks(*given, "--out", tmp_path / "out")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node=2", "-m", "eval.zero_shot"]
+    command = [*launcher, *map(str, given), "--out", tmp_path / "out"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300, check=False
+    )
     assert result.returncode != 0
     assert result.stderr.count("error: task piqa: 1 rows cannot be shared among 2 ranks") == 1
     assert not (tmp_path / "out").exists()
@@ -96,11 +107,12 @@ def test_error_of_one_rank_is_said_by_the_first(model, tmp_path):
     folder = write_rows(tmp_path / "rows", {"lambada_openai": rows, "piqa": ROWS["piqa"]})
     names = ("--tasks", "lambada_openai,piqa", "--max-length", 60)
     given = (model, *names, "--data-dir", folder, "--device", "cpu", "--out", tmp_path / "out")
-    result = on_two_ranks(*given)
-    assert result.returncode != 0
-    # No process waited for one that had gone; the launcher's own traceback comes after it all.
-    assert "RuntimeError" not in result.stderr and "gloo" not in result.stderr.lower()
+    ranks = on_two_ranks(*given)
+    assert all(code != 0 for code, _, _ in ranks)
+    said = "".join(words for _, _, words in ranks)
+    # No process waited for one that had gone.
+    assert "RuntimeError" not in said and "gloo" not in said.lower()
     message = "error: 1 of 2 tasks failed: task lambada_openai: rank 1: a continuation of 81 tokens"
-    assert result.stderr.count(message) == 1, result.stderr
+    assert said.count(message) == 1, said
     stored = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))
     assert list(stored["tasks"]) == ["piqa"]

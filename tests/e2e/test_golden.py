@@ -7,12 +7,11 @@ change training, and say so in the commit.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import Command, finish
 from tests.runs import losses, run_values, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +25,7 @@ def twenty_steps(data: Path, folder: Path) -> list[tuple]:
     values = run_values(data, folder / "run", max_steps=20, zero_stage=1)
     values["model"] |= {"hidden_dropout": 0.0, "conv_init": "uniform"}
     values["validation"]["every_steps"] = 10
-    command = [sys.executable, "train.py", str(write_config(folder, values))]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    finish(Command("train.py", write_config(folder, values)))
     return losses(folder / "run")
 
 
@@ -48,10 +46,10 @@ def write_golden() -> None:
         folder = Path(name)
         text = folder / "text.txt"
         text.write_text("\n\n".join(generated_text(200)), encoding="utf-8")
-        command = [sys.executable, "-m", "data_prep.prepare", "--source", "files", "--path", text]
+        command = ["-m", "data_prep.prepare", "--source", "files", "--path", text]
         command += ["--document-separator", r"\n\n", "--tokenizer", "bytes", "--workers", "1"]
         command += ["--validation-fraction", "0.1", "--out", folder / "prepared"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        finish(Command(*command))
         rows = twenty_steps(folder / "prepared", folder)
     GOLDEN.write_text("[\n" + ",\n".join(json.dumps(list(row)) for row in rows) + "\n]\n")
 

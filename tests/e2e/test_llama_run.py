@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import yaml
 
+from tests.commands import Command, finish
 from tests.runs import losses, records, run_values, write_config
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
-
-
-def start(*command: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
-def run(*command: object) -> str:
-    process = start(*command)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    return said
 
 
 def config(corpus: Path, folder: Path, **train) -> Path:
@@ -51,28 +34,28 @@ def config(corpus: Path, folder: Path, **train) -> Path:
 
 def test_llama_trains_is_killed_resumes_exports_and_writes(tiny_corpus, tmp_path):
     whole = config(tiny_corpus, tmp_path / "whole")
-    run("train.py", whole)
+    finish(Command("train.py", whole))
     expected = losses(tmp_path / "whole/run")
     assert expected[-1][0] == STEPS
     seen = [record["loss"] for record in records(tmp_path / "whole/run") if "loss" in record]
     assert seen[-1] < seen[0]
 
     part = config(tiny_corpus, tmp_path / "part", resume="auto")
-    process = start("train.py", part)
+    process = Command("train.py", part)
     latest = tmp_path / "part/run/checkpoints/latest"
     deadline = time.monotonic() + 300
     while not latest.exists() and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert len(losses(tmp_path / "part/run")) <= len(expected)
-    run("train.py", part)
+    finish(Command("train.py", part))
     assert losses(tmp_path / "part/run") == expected
 
     out = tmp_path / "model"
-    said = run("-m", "cat_lm.export", tmp_path / "part/run", out)
+    said = finish(Command("-m", "cat_lm.export", tmp_path / "part/run", out))
     assert "read back and equal" in said
     assert yaml.safe_load((out / "config.json").read_text())["model_type"] == "cat_llama"
-    text = run("-m", "cat_lm.generate", out, "def", "--max-new-tokens", 8)
+    text = finish(Command("-m", "cat_lm.generate", out, "def", "--max-new-tokens", 8))
     assert text.strip()

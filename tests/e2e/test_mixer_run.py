@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from cat_lm.training.checkpoint import complete_checkpoints
+from tests.commands import Command, finish
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
-from tests.e2e.test_train_command import finish, start
 from tests.runs import losses, run_values, write_config
 
 MODEL = {"architecture": "mixer", "hidden_size": 32, "num_hidden_layers": 2}
@@ -31,26 +30,25 @@ def test_killed_resumed_exported_and_asked_to_write(tiny_corpus, tmp_path):
     values = values_of(tiny_corpus, tmp_path / "straight", "gated-deltanet", max_steps=24)
     values["train"]["global_batch_size"] = 2
     values["checkpoint"] = {"every_steps": 4, "keep_last": 2}
-    straight = start(sys.executable, "train.py", write_config(tmp_path, values))
+    straight = Command("train.py", write_config(tmp_path, values))
     assert "mixer gated-deltanet" in finish(straight)
     values["train"] |= {"output_dir": str(tmp_path / "killed"), "resume": "auto"}
     config = write_config(tmp_path, values)
-    process = start(sys.executable, "train.py", config)
+    process = Command("train.py", config)
     folder = tmp_path / "killed/checkpoints"
     while process.poll() is None and not complete_checkpoints(folder):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() != 0, "the run ended before it could be killed"
-    process.stdout.close()
-    finish(start(sys.executable, "train.py", config))
+    finish(Command("train.py", config))
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
 
     exported = tmp_path / "exported"
-    finish(start(sys.executable, "-m", "cat_lm.export", tmp_path / "killed", exported))
+    finish(Command("-m", "cat_lm.export", tmp_path / "killed", exported))
     assert AutoModelForCausalLM.from_pretrained(exported).config.mixer == "gated-deltanet"
     assert "gated-deltanet" in (exported / "README.md").read_text()
-    command = (sys.executable, "-m", "cat_lm.generate", exported, "The ", "--max-new-tokens", "8")
-    assert "The " in finish(start(*command))
+    command = ("-m", "cat_lm.generate", exported, "The ", "--max-new-tokens", "8")
+    assert "The " in finish(Command(*command))
 
 
 def train(ranks, data: str, folder: str, runs: list[tuple]) -> list[int]:

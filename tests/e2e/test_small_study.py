@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands import python
 
 
 def test_one_run_from_start_to_table(long_corpus, tmp_path):
     out = tmp_path / "out"
-    call = [sys.executable, "-m", "eval.small_study", "--data", str(long_corpus), "--out", str(out)]
+    call = ["-m", "eval.small_study", "--data", long_corpus, "--out", out]
     call += ["--models", "cat_rope", "--seeds", "3", "--tokens", "16384"]
     call += ["--documents", "4"]
-    first = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    first = python(*call)
     assert first.returncode == 0, first.stderr
     assert "1 runs of 1 models" in first.stdout
     assert "[1/1] cat_rope-seed3: held-out loss" in first.stdout
@@ -27,7 +24,7 @@ def test_one_run_from_start_to_table(long_corpus, tmp_path):
     assert len(summary["commands"]["cat_rope-seed3"]) == 3
     run = out / "runs/cat_rope-seed3"
     before = (run / "metrics.jsonl").stat().st_mtime_ns
-    second = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    second = python(*call)
     assert second.returncode == 0, second.stderr
     assert "0 to do" in second.stdout
     assert (run / "metrics.jsonl").stat().st_mtime_ns == before

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
-from tests.commands import python
+from tests.commands import Command, finish, python
 from tests.runs import losses, records, run_values, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +37,9 @@ def start(*command: str | Path, **environment: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def end(process: subprocess.Popen) -> str:
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == code, output
+    assert process.returncode == 0, output
     return output
 
 
@@ -47,13 +47,13 @@ def test_sigkill_at_random_moments(tiny_corpus, tmp_path):
     """SIGKILL between and during saves; each restart goes on to equal losses."""
     values = run_values(tiny_corpus, tmp_path / "straight", max_steps=60)
     values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
-    finish(start(sys.executable, "train.py", write_config(tmp_path, values)))
+    finish(Command("train.py", write_config(tmp_path, values)))
     values["train"] |= {"output_dir": str(tmp_path / "killed"), "resume": "auto"}
     config = write_config(tmp_path, values)
     moments = random.Random(20)
     killed_at = []
     for _ in range(40):
-        process = start(sys.executable, "train.py", config)
+        process = Command("train.py", config)
         folder = tmp_path / "killed/checkpoints"
         before = {path.name for path in complete_checkpoints(folder)}
         while process.poll() is None and before >= {p.name for p in complete_checkpoints(folder)}:
@@ -62,10 +62,9 @@ def test_sigkill_at_random_moments(tiny_corpus, tmp_path):
         process.send_signal(signal.SIGKILL)
         if process.wait() == 0:
             break
-        process.stdout.close()
         killed_at.append(find_checkpoint(tmp_path / "killed").name)
         if len(killed_at) == 2:
-            finish(start(sys.executable, "train.py", config))
+            finish(Command("train.py", config))
             break
     assert killed_at, "the run ended before it could be killed once"
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
@@ -75,7 +74,7 @@ def test_a_signal_saves_and_exits_with_the_requeue_code(tiny_corpus, tmp_path):
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=100_000)
     values["checkpoint"] = {"every_steps": 100_000}
     values["validation"] = {"every_steps": 100_000, "max_tokens": 512}
-    process = start(sys.executable, "train.py", write_config(tmp_path, values))
+    process = Command("train.py", write_config(tmp_path, values))
     metrics = tmp_path / "run/metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
@@ -97,13 +96,13 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         values["model"]["hidden_dropout"] = 0.0  # or one rank would draw another mask than two
         configs[launcher] = write_config(tmp_path / launcher, values)
     port = 20_000 + os.getpid() % 20_000
-    finish(
+    end(
         start(
             *(BIN / "torchrun", "--nproc-per-node=2", f"--master-port={port}"),
             *("train.py", configs["torchrun"]),
         )
     )
-    finish(
+    end(
         start(
             *(BIN / "deepspeed", "--num_gpus=2", f"--master_port={port + 1}"),
             *("train.py", configs["deepspeed"]),
@@ -123,10 +122,10 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         for rank in range(2)
     ]
     for task in tasks:
-        finish(task)
-    finish(start(sys.executable, "train.py", configs["alone"]))
+        end(task)
+    end(start(sys.executable, "train.py", configs["alone"]))
     one = (BIN / "torchrun", "--standalone", "--nproc-per-node=1", "train.py")
-    finish(start(*one, configs["torchrun-one"]))
+    end(start(*one, configs["torchrun-one"]))
     assert losses(tmp_path / "torchrun-one/run") == losses(tmp_path / "alone/run")
     expected = losses(tmp_path / "torchrun/run")
     assert len(expected) == 5
@@ -139,7 +138,7 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
 def test_starts_without_a_compiler(tiny_corpus, tmp_path):
     """DeepSpeed must not try to build an operator: no compiler on PATH, an empty build cache."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=3)
-    output = finish(
+    output = end(
         start(
             *(sys.executable, "train.py", write_config(tmp_path, values)),
             PATH=str(tmp_path),
@@ -174,7 +173,7 @@ def test_help_is_quick_and_true():
     code = "import sys, runpy; sys.argv = ['train.py', '--help']\n"
     code += "try: runpy.run_path('train.py', run_name='__main__')\n"
     code += "except SystemExit: print('torch' in sys.modules)"
-    output = finish(start(sys.executable, "-c", code))
+    output = end(start(sys.executable, "-c", code))
     assert "section.key=value" in output and output.splitlines()[-1] == "False"
 
 
@@ -184,7 +183,7 @@ def test_too_many_bad_steps_stop_the_run(tiny_corpus, tmp_path):
     values["optimizer"] |= {"lr": 1e3, "warmup_steps": 0, "grad_clip": 0, "schedule": "constant"}
     values["optimizer"]["weight_decay"] = 1e3  # a step multiplies the weights by -1e6
     values["checkpoint"] = {"every_steps": 1, "keep_last": 2}
-    output = finish(start(sys.executable, "train.py", write_config(tmp_path, values)), code=2)
+    output = finish(Command("train.py", write_config(tmp_path, values)), code=2)
     assert "3 steps in a row were not finite" in output.splitlines()[-1]
     found = records(tmp_path / "run")
     assert [r.get("skipped", False) for r in found if "loss" in r][-3:] == [True] * 3

@@ -19,7 +19,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.targets import BY_NAME, TARGETS
 from tests.fuzz.values import ODD, odd_line
 
-SEED, CASES, MORE_CASES = 2026, 80, 330
+SEED, CASES, MORE_CASES = 2026, 50, 330
 # Those whose single call takes seconds.
 SLOW = ("doctor", "streams", "speed-conv", "report", "sweep", "sweep-text", "zero-shot-table")
 EXPECTED = {

@@ -161,22 +161,31 @@ def waiting(request) -> None:
             request.getfixturevalue(name)
 
 
+@pytest.mark.long
 def test_uninterrupted(submit, straight, waiting):
     check_finished(submit(), straight, restarts=0)
 
 
-def test_signal_to_one_rank(submit, straight):
-    """All ranks stop after the same step; the job requeues itself, each time."""
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(signal.SIGUSR1, 1), (signal.SIGKILL, 0)],
+        pytest.param([(signal.SIGKILL, 1), (signal.SIGTERM, 0)], marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_is_signalled_or_killed(faults, submit, straight):
+    """All ranks stop after the same step, or end; the job requeues itself, each time."""
     job = submit()
-    for restart, (number, rank) in enumerate([(signal.SIGUSR1, 1), (signal.SIGTERM, 0)]):
+    for restart, (number, rank) in enumerate(faults):
         job.wait_for_log(f" restart {restart} ")
         job.wait_for_step(FAULT * (1 + restart))
         job.signal_ranks(number, rank)
         job.wait_for_log(f" restart {restart + 1} ")
-    stops = re.findall(r"stopped by a signal after step (\d+)", job.log)
+    stops = [int(step) for step in re.findall(r"stopped by a signal after step (\d+)", job.log)]
     starts = [int(line.rpartition("-")[2]) for line in job.attempts[1:]]
-    assert starts == [int(step) for step in stops] and len(stops) == 2
-    assert job.log.count("Exited with exit code 75") >= 2
+    caught = next(i for i, (number, _) in enumerate(faults) if number != signal.SIGKILL)
+    assert len(starts) == 2 and stops == [starts[caught]]
+    assert "Exited with exit code 75" in job.log
     check_finished(job, straight, restarts=2)
 
 
@@ -198,16 +207,6 @@ def test_scontrol_requeue(submit, straight):
     job.wait_for_step(FAULT)
     job.scontrol("requeue", job.id)
     check_finished(job, straight, restarts=1)
-
-
-def test_sigkill_of_a_rank(submit, straight):
-    job = submit()
-    for restart, rank in enumerate([1, 0]):
-        job.wait_for_log(f" restart {restart} ")
-        job.wait_for_step(FAULT * (1 + restart))
-        job.signal_ranks(signal.SIGKILL, rank)
-        job.wait_for_log(f" restart {restart + 1} ")
-    check_finished(job, straight, restarts=2)
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from cat_lm.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.io.own_files import make_marked, take_over
 from cat_lm.pretrained import load_model, load_tokenizer
+from tests.commands import python
 from tests.finished_runs import checkpoint, tiny_model
 
 VARIANTS = {
@@ -46,18 +46,6 @@ def model(request):
 
 def export(model, tokenizer_folder: Path, out: Path, **options) -> Path:
     return export_model(model, load_tokenizer(tokenizer_folder), out, **options)
-
-
-def run_command(module: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        **options,
-    )
 
 
 def test_export_of_a_checkpoint_keeps_every_bit(tmp_path, tokenizer_folder, model):
@@ -268,7 +256,7 @@ def test_command_refuses_what_is_no_checkpoint(tmp_path, tokenizer_folder):
     weights = cut / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     for path in (tmp_path / "absent", untagged, tmp_path / "cut"):
-        result = run_command("cat_lm.export", str(path), str(tmp_path / "out"))
+        result = python("-m", "cat_lm.export", path, tmp_path / "out")
         assert result.returncode == 2, result.stderr
         assert result.stderr.count("\n") == 1
         assert str(path) in result.stderr
@@ -280,10 +268,9 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, tokenizer
     run = tmp_path / "run"
     checkpoint(run, tiny_model(257), tokenizer_folder)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
-
-    result = run_command("cat_lm.export", str(run), str(tmp_path / "out"), preexec_fn=limit)
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))"
+    code += "\nfrom cat_lm.export import main; main()"
+    result = python("-c", code, run, tmp_path / "out")
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith(f"error: OUT {tmp_path / 'out'}: cannot be written: ")
     assert "File too large" in result.stderr
@@ -296,12 +283,14 @@ def test_command_says_what_it_wrote_and_nothing_else(tmp_path, tokenizer_folder,
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
-    result = run_command("cat_lm.export", str(tmp_path / "run"), str(tmp_path / "out"))
+    command = [sys.executable, "-m", "cat_lm.export", tmp_path / "run", tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert re.fullmatch(r".*/out: [\d,]+ parameters in float32, read back.*\n", result.stdout)
 
 
+@pytest.mark.long
 def test_export_needs_no_deepspeed(tmp_path, tokenizer_folder):
     checkpoint(tmp_path / "run", tiny_model(257), tokenizer_folder)
     code = "import sys; sys.modules['deepspeed'] = None\nfrom cat_lm.export import main; main()"

@@ -62,6 +62,8 @@ def test_a_model_without_convolutions_is_exported_as_the_librarys(
         assert (loaded(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     card = (out / "README.md").read_text()
     assert "import cat_lm" not in card and f"tags: [{family}]" in card
+    if rope is not None:
+        return
     code = (
         "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
         f"print(type(Auto.from_pretrained({str(out)!r})).__name__, 'cat_lm.model' in sys.modules)"

@@ -47,7 +47,17 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("order", ORDERS)
+# Each is an interpreter of its own.
+SHORT = ("cat_lm first", "by torch, amid transformers")
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(order, marks=() if order in SHORT else pytest.mark.long, id=order)
+        for order in ORDERS
+    ],
+)
 def test_every_import_order(order, folder):
     python(f"folder = {str(folder)!r}\n{ORDERS[order]}\n{LOAD}")
 

@@ -32,14 +32,18 @@ def chunks_of(total, longest, seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 8, 16, 21])
+@pytest.mark.parametrize(
+    "window", [1, 4, 21, *(pytest.param(w, marks=pytest.mark.long) for w in (2, 3, 8, 16))]
+)
 @each_model()
 def test_steps_and_chunks_equal_the_whole(variant, window):
     check_decoding(cat_model(**variant, conv_window=window))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("streams", ["v", "qv", "k"])
+@pytest.mark.parametrize(
+    "streams", ["qv", *(pytest.param(s, marks=pytest.mark.long) for s in "vk")]
+)
 @each_model("none")
 def test_steps_and_chunks_of_some_streams(variant, streams):
     if variant.get("conv_mixing") == "maps":

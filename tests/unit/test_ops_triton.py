@@ -20,9 +20,9 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize("part", range(PARTS))
-def test_kernels_in_the_interpreter(part, tmp_path):
+def test_kernels_in_the_interpreter(part, tmp_path, pytestconfig):
     """Every test of the file is in one of the parts."""
-    run_cases("triton_cases.py", tmp_path, part, PARTS)
+    run_cases("triton_cases.py", tmp_path, pytestconfig, part, PARTS)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

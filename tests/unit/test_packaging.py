@@ -188,6 +188,7 @@ def test_only_training_imports_deepspeed():
     assert users == {("cat_lm", "training")}
 
 
+@pytest.mark.long
 def test_modules_load_without_deepspeed():
     modules = [
         path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")

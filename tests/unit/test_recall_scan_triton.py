@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_kernels_in_the_interpreter(tmp_path):
-    run_cases("triton_scan_cases.py", tmp_path)
+def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
+    run_cases("triton_scan_cases.py", tmp_path, pytestconfig)
 
 
 def test_serves_fp32_on_a_gpu_alone(monkeypatch):

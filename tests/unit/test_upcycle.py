@@ -19,6 +19,7 @@ from cat_lm import upcycle as upcycle_module
 from cat_lm.errors import UserError
 from cat_lm.model import CatForCausalLM
 from cat_lm.upcycle import Convolution, model_section, upcycle
+from tests.commands import python
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
 
 KINDS = {
@@ -290,8 +291,7 @@ def test_a_model_that_differs_is_not_written(pythia, tmp_path, monkeypatch):
 
 def test_command(pythia, tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "cat_lm.upcycle", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return python("-m", "cat_lm.upcycle", *arguments)
 
     done = run(pythia, tmp_path / "cat", "--conv", "multihead", "--window", 3, "--mixing", "maps")
     assert done.returncode == 0, done.stderr

@@ -51,9 +51,16 @@ def each_model(*without):
     return _each(VARIANTS | LLAMA_VARIANTS, without)
 
 
-def _each(variants, without):
+def each_kind(*short):
+    """Parametrises a test over the variants of every family; all but `short` are for `--all`."""
+    return _each(VARIANTS | LLAMA_VARIANTS, (), short)
+
+
+def _each(variants, without, short=None):
     chosen = [
-        pytest.param(fields, id=name)
+        pytest.param(
+            fields, id=name, marks=() if short is None or name in short else pytest.mark.long
+        )
         for name, fields in variants.items()
         if name.rpartition("-")[2] not in without
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton
 from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 EVERY = 4  # steps between kept states: fewer than in use, as the interpreter is slow
 
 
@@ -21,7 +24,7 @@ def check(given: list[Tensor], grad: Tensor) -> None:
 
 
 # Columns that a program has, of the state's five.
-@pytest.mark.parametrize(("columns", "time"), [(2, 2 * EVERY + 1), (32, EVERY), (32, 1)])
+@pytest.mark.parametrize(("columns", "time"), [(2, 2 * EVERY + 1), LONG(32, EVERY), (32, 1)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_torch_path(shape, columns, time, monkeypatch):
     monkeypatch.setattr(_scan_triton, "COLUMNS", columns)
@@ -41,7 +44,7 @@ def test_many_keys_leave_few_columns(monkeypatch):
     check(given, torch.randn_like(given[2]))
 
 
-@pytest.mark.parametrize("which", ["rate", "k", "v", "q", "grad"])
+@pytest.mark.parametrize("which", ["rate", "v", *map(LONG, ("k", "q", "grad"))])
 def test_an_infinity_stays_where_it_is(which):
     """Of K = 3 keys and V = 5 values the kernel has 4 and 8: what is not there must stay 0."""
     torch.manual_seed(0)

@@ -95,7 +95,10 @@ def _manager(wanted: Sequence[str]) -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
     folders = [root / name for name in _TABLE2_FOLDERS]
     few = TaskManager(include_defaults=False, include_path=folders)
-    return few if set(wanted) <= set(table2.TASKS) else _whole_manager()
+    entries = [few.task_index.get(name) for name in wanted]
+    # A group or tag may have tasks in other folders too.
+    known = all(entry is not None and entry.kind.name == "TASK" for entry in entries)
+    return few if known else _whole_manager()
 
 
 @functools.cache

@@ -47,6 +47,7 @@ runpy.run_module("eval.zero_shot", run_name="__main__", alter_sys=True)
         tasks = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))["tasks"]
         assert list(tasks) == list(table2.TASKS)
 
+    @pytest.mark.long
     def test_the_harness_own_command_gives_the_same_numbers(self, model, rows, tmp_path):
         """`lm_eval --model hf --model_args pretrained=DIR`, cat_lm being installed."""
         hooks = importlib.metadata.entry_points(group="torch.backends")
