@@ -277,9 +277,10 @@ class Transformer(Architecture):
         return self.canon_channels(section) / section.hidden_size
 
     def forward_channels(self, section: Any) -> int:
-        """Count as in the base, with the values that every head mixes for every other one."""
+        """Count as in the base, with values mixed for every head, wide ranks, and Canon layers."""
         mixed = 2 * section.num_attention_heads if self.mixes_maps(section) else 0
-        return layer_channels(section) + mixed * section.hidden_size
+        mixed += 4 * (section.conv_rank - 1)
+        return layer_channels(section) + mixed * section.hidden_size + self.canon_channels(section)
 
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
         """Count keys, values, convolutions' last W−1 inputs and what attention adds."""
