@@ -300,6 +300,16 @@ class TestMultiToken:
         check_sequences(fields, "eager")
         check_decoding(fields)
 
+    def test_what_is_loaded_is_computed_by_what_can(self, tmp_path):
+        model = multi_token(**MULTI["plain"])
+        model.save_pretrained(tmp_path)
+        loaded = load_model(tmp_path, device="cpu")  # config.json does not say what computes it
+        assert loaded.config._attn_implementation == "eager"
+        ids = random_ids(1, 9)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+        plain = cat_model(conv_type="none", attn_implementation=None)
+        assert plain.config._attn_implementation == "sdpa"
+
     def test_rows_beyond_512_are_one_line(self):
         model = cat_model(**MULTI["plain"], max_position_embeddings=1024)
         with pytest.raises(UserError, match="rows of at most 512 tokens, not of 513"):

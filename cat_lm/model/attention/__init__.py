@@ -22,7 +22,7 @@ from cat_lm.registering import check_entry
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
 __all__ += ["check_parameters"]
 __all__ += ["implementation_problems", "length_problems", "names", "pattern", "problems"]
-__all__ += ["register"]
+__all__ += ["register", "usual_implementation"]
 __all__ += ["score_transform", "value_transform"]
 
 # The key that chooses an entry, and the one that holds its options, by the entries' class.
@@ -133,6 +133,14 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
                 f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
             )
     return found
+
+
+def usual_implementation(model: Any) -> str | None:
+    """Give what computes a model's attention where nothing is asked for; None for the usual one."""
+    chosen = (entry for entry in (pattern(model), score_transform(model)) if entry is not None)
+    served = [set(entry.implementations) for entry in chosen if entry.implementations is not None]
+    able = set.intersection(*served) if served else {"sdpa"}
+    return None if "sdpa" in able else min(able, default=None)  # eager is the first by its name
 
 
 def length_problems(model: Any, length: int) -> list[str]:
