@@ -27,7 +27,7 @@ from cat_lm.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from cat_lm.data.loader import Batch
-    from cat_lm.training.engine import StepResult
+    from cat_lm.training.steps import LaunchedStep, StepResult
 
 
 @command
@@ -119,12 +119,22 @@ class Trainer:
         if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
+        # On a GPU the numbers of a step are read while the next one is computed.
+        self.reads_late = ranks.device.type == "cuda"
+        self.launched: list[tuple[int, float, float, float, LaunchedStep]] = []
+        self.votes, self.read_at = (0.0, 0.0), 0.0
         self.log.line(self.report.plan(self.loader, self.step))
 
     def _begin(self, start_from: Path | None) -> None:
         """Make model and optimizer, as initialised or as the checkpoint left them."""
         from cat_lm.export_record import comparing_files
-        from cat_lm.training.engine import Engine, build_model, convolution_backend
+        from cat_lm.training.engine import (
+            Engine,
+            build_model,
+            convolution_backend,
+            documents_apart,
+            mixer_backend,
+        )
         from cat_lm.training.init_from import load_initial_weights, vocab_size
 
         config, ranks = self.config, self.ranks
@@ -134,6 +144,10 @@ class Trainer:
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
         model = build_model(config, vocabulary, weights=ranks.is_first)
         self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
+        if recurrence := mixer_backend(config, model, ranks.device):
+            self.log.line(f"recurrence: {recurrence}")
+        if apart := documents_apart(config, model, ranks.device):
+            self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:
             with comparing_files(skip):
                 ranks.on_rank_zero(lambda: load_initial_weights(model, config.train.init_from))
@@ -220,34 +234,45 @@ class Trainer:
                 start = time.perf_counter()
 
     def train_step(self, batch: Batch, waited: float) -> None:
-        """One optimizer step, recorded; too many bad ones in a row end the run."""
+        """One optimizer step; it, or on a GPU the one before it, is recorded."""
         from cat_lm.training.schedule import learning_rate
 
-        start = time.perf_counter()
+        config, begun = self.config, time.perf_counter() - waited
         self.step += 1
-        lr = learning_rate(self.config, self.step)
-        result = self.engine.train_step(batch, lr, self.stop.votes())
-        self.votes = result.flags
-        record = self.report.record(
-            self.step, result, lr, waited, waited + time.perf_counter() - start
-        )
-        self.watchdog.progress(f"step {self.step}")
-        if self.metrics:
-            self.metrics.write(record)
-        self.bar.set_postfix_str(f"loss {result.loss:.3f}")
-        every = self.config.train.log_every_steps
-        if self.step % every == 0 or self.step in (1, self.config.total_steps):
-            self.log.line(self.report.line(record))
-        self.count_skipped(result)
+        lr = learning_rate(config, self.step)
+        launched = self.engine.launch_step(batch, lr, self.stop.votes())
+        self.launched.append((self.step, lr, waited, begun, launched))
+        # What follows these steps must know how they went.
+        rests = (config.validation.every_steps, config.checkpoint.every_steps, config.total_steps)
+        is_rest = any(self.step % every == 0 for every in rests)
+        self.settle(leave=1 if self.reads_late and not is_rest else 0)
 
-    def count_skipped(self, result: StepResult) -> None:
+    def settle(self, leave: int = 0) -> None:
+        """Record the launched steps but the newest `leave`; too many bad ones end the run."""
+        while len(self.launched) > leave:
+            step, lr, waited, begun, launched = self.launched.pop(0)
+            result = launched.result()
+            self.votes = result.flags
+            # From the end of the step before it, where the device went on without a rest.
+            begun, self.read_at = max(begun, self.read_at), time.perf_counter()
+            record = self.report.record(step, result, lr, waited, self.read_at - begun)
+            self.watchdog.progress(f"step {step}")
+            if self.metrics:
+                self.metrics.write(record)
+            self.bar.set_postfix_str(f"loss {result.loss:.3f}")
+            every = self.config.train.log_every_steps
+            if step % every == 0 or step in (1, self.config.total_steps):
+                self.log.line(self.report.line(record))
+            self.count_skipped(step, result)
+
+    def count_skipped(self, step: int, result: StepResult) -> None:
         if not result.skipped:
             self.skipped_in_a_row = 0
             return
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.log.line(
-            f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, "
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, "
             f"step skipped ({self.skipped} so far, {self.skipped_in_a_row} in a row)"
         )
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
@@ -281,6 +306,7 @@ class Trainer:
             self.metrics.write({"step": self.step, "tokens": tokens, **result})
 
     def save(self) -> None:
+        self.settle()
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
         self.ranks.on_rank_zero(self.check_writes)

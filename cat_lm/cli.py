@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
 from cat_lm.io.readers import clipped
-from cat_lm.limits import Range, path_problem
+from cat_lm.limits import LEARNING_RATE, Range, path_problem
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
@@ -83,18 +83,47 @@ def whole_numbers(
     allowed: Range, example: str, *, distinct: bool = False
 ) -> Callable[[str], tuple[int, ...]]:
     """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
-    one = whole(allowed)
+    several = listed(whole(allowed), example)
 
     def parse(text: str) -> tuple[int, ...]:
-        try:
-            found = tuple(one(part) for part in text.split(","))
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+        found = several(text)
         if distinct and len(set(found)) < len(found):
             raise argparse.ArgumentTypeError(f"{_short(text)} names a number twice")
         return found
 
     return parse
+
+
+def listed(one: Callable[[str], Any], example: str) -> Callable[[str], tuple[Any, ...]]:
+    """Make a kind for lists, with commas, of what the kind `one` takes."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(one(part) for part in text.split(","))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+
+    return parse
+
+
+def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
+    """Make a kind for what the kind `one` takes, or a word, which is None."""
+
+    def parse(text: str) -> Any:
+        try:
+            return None if text == word else one(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
+
+    return parse
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Take a list of different learning rates, and order it."""
+    found = listed(number(LEARNING_RATE, above=0), "1e-3,3e-3,1e-2")(text)
+    if len({f"{rate:g}" for rate in found}) < len(found):
+        raise argparse.ArgumentTypeError(f"{_short(text)} names a rate twice")
+    return tuple(sorted(found))
 
 
 def output_file(text: str) -> Path:

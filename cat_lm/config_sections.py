@@ -186,6 +186,9 @@ class TrainSection(Section):
     conv_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="what computes convolutions; a name that cannot serve ends the run"
     )
+    mixer_backend: Literal["auto", "torch", "cpu", "triton", "fla"] = Field(
+        "auto", description="what computes recurrences; a name that cannot serve ends the run"
+    )
     init_from: OptionalPath = Field(
         None, description="model folder whose weights a new run starts from; default: random"
     )

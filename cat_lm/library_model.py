@@ -1,4 +1,5 @@
-"""A model of this project as the model of transformers that computes the same."""
+"""A model of this project as the model of transformers, or of another library, that computes the
+same."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def library_model(model: PreTrainedModel) -> PreTrainedModel:
     difference = difference_of_logits(logits, expected)
     if not difference <= TOLERANCE:  # also where it is NaN
         raise UserError(
-            f"--library: the logits of transformers' {family.title} differ from the model's by "
+            f"--library: the logits of {family.library}' {family.title} differ from the model's by "
             f"{difference:.1e} of the largest, more than {TOLERANCE:.0e}; export without --library"
         )
     return stock

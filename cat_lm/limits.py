@@ -49,11 +49,15 @@ HEADS = Range(1, 4096)
 INTERMEDIATE_SIZE = Range(1, 2**20)
 VOCABULARY = Range(1, 2**24)
 WINDOW = Range(1, 2**16)
+STATE_SIZE = Range(1, 2**14)
 CONTEXT = Range(1, 2**24)
 # Its numbers
 ROPE_BASE = Range(1.0, 1e15)
 TEMPERATURE = Range(1e-3, 1e3)
 NORM_EPSILON = Range(1e-20, 1.0)
+# Of keys and values over the width.
+EXPANSION = Range(1e-3, 64.0)
+TIME_STEP = Range(1e-9, 1e3)  # of a state space
 SCALING_FACTOR = Range(1.0, 4096.0)
 # YaRN's own: what multiplies cosines and sines, and rotations over the original length.
 ROPE_MAGNITUDE = Range(1e-3, 1e3)

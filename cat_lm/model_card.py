@@ -32,7 +32,8 @@ def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     is_own = config.model_type == architecture.model_type
     tags = [*(["cat"] if is_own else []), architecture.name]
-    registration = "import cat_lm  # registers the architecture with transformers\n"
+    package = "cat_lm" if is_own else architecture.library_import
+    registers = f"import {package}  # registers the architecture with transformers\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -52,7 +53,7 @@ Held-out values are those of the last validation before the export (loss in nats
 ## Use
 
 ```python
-{registration if is_own else ""}from transformers import AutoModelForCausalLM, AutoTokenizer
+{registers if package else ""}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")

@@ -117,7 +117,11 @@ def model_config(path: Path | str) -> PreTrainedConfig:
     try:
         if architecture is not None:
             architecture.check_settings(settings)
-        config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
+        own = architecture is not None and settings["model_type"] == architecture.model_type
+        if architecture is None or own or architecture.has_stock:
+            config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
+        else:  # transformers may not know it, and who does may need a GPU
+            config = architecture.own_config(settings)
         if architecture is not None and hasattr(config, "hidden_act"):
             _check_activation(config.hidden_act)
     except Exception as error:

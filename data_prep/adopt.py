@@ -66,16 +66,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
     arguments = parser.parse_args(argv)
+    _check(arguments)
+    return arguments
+
+
+def _check(arguments: argparse.Namespace) -> None:
     if arguments.tokenizer.startswith("train:"):
         raise UserError(
             f"--tokenizer {arguments.tokenizer}: the tokens are there already; give the tokenizer "
             "that made them"
         )
-    _check_validation(arguments)
-    return arguments
-
-
-def _check_validation(arguments: argparse.Namespace) -> None:
     held_out = arguments.validation_documents
     if bool(arguments.validation) == (held_out is not None):
         raise UserError("give held-out data: either --validation or --validation-documents")

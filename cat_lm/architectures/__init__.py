@@ -24,7 +24,9 @@ __all__ = ["DEFAULT", "Architecture", "Classes", "ModelSection"]
 __all__ += ["find", "get", "names", "of_config", "register"]
 
 # Each is a module here that has an ARCHITECTURE. The first is meant where none is named.
-_BUILT_IN = ("gpt_neox", "llama", "mixer")
+_BUILT_IN = (
+    *("gpt_neox", "llama", "mixer", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet"),
+)
 DEFAULT = _BUILT_IN[0]
 
 _ARCHITECTURES: dict[str, Architecture] = {}

@@ -6,6 +6,7 @@ long before the model is. Of a model that is there, `Architecture.section` makes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -50,13 +51,16 @@ class Architecture:
         name: the value of `model.architecture`.
         title: what people call the family.
         model_type: of this project's configuration class.
-        library_type: of transformers' own models that this family reads and goes on from; None
+        library_type: of a library's own models that this family reads and goes on from; None
             where there are none.
+        library: whose models those are. Of another library than transformers they are read and
+            written by this project's classes; `library_import` registers them with transformers.
         Section: the keys of `model:`.
         embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
+        recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
@@ -66,11 +70,14 @@ class Architecture:
     title: ClassVar[str]
     model_type: ClassVar[str]
     library_type: ClassVar[str | None] = None
+    library: ClassVar[str] = "transformers"
+    library_import: ClassVar[str] = ""
     Section: ClassVar[type[ModelSection]]
     embedding: ClassVar[str]
     layer_weight: ClassVar[str]
     scales_positions: ClassVar[bool] = False
     takes_convolutions: ClassVar[bool] = False
+    recurrent: ClassVar[bool] = False
     short_names: ClassVar[dict[str, str]] = {}
     free_keys: ClassVar[frozenset[str]] = frozenset()
     unoffered_keys: ClassVar[tuple[str, ...]] = ()
@@ -82,6 +89,11 @@ class Architecture:
         """The types that a config.json of this family can have: its own, and the library's."""
         return (self.model_type, *([self.library_type] if self.library_type else []))
 
+    @property
+    def has_stock(self) -> bool:
+        """Tell whether transformers has a model of this family that runs beside ours."""
+        return self.library_type is not None and self.library == "transformers"
+
     def classes(self) -> Classes:
         """Import this project's classes."""
         raise NotImplementedError
@@ -91,7 +103,7 @@ class Architecture:
         return self.classes().config
 
     def library_classes(self) -> Classes:
-        """Import the classes of transformers' own models; only with a `library_type`."""
+        """Import the classes of the library's models; only with a `library_type`."""
         raise NotImplementedError
 
     def classes_of(self, config: PreTrainedConfig) -> Classes:
@@ -99,13 +111,19 @@ class Architecture:
         is_own = config.model_type == self.model_type
         return self.classes() if is_own else self.library_classes()
 
-    def own_config(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    def own_config(
+        self, config: PreTrainedConfig | Mapping[str, Any], **changes: Any
+    ) -> PreTrainedConfig:
         """Make this project's configuration of one of it or of the library's, with changes.
+
+        Args:
+            config: the configuration, or what its config.json holds.
 
         Raises:
             ValueError: the class refuses them.
         """
-        fields = {key: value for key, value in config.to_dict().items() if key not in _NOT_FIELDS}
+        values = config if isinstance(config, Mapping) else config.to_dict()
+        fields = {key: value for key, value in values.items() if key not in _NOT_FIELDS}
         return self.config_class()(**fields | changes)
 
     def library_config(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
@@ -224,6 +242,10 @@ class Architecture:
         """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
         raise NotImplementedError
 
+    def saved_in_fp32(self, section: Any) -> float:
+        """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
+        return 0.0
+
     def saved_maps(self, section: Any) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
@@ -298,6 +320,18 @@ class Architecture:
         """
         return "no convolutions"
 
+    def describe_mixer_backend(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say in one line what computes the recurrences of a model, and why; "" without any.
+
+        Raises:
+            ValueError: the backend asked for cannot serve.
+        """
+        if backend != "auto":
+            raise ValueError("the model has no recurrences that a backend could be named for")
+        return ""
+
     # Files of the library and of earlier versions
 
     def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
@@ -318,9 +352,13 @@ class Architecture:
         return name
 
 
-def gated_width(hidden_size: int) -> int:
-    """Give the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
-    return -(-8 * hidden_size // (3 * 256)) * 256
+def narrowest(section: Any, problems: Callable[[Any], list[str]]) -> Any:
+    """Give a section the smallest usual width, below its own, in which there are no problems."""
+    for width in (32, 64, 128, 256, 512, 1024):
+        narrow = section.model_copy(update={"hidden_size": width})
+        if width < section.hidden_size and not problems(narrow):
+            return narrow
+    return section
 
 
 def layer_channels(model: Any) -> int:

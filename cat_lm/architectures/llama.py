@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from cat_lm import limits
-from cat_lm.architectures.base import Classes, gated_width
+from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
 from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
 from cat_lm.config_sections import number, whole
@@ -38,7 +38,7 @@ class LlamaSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     @property
     def inner_size(self) -> int:
         """The width of the MLP."""
-        return self.intermediate_size or gated_width(self.hidden_size)
+        return self.intermediate_size or rules.gated_width(self.hidden_size)
 
 
 class Llama(Transformer):
@@ -154,6 +154,10 @@ class Llama(Transformer):
         tensors += self._saved_by_attention(section) + self._saved_by_canon(section)
         convolved = sum(parts[stream] for stream in self.streams(section))
         return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
+
+    def saved_in_fp32(self, section: LlamaSection) -> float:
+        """Count the inputs of the norms, which Llama's class casts first."""
+        return 2.0
 
     def words(self, section: LlamaSection) -> str:
         """Name convolutions, positions, and heads that are shared."""

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits, mixers
-from cat_lm.architectures.base import Architecture, Classes, ModelSection, gated_width
+from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
+from cat_lm.model.rules import gated_width
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# Widths of a narrowed model, the narrowest first that the mixer's options fit.
-_NARROW = (32, 64, 128, 256, 512, 1024)
 # Options that change no weight's meaning, or only what it starts from.
 _FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
 
@@ -132,11 +131,7 @@ class MixerArchitecture(Architecture):
                 "vocab_size": 512,
             }
         )
-        for width in _NARROW:
-            narrow = small.model_copy(update={"hidden_size": width})
-            if width < section.hidden_size and not mixer_problems(narrow):
-                return narrow
-        return small
+        return narrowest(small, mixer_problems)
 
     # Counts
 
@@ -230,6 +225,14 @@ class MixerArchitecture(Architecture):
         if backend != "auto":
             raise ValueError("a mixer chooses what computes it by itself; use auto")
         return f"mixer {self.words(self.section(config))}, by what suits the device"
+
+    def describe_mixer_backend(
+        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
+    ) -> str:
+        """Say nothing beside `describe_backend`; a mixer has its own option `operator`."""
+        if backend != "auto":
+            raise ValueError("a mixer has an option for it: model.mixer_options={operator: …}")
+        return ""
 
 
 @functools.cache

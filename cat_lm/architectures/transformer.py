@@ -388,7 +388,7 @@ class Transformer(Architecture):
             width = self.canon_channels(section.model_copy(update={"canon": place}))
             return torch.zeros(1, width, section.canon_window)
         if name.endswith("_rank_filter"):
-            from cat_lm.model.convolution import rank_start
+            from cat_lm.model.stream_convolution import rank_start
 
             return rank_start(config, name.removesuffix("_rank_filter")[-1])
         kind, window = kinds.get(section.conv_type), section.conv_window

@@ -85,13 +85,16 @@ def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
     return Mixer(kind, build_options(kind.Options, f"mixer {name}", options))
 
 
-def make_mixer(specification: str) -> Mixer:
+def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
     """Make a mixer of text such as `cat` or `cat:streams=k,init=identity`.
+
+    Args:
+        what: names the option in messages.
 
     Raises:
         UserError: an unknown name or option.
     """
-    return make(*parse_specification(specification), what="--mixer")
+    return make(*parse_specification(specification), what=what)
 
 
 for _name in _BUILT_IN:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import DeltaOptions, check_operator
+from cat_lm.ops.recurrence import DELTA_FLOPS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +47,7 @@ class DeltaNet(MixerKind):
         return DeltaRuleLayer(options, setting, expand_v=1.0, gated=False, operator=operator)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return options.mixing_flops(setting.d_model, 1.0, each=18)
+        return options.mixing_flops(setting.d_model, 1.0, each=DELTA_FLOPS)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return options.saved_tensors(setting.d_model, 1.0, gated=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import DeltaOptions, check_positive
+from cat_lm.ops.recurrence import GATED_DELTA_FLOPS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ class GatedDeltaNet(MixerKind):
         return DeltaRuleLayer(options, setting, expand_v=options.expand_v, gated=True)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return options.mixing_flops(setting.d_model, options.expand_v, each=21)
+        return options.mixing_flops(setting.d_model, options.expand_v, each=GATED_DELTA_FLOPS)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return options.saved_tensors(setting.d_model, options.expand_v, gated=True)

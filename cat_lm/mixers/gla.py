@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import check_counts, check_operator, check_positive
-from cat_lm.ops.recurrence import EVERY
+from cat_lm.ops.recurrence import EVERY, GLA_FLOPS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ class GatedLinearAttention(MixerKind):
         return GatedLinearAttention(options, setting)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return 15 * self.state_numbers(options, setting, length)
+        return GLA_FLOPS * self.state_numbers(options, setting, length)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         keys, values = options.sizes(setting.d_model)

@@ -10,6 +10,7 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence import CHUNK
 
 STREAMS = "qkv"
+LOW_RANK = 16  # of the gates of GLA's keys
 INITS = ("uniform", "identity")
 ACTIVATIONS = ("none", "silu")
 OPERATORS = ("torch", "fla")
@@ -165,20 +166,32 @@ class DeltaOptions:
         return memory + (self.window - 1) * self.convolved_channels(width, expand_v)
 
     def saved_tensors(self, width: int, expand_v: float, gated: bool) -> float:
-        """Count streams, products within chunks and a state a chunk, in tensors of [B, T, C]."""
+        """Count the input, streams, the rule's own and the norm's, in tensors of [B, T, C]."""
         values = self.sizes(width, expand_v)["v"]
-        products = (6.2 if gated else 3.1) * CHUNK * self.heads
-        states = width * values // self.heads / CHUNK
-        numbers = 7 * values + self.convolved_channels(width, expand_v) + products + states
-        if self.activation == "none":  # SiLU keeps its input
-            numbers -= 2 * width + values
-        return (15 if gated else 13) + numbers / width
+        numbers = delta_numbers(width, values, self.heads, gated)
+        numbers += self.convolved_channels(width, expand_v) + 2 * width + 3 * values
+        if self.activation == "silu":  # which keeps its input
+            numbers += 2 * width + values
+        return 1 + numbers / width
 
     def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
         """Count `each` FLOPs a number of the state, and the convolutions'."""
         memory = width * self.sizes(width, expand_v)["v"] // self.heads
         mixed = kinds.get(self.conv_type).fan_in(self.heads, self.window)
         return each * memory + convolution_flops(mixed, self.convolved_channels(width, expand_v))
+
+
+def delta_numbers(keys: int, values: int, heads: int, decays: bool) -> float:
+    """Count a token's numbers that the delta rule keeps for its backward pass.
+
+    Streams, the solution of the triangular system, products within chunks, a state a chunk.
+
+    Args:
+        keys, values: channels of all heads.
+    """
+    products = (6 if decays else 3) * CHUNK * heads
+    states = keys * values // heads / CHUNK
+    return (6 if decays else 3) * keys + 3 * values + products + states
 
 
 def convolution_flops(window: int, channels: int) -> float:

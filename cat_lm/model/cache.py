@@ -8,7 +8,8 @@ does it to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,18 @@ class LayerStateMixin:
         tokens, so that a right-padded prompt continues like one without padding.
         """
         raise NotImplementedError
+
+    def newest_inputs(self, name: str, window: int) -> Tensor | None:
+        """Give the at most W−1 inputs [B, n, ...] before the next token.
+
+        None where it takes `exchange_inputs` to know them, or to keep more of them.
+        """
+        inputs = self.inputs.get(name)
+        return None if inputs is None or inputs.shape[1] >= window else inputs
+
+    def replace_inputs(self, name: str, inputs: Tensor) -> None:
+        """Store the newest inputs [B, n, ...] in place of those that `newest_inputs` gave."""
+        self.inputs[name] = inputs
 
     def replace_recurrent(self, name: str, state: Tensor) -> None:
         """Store the state [B, ...] that follows the newest token in place of the one before."""
@@ -123,6 +136,9 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
         self.inputs[name], self.windows[name] = history, window
         return before
 
+    def newest_inputs(self, name: str, window: int) -> Tensor | None:
+        return None if self.record_past else super().newest_inputs(name, window)
+
     def reset(self) -> None:
         super().reset()
         # Older versions of transformers fill keys and values with zeros and keep their length.
@@ -184,6 +200,9 @@ class StateStaticLayer(LayerStateMixin, StaticLayer):
         self.inputs[name].copy_(history[:, -(window - 1) :])
         return before
 
+    def replace_inputs(self, name: str, inputs: Tensor) -> None:
+        self.inputs[name].copy_(inputs)
+
     def replace_recurrent(self, name: str, state: Tensor) -> None:
         if name in self.recurrent:
             self.recurrent[name].copy_(state.detach())
@@ -230,6 +249,27 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
         cache.layers.extend(StateDynamicLayer() for _ in range(missing))
     if not all(isinstance(layer, LayerStateMixin) for layer in cache.layers):
         cache.layers[:] = [_with_states(layer) for layer in cache.layers]
+
+
+def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
+    """Keep cuDNN's attention out of a pass over x with a cache on a GPU.
+
+    It makes a plan for each shape that it meets, which takes longer than a token does; with a cache
+    every token's number of keys is a new one.
+    """
+    if cache is None or x.device.type != "cuda" or torch.compiler.is_compiling():
+        return nullcontext()
+    return _without_cudnn()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def layer_of(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:

@@ -25,17 +25,19 @@ from torch import Tensor, nn
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.rules import canon_places
 from cat_lm.model.settings import AttentionSettings
-from cat_lm.ops import depthwise_conv
+from cat_lm.ops import convolve
 
 
 class Reading(NamedTuple):
     """How a layer's tokens are read.
 
-    padding_mask: [B, T] bool, False at padding. document_ids: [B, T]. state: the layer's cache.
+    padding_mask: [B, T] bool, False at padding. document_ids: [B, T], and document_positions, each
+    token's in its document, if known. state: the layer's cache.
     """
 
     padding_mask: Tensor | None
     document_ids: Tensor | None
+    document_positions: Tensor | None
     state: LayerStateMixin | None
 
 
@@ -56,17 +58,19 @@ class CanonLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, reading: Reading) -> Tensor:
         """Convolve [B, T, width] and add it; padding is read as zeros."""
-        padding_mask, document_ids, state = reading
+        padding_mask, document_ids, positions, state = reading
         if padding_mask is not None:
             hidden_states = hidden_states.masked_fill(~padding_mask[:, :, None], 0.0)
         inputs = hidden_states[:, :, None]  # one head of all channels
         before = None
         if state is not None and self.window > 1:
             before = state.exchange_inputs(self.state_name, inputs, self.window, padding_mask)
-        convolved = depthwise_conv(
+        convolved = convolve(
+            "depthwise",
             inputs,
             self.canon_filter,
             document_ids=document_ids,
+            positions=positions,
             initial_state=before,
             backend=self.conv_backend,
         )

@@ -21,11 +21,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.model import attention
-from cat_lm.model.cache import CatCache, attach_layer_state
+from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
 from cat_lm.ops import BACKENDS
+from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
 # What decides which configuration a name means.
 _HUB_OPTIONS = (
@@ -95,9 +96,15 @@ class CausalBody:
         use_cache: bool | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        document_borders: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute hidden states [B, T, C] after the final norm; see `CausalLanguageModel`."""
+        """Compute hidden states [B, T, C] after the final norm; see `CausalLanguageModel`.
+
+        Args:
+            document_borders: `cat_lm.ops.documents.document_borders` of `document_ids`, for a
+                caller that knows them on the host, which then does not wait for a GPU.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -115,6 +122,7 @@ class CausalBody:
             document_ids,
             past_key_values,
             padding_mask,
+            document_borders,
         )
         if kwargs.get("cu_seq_lens_q") is not None and layout.documents is None:
             raise ValueError("cu_seq_lens_q says nothing to the convolution; pass document_ids")
@@ -122,18 +130,20 @@ class CausalBody:
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, layout.position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=layout.attention_mask,
-                position_ids=layout.position_ids,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                padding_mask=layout.padding_mask,
-                document_ids=layout.documents,
-                **{self.cache_argument: past_key_values},
-                **(kwargs | layout.attention_kwargs),
-            )
+        with without_plans(past_key_values, hidden_states):
+            for layer in self.layers:
+                hidden_states = layer(
+                    hidden_states,
+                    attention_mask=layout.attention_mask,
+                    position_ids=layout.position_ids,
+                    use_cache=use_cache,
+                    position_embeddings=position_embeddings,
+                    padding_mask=layout.padding_mask,
+                    document_ids=layout.documents,
+                    document_positions=layout.document_positions,
+                    **{self.cache_argument: past_key_values},
+                    **(kwargs | layout.attention_kwargs),
+                )
         return BaseModelOutputWithPast(
             last_hidden_state=self._leave(hidden_states),
             past_key_values=past_key_values,
@@ -152,6 +162,7 @@ class CausalLanguageModel:
         super().post_init()
         taken = inspect.signature(type(self.base_model).forward).parameters
         self.keeps_state = "past_key_values" in taken
+        self.takes_borders = "document_borders" in taken
 
     def set_conv_backend(self, name: str) -> None:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
@@ -167,6 +178,18 @@ class CausalLanguageModel:
         for module in self.modules():
             if hasattr(module, "conv_backend"):
                 module.conv_backend = name
+
+    def set_mixer_backend(self, name: str) -> None:
+        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in ("auto", *MIXER_BACKENDS):
+            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(MIXER_BACKENDS)}")
+        for module in self.modules():
+            if hasattr(module, "mixer_backend"):
+                module.mixer_backend = name
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Set the head; a plain linear layer, as resizing makes one, gets the loss."""

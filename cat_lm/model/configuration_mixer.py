@@ -21,7 +21,13 @@ from cat_lm.limits import (
     VOCABULARY,
 )
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems
-from cat_lm.model.settings import check_numbers, check_switches, check_tokens, refuse
+from cat_lm.model.settings import (
+    RecurrentSettings,
+    check_numbers,
+    check_switches,
+    check_tokens,
+    refuse,
+)
 
 _WHOLE_NUMBERS = {
     "hidden_size": HIDDEN_SIZE,
@@ -35,7 +41,7 @@ _SWITCHES = ("tie_word_embeddings", "use_cache")
 
 
 @strict
-class CatMixerConfig(PreTrainedConfig):
+class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
     r"""Configuration of a language model around one of the mixers of `cat_lm.mixers`.
 
     Every layer is RMSNorm, mixer, RMSNorm, SwiGLU, each pair on the residual stream.
@@ -77,9 +83,9 @@ class CatMixerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @property
-    def reads_padding(self) -> bool:
-        """Tell whether the model must be told which tokens are padding: always."""
-        return True
+    def keeps_state(self) -> bool:
+        """Tell whether the mixer has a decoding state."""
+        return "state" in mixer_of(self).kind.supports
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

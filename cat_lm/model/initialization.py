@@ -36,8 +36,8 @@ from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.canon import CanonLayer
-from cat_lm.model.convolution import StreamConvolution, identity_filters, rank_start
 from cat_lm.model.settings import AttentionSettings
+from cat_lm.model.stream_convolution import StreamConvolution, identity_filters, rank_start
 from cat_lm.ops.convolution import kinds
 
 

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy of a linear head that never holds the logits of the whole batch."""
+"""Next-token cross-entropy of a linear head that does not hold the logits of the whole batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.ops.runtime.triton_launch import INSTALLED
 
-# The logits of one chunk, in elements: 64 MiB in fp32. Larger chunks are not faster.
+if INSTALLED:
+    from cat_lm.ops import cross_entropy_triton
+
+# The logits of one chunk, in elements: 64 MiB in fp32. Larger chunks are not faster on a CPU.
 CHUNK_ELEMENTS = 16 * 1024 * 1024
+# In Triton's kernel, the bytes of a chunk in the compute dtype, and the most chunks that a batch is
+# cut into, whatever their bytes: the head's weight and its gradient in fp32 are read anew, and
+# written, for each.
+KERNEL_CHUNK_BYTES = 512 * 1024 * 1024
+MOST_KERNEL_CHUNKS = 8
+_ROWS_OF_A_TILE = 128  # of a matrix product: a chunk has whole ones
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -17,7 +27,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Logits exist for one chunk of positions at a time: in the compute dtype (autocast's if it is on,
     else that of `hidden`), then in fp32 for the softmax. Where a gradient is wanted, the same pass
     computes it, with the gradient of `weight` summed over chunks in fp32, so that logits are
-    neither kept nor computed twice.
+    neither kept nor computed twice. On a GPU with Triton, a kernel turns the logits of a chunk into
+    their gradient where they lie, and computes in fp32 without storing anything in it.
 
     Args:
         hidden: [..., C].
@@ -52,27 +63,78 @@ def _summed_loss(
     An operator of torch's, so that torch.compile does not unroll the loop over chunks, whose number
     changes with every sequence length.
     """
-    scored = labels != IGNORE_INDEX
     total, d_hidden, d_weight = _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
     total.zero_(), d_weight.zero_()
+    wanted = wants_hidden, wants_weight
+    through = _through_the_kernel if _kernel_serves(hidden, compute_dtype) else _through_torch
     with torch.autocast(hidden.device.type, enabled=False):
-        compute_weight = weight.to(compute_dtype)
-        length = max(1, CHUNK_ELEMENTS // weight.shape[0])
-        for start in range(0, hidden.shape[0], length):
-            chunk = slice(start, start + length)
-            inputs = hidden[chunk].to(compute_dtype)
-            logits = (inputs @ compute_weight.T).to(total.dtype)
-            wants_gradient = wants_hidden or wants_weight
-            loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], wants_gradient)
-            total += loss
-            if d_logits is None:
-                continue
-            d_logits = d_logits.to(compute_dtype)
-            if wants_hidden:
-                torch.mm(d_logits, compute_weight, out=d_hidden[chunk])
-            if wants_weight:
-                _add_product(d_weight, d_logits, inputs)
+        through(hidden, weight.to(compute_dtype), labels, (total, d_hidden, d_weight), wanted)
     return total, d_hidden, d_weight
+
+
+def _through_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> None:
+    """Add to the sums of `_summed_loss`, chunk by chunk; `weight` has the compute dtype."""
+    total, d_hidden, d_weight = sums
+    scored = labels != IGNORE_INDEX
+    length = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    for start in range(0, hidden.shape[0], length):
+        chunk = slice(start, start + length)
+        inputs = hidden[chunk].to(weight.dtype)
+        logits = (inputs @ weight.T).to(total.dtype)
+        loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], any(wanted))
+        total += loss
+        if d_logits is None:
+            continue
+        d_logits = d_logits.to(weight.dtype)
+        _add_gradients(d_logits, inputs, weight, d_hidden, d_weight, start, wanted)
+
+
+def _through_the_kernel(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> None:
+    """Do what `_through_torch` does in a chunk's own memory, a row padded to whole vectors."""
+    total, d_hidden, d_weight = sums
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    length, stride = kernel_chunk(tokens, vocabulary, weight.itemsize)
+    room = weight.new_empty(min(length, tokens), stride)
+    losses = total.new_empty(tokens)
+    for start in range(0, tokens, length):
+        rows = start, min(length, tokens - start)
+        inputs = hidden.narrow(0, *rows).to(weight.dtype)
+        logits = room.narrow(0, 0, rows[1]).narrow(1, 0, vocabulary)
+        torch.mm(inputs, weight.T, out=logits)
+        chunk = labels.narrow(0, *rows), losses.narrow(0, *rows)
+        cross_entropy_triton.cross_entropy_(logits, *chunk, any(wanted))
+        _add_gradients(logits, inputs, weight, d_hidden, d_weight, start, wanted)
+    torch.sum(losses, dim=0, out=total)
+
+
+def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]:
+    """Say of how many positions the kernel's path has logits at a time, and a row's numbers.
+
+    Args:
+        tokens: N, the positions of a batch.
+        vocabulary: V.
+        itemsize: bytes of a logit in the compute dtype.
+    """
+    stride = -(-vocabulary // 64) * 64
+    chunks = -(-tokens * stride * itemsize // KERNEL_CHUNK_BYTES)
+    length = max(1, -(-tokens // max(1, min(chunks, MOST_KERNEL_CHUNKS))))
+    return -(-length // _ROWS_OF_A_TILE) * _ROWS_OF_A_TILE, stride
+
+
+def _kernel_serves(hidden: Tensor, compute_dtype: torch.dtype) -> bool:
+    return hidden.is_cuda and INSTALLED and compute_dtype in cross_entropy_triton.DTYPES
 
 
 def _room(
@@ -132,9 +194,24 @@ def _chunk(
     return loss, d_logits.masked_fill_(~scored[:, None], 0.0)
 
 
-def _add_product(d_weight: Tensor, d_logits: Tensor, inputs: Tensor) -> None:
+def _add_gradients(
+    d_logits: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    d_hidden: Tensor,
+    d_weight: Tensor,
+    start: int,
+    wanted: tuple[bool, bool],
+) -> None:
+    """Write d_hidden [N, C] from row `start` on and add to d_weight [V, C], as far as wanted."""
+    if wanted[0]:
+        torch.mm(d_logits, weight, out=d_hidden.narrow(0, start, len(d_logits)))
+    if not wanted[1]:
+        return
     if d_logits.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.T, inputs)
+    elif d_logits.is_cuda:  # only there: products of half precision that are added in fp32
+        torch.addmm(d_weight, d_logits.T, inputs, out_dtype=d_weight.dtype, out=d_weight)
     else:
         d_weight += d_logits.T @ inputs
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from cat_lm.model import attention
+from cat_lm.model.attention.documents import computing_dtype, document_attention
 from cat_lm.model.settings import AttentionSettings, refuse
-from cat_lm.ops.documents import document_positions, document_runs
+from cat_lm.ops.documents import document_borders, document_positions, document_runs
 
 
 @dataclass
@@ -24,6 +25,7 @@ class SequenceLayout:
         BlockMask, or for flash attention [B, S].
     padding_mask: [B, T] bool, False at padding; None where there is no padding.
     documents: [B, T] document numbers; None where rows are not packed.
+    document_positions: [B, T] int32, the position of each token in its document, or None.
     attention_kwargs: more arguments for the attention function.
     """
 
@@ -31,6 +33,7 @@ class SequenceLayout:
     attention_mask: Any
     padding_mask: Tensor | None
     documents: Tensor | None
+    document_positions: Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,6 +45,7 @@ def sequence_layout(
     document_ids: Tensor | None,
     cache: Cache | None,
     padding_mask: Tensor | None = None,
+    borders: Tensor | None = None,
 ) -> SequenceLayout:
     """Derives the layout from what the caller said, so that attention and convolution agree.
 
@@ -55,6 +59,7 @@ def sequence_layout(
         cache: holds the tokens before these.
         padding_mask: [B, T], or [B, S] as `attention_mask`, 0 at padding; needed only beside a
             prepared attention mask, off which it cannot be read.
+        borders: `document_borders` of the documents, if they are known without waiting for a GPU.
 
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
@@ -68,10 +73,17 @@ def sequence_layout(
         position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
     attention_kwargs: dict[str, Any] = {}
-    same_document = None
+    same_document = positions = None
     if documents is not None:
-        if "flash" in config._attn_implementation:
-            attention_kwargs = _flash_documents(documents, padding_mask)
+        positions = document_positions(documents).int()
+        by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
+        # Borders that a graph would have to find are of a length that it cannot know.
+        is_known = borders is not None or not torch.compiler.is_compiling()
+        if by == "flash":
+            attention_kwargs = _flash_documents(documents, padding_mask, borders)
+        elif by == "varlen" and attention_mask is None and padding_mask is None and is_known:
+            borders = document_borders(documents) if borders is None else borders
+            attention_kwargs = {"document_borders": borders}
         else:
             same_document = _same_document_function(documents)
     if config.reads_positions:
@@ -87,7 +99,9 @@ def sequence_layout(
         position_ids=None,
         and_mask_function=same_document,
     )
-    return SequenceLayout(position_ids, prepared_mask, padding_mask, documents, attention_kwargs)
+    return SequenceLayout(
+        position_ids, prepared_mask, padding_mask, documents, positions, attention_kwargs
+    )
 
 
 def check_attention(config: AttentionSettings) -> None:
@@ -196,18 +210,17 @@ def _same_document_function(documents: Tensor):
     return same_document
 
 
-def _flash_documents(documents: Tensor, padding_mask: Tensor | None) -> dict[str, Any]:
+def _flash_documents(
+    documents: Tensor, padding_mask: Tensor | None, borders: Tensor | None
+) -> dict[str, Any]:
     """Cumulative lengths for flash attention's packed form, all rows joined end to end."""
     if padding_mask is not None:
         raise ValueError("flash attention takes document_ids or padding, not both")
-    time = documents.shape[1]
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
-    first = starts.nonzero().flatten()
-    cumulative = F.pad(first, (0, 1), value=documents.shape[0] * time).to(torch.int32)
-    longest = int(cumulative.diff().max())
+    borders = document_borders(documents) if borders is None else borders
+    time = documents.shape[1]  # no document is longer, and the host need not wait for the longest
     return {
-        "cu_seq_lens_q": cumulative,
-        "cu_seq_lens_k": cumulative,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": time,
+        "max_length_k": time,
     }

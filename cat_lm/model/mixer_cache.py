@@ -1,14 +1,12 @@
-"""Decoding state of a language model around a mixer."""
+"""Decoding state of language models whose layers keep a state, not keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
-
-from cat_lm.model.configuration_mixer import CatMixerConfig
-from cat_lm.model.mixer_rules import mixer_of
 
 
 class MixerCacheLayer(DynamicLayer):
@@ -61,22 +59,24 @@ class MixerCacheLayer(DynamicLayer):
 class MixerCache(Cache):
     """The states of all layers."""
 
-    def __init__(self, config: CatMixerConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(layers=[MixerCacheLayer() for _ in range(config.num_hidden_layers)])
 
 
 def cache_for(
-    config: CatMixerConfig, cache: Cache | None, use_cache: bool | None
+    config: PreTrainedConfig, cache: Cache | None, use_cache: bool | None
 ) -> MixerCache | None:
     """Give the cache that a call works with; none where the mixer keeps no state.
+
+    Args:
+        config: says by `keeps_state` whether it does.
 
     Raises:
         ValueError: a cache of another kind, or of a mixer without state.
     """
-    has_state = "state" in mixer_of(config).kind.supports
     if cache is None:
-        return MixerCache(config) if use_cache and has_state else None
-    if not has_state:
+        return MixerCache(config) if use_cache and config.keeps_state else None
+    if not config.keeps_state:
         raise ValueError(
             f"past_key_values: the mixer {config.mixer} keeps no state; give all tokens each time"
         )

@@ -63,6 +63,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         key_positions: Tensor | None = None,
+        document_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -76,12 +77,18 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             document_ids: [B, T] for the convolution.
             key_positions: [B, S] of all keys, where something reads positions; see
                 `cat_lm.model.masks`.
+            document_positions: [B, T] int32, what `document_ids` say to the convolution, if known.
 
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
         """
         streams = self._project(
-            hidden_states, position_embeddings, padding_mask, document_ids, layer_past
+            hidden_states,
+            position_embeddings,
+            padding_mask,
+            document_ids,
+            document_positions,
+            layer_past,
         )
         output, maps = self._meet(
             streams,
@@ -97,17 +104,20 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         rotary: tuple[Tensor, Tensor] | None,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
+        document_positions: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, ...]:
         """Rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`."""
         projected = self.query_key_value(hidden_states)
         if self.convolution is None:
             heads = self.config.num_attention_heads
-            projected = projected.view(*projected.shape[:2], heads, 3, -1).transpose(1, 2)
-            query, key, value = projected.unbind(dim=3)
-            query, key = self._normalized(query, key)
-            if rotary is not None:
-                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            # Before heads and time change places: the backward pass joins the three as they lie.
+            streams = projected.view(*projected.shape[:2], heads, 3, -1).unbind(dim=3)
+            streams = self._normalized(*streams)
+            if rotary is None:
+                return streams
+            query, key, value = (stream.transpose(1, 2) for stream in streams)
+            query, key = apply_rotary_pos_emb(query, key, *rotary)
             return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return self.convolution(
             projected,
@@ -116,6 +126,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             document_ids,
             state_of(cache, self.layer_idx),
             self._continues(cache),
+            document_positions,
             self.qk_norm,
         )
 
@@ -138,6 +149,7 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         reading = Reading(
             arguments.get("padding_mask"),
             arguments.get("document_ids"),
+            arguments.get("document_positions"),
             state_of(layer_past, self.attention.layer_idx),
         )
         read = self._with_canon("A", self.input_layernorm(hidden_states), reading)

@@ -72,6 +72,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         key_positions: Tensor | None = None,
+        document_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -85,6 +86,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             document_ids: [B, T] for the convolution.
             key_positions: [B, S] of all keys, where something reads positions; see
                 `cat_lm.model.masks`.
+            document_positions: [B, T] int32, what `document_ids` say to the convolution, if known.
 
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
@@ -92,11 +94,10 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         query, key, value = (getattr(self, f"{stream}_proj")(hidden_states) for stream in STREAMS)
         if self.convolution is None:
             # [B, T, H, D] to [B, H, T, D]
-            query, key, value = (
-                projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                for projected in (query, key, value)
+            streams = self._normalized(
+                *(x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
             )
-            query, key = self._normalized(query, key)
+            query, key, value = (stream.transpose(1, 2) for stream in streams)
             if position_embeddings is not None:
                 query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
             streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
@@ -109,6 +110,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 padding_mask,
                 document_ids,
                 state_of(past_key_values, self.layer_idx),
+                document_positions,
                 self.qk_norm,
             )
         output, maps = self._meet(
@@ -140,6 +142,7 @@ class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
         reading = Reading(
             arguments.get("padding_mask"),
             arguments.get("document_ids"),
+            arguments.get("document_positions"),
             state_of(past_key_values, self.self_attn.layer_idx),
         )
         read = self._with_canon("A", self.input_layernorm(hidden_states), reading)

@@ -9,27 +9,21 @@ generation computes the whole text anew for every token.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import Setting
-from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.configuration_mixer import CatMixerConfig
 from cat_lm.model.loss import LanguageModelHead
-from cat_lm.model.masks import documents_of, padding_of, positions_of
-from cat_lm.model.mixer_cache import MixerCache, cache_for
+from cat_lm.model.masks import positions_of
+from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.mixer_rules import mixer_of
+from cat_lm.model.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
 
 
 class GatedMLP(nn.Module):
@@ -74,15 +68,17 @@ class MixerLayer(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         past_key_values: MixerCache | None = None,
     ) -> Tensor:
-        """Compute [B, T, C]; arguments that say nothing do not reach the mixer."""
-        how: dict[str, Any] = {"document_ids": document_ids, "padding_mask": padding_mask}
-        if past_key_values is not None:
-            layer = past_key_values.layers[self.index]
-            how["state"] = layer.state
-            layer.length += hidden_states.shape[1]
-        how = {name: value for name, value in how.items() if value is not None}
-        hidden_states = hidden_states + self.mixer(self.mixer_norm(hidden_states), **how)
-        if "state" in how and not how["state"] and self.state_numbers:
+        """Compute [B, T, C]."""
+        hidden_states = hidden_states + mix(
+            self.mixer,
+            self.mixer_norm(hidden_states),
+            self.index,
+            document_ids,
+            padding_mask,
+            past_key_values,
+        )
+        cached = past_key_values is not None and self.state_numbers
+        if cached and not past_key_values.layers[self.index].state:
             raise ValueError(
                 f"mixer {self.named}: supports state, of {self.state_numbers} numbers, but its "
                 "forward leaves the state empty"
@@ -95,16 +91,13 @@ def _keeps(module: nn.Module) -> bool:
     return getattr(module, "keeps_initialisation", False)
 
 
-class MixerPreTrainedModel(PreTrainedModel):
+class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     """Share with the classes below: configuration, initialisation, what transformers may do."""
 
     config_class = CatMixerConfig
     config: CatMixerConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ("MixerLayer",)
-    _skip_keys_device_placement = ("past_key_values",)
-    _is_stateful = True  # no drafted token can be taken back
     _can_record_outputs = {"hidden_states": MixerLayer}  # noqa: RUF012
 
     @torch.no_grad()
@@ -113,12 +106,8 @@ class MixerPreTrainedModel(PreTrainedModel):
         is_matrix = isinstance(module, nn.Linear | nn.Embedding)
         if hasattr(module, "undrawn") and (_keeps(module) or not is_matrix):
             self._draw(module, *module.undrawn)
-        elif isinstance(module, nn.RMSNorm):
-            init.ones_(module.weight)
-        elif is_matrix and not _keeps(module):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+        elif not (is_matrix and _keeps(module)):
+            super()._init_weights(module)
 
     def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
         """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""
@@ -127,7 +116,7 @@ class MixerPreTrainedModel(PreTrainedModel):
             init.copy_(module.get_parameter(key), value)
 
 
-class CatMixerModel(MixerPreTrainedModel):
+class CatMixerModel(RecurrentBody, MixerPreTrainedModel):
     """The model without its head."""
 
     def __init__(self, config: CatMixerConfig) -> None:
@@ -143,42 +132,22 @@ class CatMixerModel(MixerPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
+    def _enter(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Compute hidden states [B, T, C] after the last norm; see `CausalLanguageModel`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = cache_for(self.config, past_key_values, use_cache)
-        documents = documents_of(document_ids, position_ids, attention_mask, cache)
-        padding = padding_of(self.config, attention_mask, padding_mask, hidden_states.shape[1])
-        padding = self._readable(documents, padding)
-        if self.embed_positions is not None:
-            if position_ids is None:
-                position_ids = positions_of(hidden_states, attention_mask, documents, cache)
-            hidden_states = hidden_states + self._positions(position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                document_ids=documents,
-                padding_mask=padding,
-                past_key_values=cache,
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=cache
-        )
+        embedded: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        documents: Tensor | None,
+        cache: MixerCache | None,
+    ) -> Tensor:
+        if self.embed_positions is None:
+            return embedded
+        if position_ids is None:
+            position_ids = positions_of(embedded, attention_mask, documents, cache)
+        return embedded + self._positions(position_ids)
+
+    def _leave(self, hidden_states: Tensor) -> Tensor:
+        return self.norm(hidden_states)
 
     def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Give the padding that the mixer minds. Raises ValueError where it cannot do its part."""
@@ -204,7 +173,7 @@ class CatMixerModel(MixerPreTrainedModel):
         return self.embed_positions(position_ids)
 
 
-class CatMixerForCausalLM(CausalLanguageModel, MixerPreTrainedModel, GenerationMixin):
+class CatMixerForCausalLM(RecurrentCausalLM, MixerPreTrainedModel, GenerationMixin):
     """The language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -214,17 +183,3 @@ class CatMixerForCausalLM(CausalLanguageModel, MixerPreTrainedModel, GenerationM
         self.model = CatMixerModel(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Give generation the cache of mixers; none to a mixer that has no state."""
-        kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={kind!r}: the states of mixers have none")
-        asked = generation_config.use_cache is not False
-        cache = cache_for(self.config, model_kwargs.get("past_key_values"), asked)
-        if cache is None:
-            generation_config.use_cache = model_kwargs["use_cache"] = False
-        else:
-            model_kwargs["past_key_values"] = cache

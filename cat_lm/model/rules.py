@@ -24,6 +24,11 @@ CANON_PLACES = "ACD"
 _ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
+def gated_width(hidden_size: int) -> int:
+    """Give the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
+    return -(-8 * hidden_size // (3 * 256)) * 256
+
+
 def head_problems(model: Any) -> list[str]:
     """Say whether the width divides among the heads."""
     if model.hidden_size % model.num_attention_heads == 0:

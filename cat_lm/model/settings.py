@@ -172,6 +172,18 @@ class AttentionSettings:
         refuse(attention.problems(self))
 
 
+class RecurrentSettings:
+    """Say what holds of configurations whose layers keep a state; before a family's own.
+
+    Attributes:
+        keeps_state: whether it is kept from call to call, so that a text can be continued.
+        reads_padding: that the model must be told which tokens are padding.
+    """
+
+    keeps_state: ClassVar[bool] = True
+    reads_padding: ClassVar[bool] = True
+
+
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
     """Check types and ranges of fields of `config`.
 

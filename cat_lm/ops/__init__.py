@@ -1,4 +1,7 @@
-"""Operators along time, a folder each: convolution (its names stand here too) and recurrence."""
+"""Operators along time, a folder each: convolution (its names stand here too) and recurrence.
+
+Beside them: where documents begin, and the cross-entropy of logits on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -61,6 +61,15 @@ def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
     return F.pad(starts[:, 1:], (1, 0), value=True)
 
 
+def document_borders(document_ids: Tensor) -> Tensor:
+    """Where documents start in the rows joined end to end, and B·T: [N+1] int32, N documents.
+
+    Ids on a GPU make the host wait for their number. [B, T] integers.
+    """
+    starts = document_starts(document_ids).flatten()
+    return F.pad(starts.nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
+
+
 def document_runs(document_ids: Tensor) -> Tensor:
     """Numbers the documents of each row 0, 1, 2 … in order. [B, T] integers to [B, T] int64."""
     return document_starts(document_ids).cumsum(dim=1) - 1

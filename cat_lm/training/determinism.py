@@ -17,11 +17,13 @@ _REFUSED = "does not have a deterministic implementation"
 
 
 def make_deterministic() -> None:
-    """Have every operator of torch give the same bits each time, for the rest of the process.
+    """Have every operator give the same bits each time, for the rest of the process.
 
     torch takes kernels without atomics, and refuses operators that have none; of attention's
-    kernels, cuDNN's is left out. Must come before the first matrix product on a GPU.
+    kernels, cuDNN's is left out. flash-attn is no operator of torch, and is told by transformers.
+    Must come before the first matrix product on a GPU.
     """
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _WORKSPACES:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = _WORKSPACES[0]
     torch.use_deterministic_algorithms(True)

@@ -6,8 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,28 +16,19 @@ from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.documents import document_borders
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
+from cat_lm.training.partitioned_step import PartitionedStep
+from cat_lm.training.steps import LaunchedStep, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Batch = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Hold what a step did: mean loss in nats a scored token, over all ranks and micro-batches.
-
-    `flags` are the sums over all ranks of what each gave to `Engine.train_step`.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    flags: tuple[float, ...] = ()
 
 
 def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
@@ -68,6 +58,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
+    model.set_mixer_backend(config.train.mixer_backend)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -79,12 +70,41 @@ def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch
     Raises:
         UserError: the backend that the configuration names cannot serve.
     """
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    backend = config.train.conv_backend
+    return _backend(config, model, device, "conv_backend", config.architecture.describe_backend)
+
+
+def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
+    """Say what will compute the recurrences of this run, and why; "" without any. As above."""
+    describe = config.architecture.describe_mixer_backend
+    return _backend(config, model, device, "mixer_backend", describe)
+
+
+def _backend(
+    config: RunConfig,
+    model: PreTrainedModel,
+    device: torch.device,
+    key: str,
+    describe: Callable[[PreTrainedConfig, torch.device, torch.dtype, str], str],
+) -> str:
+    backend = getattr(config.train, key)
     try:
-        return config.architecture.describe_backend(model.config, device, dtype, backend)
+        return describe(model.config, device, _dtype(config), backend)
     except ValueError as error:
-        raise UserError(f"train.conv_backend={backend}: {error}") from error
+        raise UserError(f"train.{key}={backend}: {error}") from error
+
+
+def documents_apart(
+    config: RunConfig, model: PreTrainedModel, device: torch.device
+) -> DocumentAttention | None:
+    """Say what keeps packed documents apart in attention, and why; None where nothing does."""
+    if not config.data.mask_documents or not model.takes_borders:
+        return None
+    return document_attention(model.config, device, _dtype(config))
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    """That of what layers compute."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -130,6 +150,9 @@ class Engine:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
+        apart = documents_apart(config, model, ranks.device)
+        # The host has the documents; a GPU that counted them would make it wait.
+        self._gives_borders = apart is not None and apart.name != "mask"
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
@@ -149,6 +172,8 @@ class Engine:
             )
         if config.train.precision == "bf16" and config.train.zero_stage == 1:
             Bf16Step(self.deepspeed, config.optimizer.grad_clip)
+        elif config.train.zero_stage in (1, 2):
+            PartitionedStep(self.deepspeed)
         self.model = model
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
@@ -158,10 +183,14 @@ class Engine:
             model.compile()
 
     def train_step(self, batch: Batch, lr: float, flags: Sequence[float] = ()) -> StepResult:
+        """One optimizer step on this rank's rows of the global batch, waited for."""
+        return self.launch_step(batch, lr, flags).result()
+
+    def launch_step(self, batch: Batch, lr: float, flags: Sequence[float] = ()) -> LaunchedStep:
         """One optimizer step on this rank's rows of the global batch.
 
-        The host reads the device's numbers once, at the end: loss, norm and flags together. (In
-        fp32 with ZeRO, and in stages 2 and 3, DeepSpeed reads some of its own before.)
+        The host waits for none of the device's numbers; loss, norm and flags come together by the
+        result. (DeepSpeed waits for some of its own in stages 2 and 3: see cat_lm/README.md.)
 
         Args:
             flags: numbers to be summed over all ranks on the way, without a collective of theirs.
@@ -189,15 +218,13 @@ class Engine:
         if not self._plain:
             norm = torch.as_tensor(self.deepspeed.get_global_grad_norm())
         sums = self._summed(total, *flags)
-        parts = (scored, norm.to(sums).reshape(1), sums)
-        items, grad_norm, total_loss, *summed_flags = torch.cat(parts).tolist()
-        skipped = not (self.deepspeed.was_step_applied() and math.isfinite(grad_norm))
-        return StepResult(total_loss / max(items, 1), grad_norm, skipped, tuple(summed_flags))
+        numbers = torch.cat((scored, norm.to(sums).reshape(1), sums))
+        return LaunchedStep(numbers, self.deepspeed.was_step_applied())
 
     def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
         """Sum each number over all ranks, in float64 on the device, which the host goes on from."""
         given = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in numbers]
-        sums = torch.cat([n.to(self.ranks.device, non_blocking=True) for n in given])
+        sums = torch.cat([self._sent(number) for number in given])
         if self.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums
@@ -232,13 +259,24 @@ class Engine:
             "shift_labels" if name == "labels" else name: torch.from_numpy(rows_of_name)
             for name, rows_of_name in batch.items()
         }
-        return [
-            {
-                name: tensor[start : start + size].to(self.ranks.device, non_blocking=True)
-                for name, tensor in tensors.items()
-            }
+        parts = [
+            {name: tensor[start : start + size] for name, tensor in tensors.items()}
             for start in range(0, rows, size)
         ]
+        if self._gives_borders:
+            for part in parts:
+                part["document_borders"] = document_borders(part["document_ids"])
+        moved = [{name: self._sent(tensor) for name, tensor in part.items()} for part in parts]
+        if self._gives_borders and self.config.train.compile:
+            for part in moved:  # else the first two numbers of documents would get a graph each
+                torch._dynamo.maybe_mark_dynamic(part["document_borders"], 0)
+        return moved
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the host's tensor to the device, without waiting for what that still computes."""
+        if self.ranks.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.ranks.device, non_blocking=True)
 
     def _clip(self) -> torch.Tensor:
         """Stage 0: clip the reduced gradients; AdamW leaves out the step if they are not finite."""

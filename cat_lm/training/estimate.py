@@ -12,7 +12,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.model.loss import CHUNK_ELEMENTS
+from cat_lm.model.loss import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ MEMORY_ACCURACY = 1.25
 # and how many gathered weights ZeRO-3 keeps at a time (stage3_max_live_parameters).
 _BUCKET_ELEMENTS = 5 * 10**8
 _LIVE_PARAMETERS = 10**9
+_LAST_RESORT = "take a smaller model or a larger device"
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -97,13 +98,14 @@ def checkpoint_bytes(parameters: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank's part of a run takes on its device, at the peak of a step.
+    """Bytes that one rank's part of a run takes on its device, at the peak of a step or its start.
 
     Attributes:
         weights, gradients, optimizer: as DeepSpeed keeps them from step to step.
         activations: what the backward pass of a micro-batch keeps, with the loss's own chunk.
         buffers: gathered or cast weights, and the buckets that gradients are reduced in, as far as
-            they stand beside the activations or exceed them after those are gone.
+            they stand beside the activations or exceed them after those are gone; or the weights
+            that ZeRO-3 begins with.
         advice: which keys lower it.
     """
 
@@ -159,11 +161,16 @@ def memory_per_rank(
         sent = 0.0
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
-    activations = _activations(config) + _loss_memory(config, vocab_size)
+    activations = _activations(config) + _loss_memory(config, vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
     peak = reserved + max(activations + beside - absent, sent)
+    advice = _memory_advice(config, world_size)
+    # ZeRO-3 begins with all weights on every rank, before it partitions them.
+    start = (compute - weights - gradients - optimizer) * parameters
+    if stage == 3 and start > peak:
+        peak, advice = start, _LAST_RESORT
     shown = min(activations, peak)
     return Memory(
         weights * parameters,
@@ -171,7 +178,7 @@ def memory_per_rank(
         optimizer * parameters,
         shown,
         peak - shown,
-        _memory_advice(config, world_size),
+        advice,
     )
 
 
@@ -186,7 +193,9 @@ def _activations(config: RunConfig) -> float:
     # Under autocast (stage 0) the residual stream and the norms stay fp32.
     size = 2.13 if bf16 and train.zero_stage == 0 else compute
     tokens = train.micro_batch_size * config.data.context_length
-    layer = size * tokens * model.hidden_size * architecture.saved_tensors(model)
+    wide = architecture.saved_in_fp32(model)
+    tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
+    layer = tokens * model.hidden_size * tensors
     maps = tokens * config.data.context_length * architecture.saved_maps(model)
     layer += (4 + compute) * maps
     if train.activation_checkpointing:
@@ -194,14 +203,19 @@ def _activations(config: RunConfig) -> float:
     return layer * model.num_hidden_layers
 
 
-def _loss_memory(config: RunConfig, vocab_size: int) -> float:
-    """Bytes of `linear_cross_entropy`: a chunk of fp32 logits and their exponentials, and the
-    gradients that it computes on the way, of the head in fp32 and of its input."""
+def _loss_memory(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
+    """Bytes of `linear_cross_entropy`: a chunk of logits (on a CPU in fp32, with their
+    exponentials) and the gradients that it computes on the way, of the head in fp32 and of its
+    input."""
     width = config.model.hidden_size
     compute = 2 if config.train.precision == "bf16" else 4
     tokens = config.train.micro_batch_size * config.data.context_length
-    chunk = min(CHUNK_ELEMENTS, tokens * vocab_size)
-    return 8 * chunk + 4 * vocab_size * width + compute * tokens * width
+    if on_gpu:
+        length, stride = kernel_chunk(tokens, vocab_size, compute)
+        chunk = compute * min(length, tokens) * stride
+    else:
+        chunk = 8 * min(CHUNK_ELEMENTS, tokens * vocab_size)
+    return chunk + 4 * vocab_size * width + compute * tokens * width
 
 
 def _memory_advice(config: RunConfig, world_size: int) -> str:
@@ -212,5 +226,5 @@ def _memory_advice(config: RunConfig, world_size: int) -> str:
         ways.append("set train.activation_checkpointing=true")
     if train.zero_stage < 3 and world_size > 1:
         ways.append(f"raise train.zero_stage={train.zero_stage}")
-    ways.append("take a smaller model or a larger device")
+    ways.append(_LAST_RESORT)
     return ", or ".join(ways)

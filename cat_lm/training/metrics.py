@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import sys
 import time
 import uuid
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.io.files import AppendedFile, atomic_write, write_text
+from cat_lm.io.files import AppendedFile, atomic_write, finite, write_text
 from cat_lm.io.readers import read_json_lines, short
 
 
@@ -71,7 +70,7 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends `record`, which holds `step`; a number that is not finite becomes null."""
-        record = {name: _finite(value) for name, value in record.items()}
+        record = finite(record)
         self._file.write((json.dumps(record) + "\n").encode())
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
@@ -124,10 +123,6 @@ def _check_record(record: dict[str, Any], place: str) -> None:
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"{place}: step is {short(step)}, must be the number of a step")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _group(name: str) -> str:

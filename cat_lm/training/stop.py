@@ -17,9 +17,11 @@ _CODES = (REQUEUE_EXIT_CODE, INTERRUPTED_EXIT_CODE)  # of two the later is agree
 class StopSignal:
     """Notes TERM and USR1 from its making on; by `votes` all ranks learn of it in the same step.
 
-    A cluster may signal only one rank, and at any moment: a signal that comes while the ranks still
-    start is answered after the first step. Ctrl-C ends a start at once, steps only at its second
-    time.
+    A cluster may signal only one rank, and at any moment. One rank alone stops after the step in
+    which the signal comes. Several stop after the next, which carries the votes, or on GPUs, where
+    its numbers are read a step later, after the one that follows. A signal that comes while the
+    ranks still start is answered after the first steps. Ctrl-C ends a start at once, steps only at
+    its second time.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
@@ -66,7 +65,7 @@ def _selection(assembly: Assembly) -> dict:
     }
 
 
-def print_summary(folder: Path, manifest: dict, known_sets: tuple[str, ...]) -> None:
+def print_summary(manifest: dict, known_sets: tuple[str, ...]) -> None:
     """The counts of the data, and what was left out of them."""
     for split, counts in manifest["splits"].items():
         print(

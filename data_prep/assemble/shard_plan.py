@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
 from cat_lm.io.files import atomic_write
@@ -249,7 +248,3 @@ class Assembly:
         shards = [PlannedShard.from_json(shard) for shard in value["shards"]]
         selection = Selection.from_json(value["selection"])
         return cls(**{**value, "shards": shards, "selection": selection})
-
-    def of_split(self, split: str) -> list[PlannedShard]:
-        assert split in SPLITS
-        return [shard for shard in self.shards if shard.split == split]

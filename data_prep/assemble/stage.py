@@ -62,7 +62,7 @@ def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Nam
     )
     output_folder.finish(job.out, work, manifest)
     known = (*KNOWN_SETS, UNKNOWN_SET) if arguments.source == "slimpajama" else ()
-    print_summary(job.out, manifest, known)
+    print_summary(manifest, known)
     print(f"{job.out}: complete (assembled in {time.monotonic() - start:.1f} s)")
 
 

@@ -5,7 +5,7 @@ seed: d_s = value of one minus value of the other. With the mean d over n seeds 
 that are made together,
 
     lower, higher   the interval d ± t(n-1, 1 - 0.025/m) e leaves out 0
-    unclear         it holds 0
+    unclear         it holds 0, or a value or error of those is not finite: no interval then
 
 where e^2 = s_d^2 / n, plus the squared standard error of d over the documents that were scored
 where these are known. The division by m is Bonferroni's: the chance that any of the m words is
@@ -40,11 +40,11 @@ class Difference:
 
     Attributes:
         mean: over the seeds that both have.
-        spread: pooled standard deviation over seeds of the two models; None for one seed.
-        low, high: the paired interval, corrected for the comparisons; None for one seed.
+        spread: pooled standard deviation over seeds of the two models; None without interval.
+        low, high: the paired interval, corrected for the comparisons; None where there is none.
         comparisons: made together, which the interval is corrected for.
         seed_error, document_error: standard errors of the mean over seeds and over documents;
-            None where there is one seed, or the documents are not known.
+            None where there is no interval, or the documents are not known.
         verdict: one of the words above.
     """
 
@@ -84,9 +84,11 @@ def compare(
     if not seeds:
         return None
     differences = [a[seed] - b[seed] for seed in seeds]
-    mean, n = statistics.fmean(differences), len(seeds)
-    if n == 1:
-        return Difference(mean, None, None, None, 1, ONE_SEED, comparisons, None, document_error)
+    is_finite = all(map(math.isfinite, differences))
+    mean, n = statistics.fmean(differences) if is_finite else math.nan, len(seeds)
+    if n == 1 or not is_finite or not math.isfinite(document_error or 0.0):
+        word = ONE_SEED if n == 1 else UNCLEAR
+        return Difference(mean, None, None, None, n, word, comparisons, None, document_error)
     variances = [statistics.variance([side[seed] for seed in seeds]) for side in (a, b)]
     spread = math.sqrt(sum(variances) / 2)
     seed_error = statistics.stdev(differences) / math.sqrt(n)
@@ -101,10 +103,10 @@ def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
     """The standard error of sum(sums) / sum(counts) when G groups are a sample of many.
 
     Linearised: sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g, with m the ratio; nan for one
-    group.
+    group, and for sums that are not finite.
     """
     groups, total = len(sums), math.fsum(counts)
-    if groups < 2:
+    if groups < 2 or not all(map(math.isfinite, sums)):
         return math.nan
     mean = math.fsum(sums) / total
     squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.export_record import recorded_context_length
+from cat_lm.io.files import finite
 from cat_lm.io.readers import Record
 from cat_lm.pretrained import choose_device, load_model
 from eval.common.cell_store import CellStore, key_hash
@@ -235,11 +236,7 @@ class Cells:
         }
         if not math.isfinite(score.nll):
             values["document_nlls"] = None
-        # JSON has no infinities; a diverged model's numbers are absent, not invalid.
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
+        return finite(values)  # a diverged model's numbers are absent, not invalid
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:

@@ -111,28 +111,17 @@ def sweep(
         stride, documents, factor, temperature_scope, device, batch_tokens: see `Protocol`.
         dtype: see `eval.common.precision`.
 
-    Returns:
-        One row per cell, with the keys `COLUMNS` and `LISTS` (see `position_curve` and `Score`).
-
-    Raises:
-        UserError: bad input, before anything is computed where that is possible; or lengths that
-            did not fit into memory, after everything else is done and written.
+    Returns one row per cell, with the keys `COLUMNS` and `LISTS` (see `position_curve` and
+    `Score`). Raises UserError for bad input, before anything is computed where that is possible;
+    and for lengths that did not fit into memory, after everything else is done and written.
     """
     if text == WIKITEXT:
         documents = PAGES
     lengths = sorted(set(lengths))
     choose_device(device)  # an absent one ends the sweep before anything is read
     dtype = evaluation_dtype(dtype, models, device)
-    protocol = Protocol(
-        stride,
-        documents,
-        factor,
-        temperature_scope,
-        dtype,
-        device,
-        batch_tokens,
-        max_document_tokens,
-    )
+    scaling, computing = (factor, temperature_scope), (dtype, device, batch_tokens)
+    protocol = Protocol(stride, documents, *scaling, *computing, max_document_tokens)
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     if documents == PAGES:
         from eval.length_sweep.wikitext import page_streams
@@ -140,26 +129,11 @@ def sweep(
         streams = page_streams(subjects, lengths[-1], data_dir)
     else:
         chosen = Documents(min_document_tokens or lengths[-1], max_document_tokens)
+        choice = None if documents == DOCUMENTS[0] else chosen
         streams = sweep_streams(
-            subjects,
-            lengths[-1],
-            text=text,
-            data=data,
-            separator=document_separator,
-            max_tokens=max_tokens,
-            choice=None if documents == DOCUMENTS[0] else chosen,
+            subjects, lengths[-1], text, data, document_separator, max_tokens, choice
         )
-    for account in dict.fromkeys(stream.account for stream in streams):
-        print(account, file=sys.stderr)
-    names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
-    claim_outputs(out, "length_sweep.json", names)
-    rows, missing = _fill(subjects, streams, lengths, protocol, Path(out))
-    if missing:
-        raise UserError(
-            f"did not fit into memory: {', '.join(missing)} (label, method, length); "
-            f"the {len(rows)} others are in {out}"
-        )
-    return rows
+    return _fill(subjects, streams, lengths, protocol, Path(out))
 
 
 def _fill(
@@ -168,8 +142,15 @@ def _fill(
     lengths: Sequence[int],
     protocol: Protocol,
     out: Path,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of all cells, written after each one and drawn; and the names of those too large."""
+) -> list[dict[str, Any]]:
+    """The rows of all cells, written after each one and drawn.
+
+    Raises UserError, at the end, for those that were too large.
+    """
+    for account in dict.fromkeys(stream.account for stream in streams):
+        print(account, file=sys.stderr)
+    names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
+    claim_outputs(out, "length_sweep.json", names)
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     for subject, stream in zip(subjects, streams, strict=True):
@@ -183,7 +164,12 @@ def _fill(
             _write_tables(out, rows, streams[0], protocol)
     if rows:
         _draw(rows, out)
-    return rows, missing
+    if missing:
+        raise UserError(
+            f"did not fit into memory: {', '.join(missing)} (label, method, length); "
+            f"the {len(rows)} others are in {out}"
+        )
+    return rows
 
 
 def _subjects(

@@ -21,7 +21,6 @@ WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
 def sweep_streams(
     subjects: Sequence[Subject],
     largest: int,
-    *,
     text: Path | str | None,
     data: Path | str | None,
     separator: str | None,
@@ -58,6 +57,8 @@ def sweep_streams(
         scored = scored or stream.texts(first)
         # The same text can be fewer tokens than the first model's.
         other = text_stream(scored, tokenizer, f"model {subject.label}: {text}")
+        if stream.spans is not None:
+            other = other.ended_as(stream)
         if choice is None:
             _whole_windows(other, largest, None, tokenizer)
         streams.append(other if choice is None else long_enough(other, largest))

@@ -115,6 +115,17 @@ class TokenStream:
         """The documents' texts, as `tokenizer`, which made the tokens, spells them."""
         return _texts(self.tokens[1:], tokenizer, self.eod_id)
 
+    def ended_as(self, other: TokenStream) -> TokenStream:
+        """This stream of whole texts, scored as `other` with spans, whose documents' they are.
+
+        A text that is cut is followed by no end; of those that are not, the end is scored.
+        """
+        parts = np.split(self.tokens, np.flatnonzero(self.tokens == self.eod_id))[1:]
+        ended = [other.tokens[stop] == other.eod_id for _, stop in other.spans]
+        parts = [np.append(p[1:], p[: int(end)]) for p, end in zip(parts, ended, strict=True)]
+        tokens, spans = _apart(parts, self.eod_id)
+        return replace(self, tokens=tokens, spans=spans)
+
     def whole_documents(
         self, choice: Documents, budget: int | None, tokenizer: PreTrainedTokenizerBase
     ) -> TokenStream:
@@ -283,10 +294,16 @@ def _document_stream(
     if not rests:
         stream = np.concatenate([[eod_id], *kept])
         return _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
-    # A beginning has no end of its own, so one stands before each that none predicts.
-    stream = np.concatenate([part for kept_part in kept for part in ([eod_id], kept_part)])
-    starts = np.cumsum([0] + [len(part) + 1 for part in kept[:-1]]).tolist()
-    spans = tuple((start, start + len(part)) for start, part in zip(starts, kept, strict=True))
     cut["document_rests"] = rests
+    stream, spans = _apart(kept, eod_id)
     made = _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
     return replace(made, spans=spans)
+
+
+def _apart(
+    parts: Sequence[np.ndarray], eod_id: int
+) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
+    """Tokens and spans of parts that may lack an end: one that none predicts is before each."""
+    starts = np.cumsum([0] + [len(part) + 1 for part in parts[:-1]]).tolist()
+    spans = tuple((start, start + len(part)) for start, part in zip(starts, parts, strict=True))
+    return np.concatenate([tokens for part in parts for tokens in ([eod_id], part)]), spans

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, or_word, path, path_name, rates, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
@@ -71,7 +71,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--weight-decay", type=decay, default=0.1, help="on all parameters")
     add(
         "--stop-above",
-        type=_stop_above,
+        type=or_word(number(RANGES["stop_above"]), "none"),
         default=0.99,
         metavar="ACCURACY|none",
         help="on validation rows, which then also choose the step whose model is tested; above 1: "
@@ -98,16 +98,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _whole(name: str) -> Callable[[str], int]:
     """Make the kind of a cell's whole number."""
     return whole(RANGES[name])
-
-
-def _stop_above(text: str) -> float | None:
-    """An accuracy, or none."""
-    if text == "none":
-        return None
-    try:
-        return number(RANGES["stop_above"])(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or none") from None
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -150,6 +140,20 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
     _add_grid_options(parser)
     _add_seeds(parser)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=(),
+        metavar="MIXER",
+        help="as of run, in place of the scale's; more are added to those there",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=(),
+        metavar="ROW",
+        help="of panels: MQAR, … (default: all)",
+    )
     parser.set_defaults(run=_figure)
 
 
@@ -163,7 +167,7 @@ def _add_grid_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stack",
-        type=_stack,
+        type=or_word(whole(limits.SAMPLES), "auto"),
         metavar="N|auto",
         help="models that differ in learning rate and seed alone to train as one (default: auto, "
         "all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
@@ -178,16 +182,6 @@ def _add_seeds(parser: argparse.ArgumentParser) -> None:
         type=whole(limits.SAMPLES),
         help="runs of each model at its rate (default: the scale's); more are added to those there",
     )
-
-
-def _stack(text: str) -> int | None:
-    """Models in a stack, none for auto."""
-    if text == "auto":
-        return None
-    try:
-        return whole(limits.SAMPLES)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def _execution(arguments: argparse.Namespace) -> Execution:
@@ -205,6 +199,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
             raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
+        if arguments.models or arguments.rows:
+            raise UserError(f"{LANDMARK}: a simulation of no mixers, without --models, --rows")
         if arguments.workers is not None or arguments.seeds is not None:
             raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
         from eval.recall.theory.report import landmark_tradeoff
@@ -215,7 +211,8 @@ def _figure(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.figure import figure
 
     execution, out = _execution(arguments), arguments.out
-    if figure(arguments.name, arguments.scale, out, execution, arguments.seeds):
+    chosen = (arguments.seeds, arguments.models, arguments.rows)
+    if figure(arguments.name, arguments.scale, out, execution, *chosen):
         print(out / f"{arguments.name}.md")
 
 
@@ -231,10 +228,12 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--data",
-        required=True,
+        type=path_name,
+        default=(),
         nargs="+",
         metavar="DIR",
-        help="texts prepared by data_prep.prepare, told beside each other by their folders' names",
+        help="texts prepared by data_prep.prepare, told beside each other by their folders' names "
+        "(default: none, recall alone)",
     )
     _add_grid_options(parser)
     _add_seeds(parser)
@@ -263,13 +262,17 @@ def _add_mamba(commands: argparse._SubParsersAction) -> None:
     )
     _add_grid_options(parser)
     _add_seeds(parser)
+    parser.add_argument(
+        "--rates", type=rates, metavar="R,R,…", help="learning rates (default: the scale's)"
+    )
     parser.set_defaults(run=_mamba)
 
 
 def _mamba(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.mamba import study
 
-    study(arguments.scale, arguments.out, _execution(arguments), arguments.seeds)
+    execution, out = _execution(arguments), arguments.out
+    study(arguments.scale, out, execution, arguments.seeds, arguments.rates)
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

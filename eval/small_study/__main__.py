@@ -119,8 +119,11 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
     """
     import numpy as np
 
+    from cat_lm.data.manifest import read_manifest
     from cat_lm.data.opening import open_verified
 
+    for folder in (*study.held_out, *([study.data] if own else [])):
+        read_manifest(ROOT / folder)  # an error before any text is prepared
     if not own:
         # Much of the library: it has some 380 files that are long enough.
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.6"]

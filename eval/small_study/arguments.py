@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, path, whole, whole_numbers
+from cat_lm.cli import Parser, path, rates, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped
@@ -98,14 +98,10 @@ def _tokens(text: str) -> int:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    one = number(limits.LEARNING_RATE, above=0)
-    try:
-        found = tuple(one(part) for part in text.split(","))
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; give a list such as 1e-3,3e-3,1e-2") from None
-    if len({f"{rate:g}" for rate in found}) < max(3, len(found)):
+    found = rates(text)
+    if len(found) < 3:
         raise argparse.ArgumentTypeError(f"{clipped(text)!r} must be three or more different rates")
-    return tuple(sorted(found))
+    return found
 
 
 def _folders(text: str) -> tuple[Path, ...]:

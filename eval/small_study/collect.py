@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
+from cat_lm.io.files import finite
 from eval.common import comparison
 from eval.common.models import folder_sha256
 from eval.common.provenance import provenance
@@ -44,7 +44,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     finished = [job for job in jobs if job not in diverged]
     config = study.config(jobs[0])
     trained = config.data.context_length
-    texts = {name: _text(study, name, finished, runs, trained) for name in study.texts()}
+    texts = {name: _text(study, name, finished, trained) for name in study.texts()}
     return {
         "size": study.size.name,
         "question": {"name": study.question, "text": study.asked.text},
@@ -82,11 +82,9 @@ def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return found
 
 
-def _text(
-    study: Study, name: str, jobs: Sequence[Job], runs: dict[Job, Run], trained: int
-) -> dict[str, Any]:
+def _text(study: Study, name: str, jobs: Sequence[Job], trained: int) -> dict[str, Any]:
     """What was measured on one of the study's texts."""
-    swept = {job: _sweep(study, job, name, runs[job]) for job in jobs}
+    swept = {job: _sweep(job, name) for job in jobs}
     if len({row["tokens_sha256"] for rows in swept.values() for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")
     rows = [
@@ -110,7 +108,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in keys}
 
 
-def _sweep(study: Study, job: Job, name: str, run: Run) -> list[dict[str, Any]]:
+def _sweep(job: Job, name: str) -> list[dict[str, Any]]:
     """The rows of a run's sweep over one of the study's texts, of the weights that it exported."""
     file, record = sweep_folder(job, name) / "length_sweep.json", result_path(job)
     found = read_sweep(file).get("rows", [])
@@ -173,12 +171,8 @@ def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[s
 
 
 def _tuned(found: Tuned) -> dict[str, Any]:
-    losses = {f"{rate:g}": _finite(loss) for rate, loss in found.losses.items()}
+    losses = {f"{rate:g}": finite(loss) for rate, loss in found.losses.items()}
     return {"seed": TUNING_SEED, "edge": found.edge, "losses": losses}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _comparisons(
@@ -243,4 +237,4 @@ def _document_error(
             strict=True,
         )
     ]
-    return _finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))
+    return finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))

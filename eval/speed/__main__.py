@@ -129,12 +129,17 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
     )
     _add_size(parser)
     parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
-    parser.add_argument("--repeats", type=whole(limits.REPEATS), default=repeats, metavar="N")
+    _add_repeats(parser, repeats)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
     )
     _add_processes(parser)
+
+
+def _add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
+    of_it = {"default": default, "help": f"default: {default}"}
+    parser.add_argument("--repeats", type=whole(limits.REPEATS), metavar="N", **of_it)
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
@@ -208,9 +213,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
     )
     _add_size(parser)
-    parser.add_argument(
-        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
-    )
+    _add_repeats(parser, 5)
     parser.add_argument(
         "--zero-stage", type=whole(limits.Range(0, 3)), default=0, help="default: 0"
     )
@@ -224,9 +227,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     """One rank on the device that training takes: there is nothing to choose."""
     parser.add_argument("config", type=path, metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument(
-        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
-    )
+    _add_repeats(parser, 5)
     parser.set_defaults(device="auto", threads=None)
 
 
@@ -258,9 +259,7 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"default: {default}",
         )
-    parser.add_argument(
-        "--repeats", type=whole(limits.REPEATS), default=5, metavar="N", help="default: 5"
-    )
+    _add_repeats(parser, 5)
 
 
 @command
@@ -268,8 +267,8 @@ def main() -> None:
     options = _parser().parse_args()
     from cat_lm.io.files import write_json
     from eval.common.outputs import claim_file
-    from eval.speed import tables
     from eval.speed.run import measure
+    from eval.speed.tables import table
 
     if options.json:
         claim_file(options.json, "--json")
@@ -279,7 +278,7 @@ def main() -> None:
         from eval.speed.processes import measure_in_processes
 
         record = measure_in_processes(options)
-    print(getattr(tables, f"{options.benchmark}_table")(record))
+    print(table(record))
     if options.json:
         write_json(options.json, record)
         print(f"wrote {options.json}", file=sys.stderr)

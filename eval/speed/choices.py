@@ -50,13 +50,14 @@ def models() -> dict[str, Model]:
         prefix = "" if family.name == architectures.DEFAULT else f"{family.name}-"
         names = {v: family.short_names.get(v, f"{prefix}{v}") for v in family.variants()}
         first, stock = next(iter(names)), f"{prefix}stock"
-        rivals = (names[first], stock) if family.library_type else (None, None)
+        rivals = (names[first], stock) if family.has_stock else (None, None)
         for variant, words in family.variants().items():
-            label = f"{family.title}, {words}"
+            label = f"{family.title}, {words}" if variant else family.title
             found[names[variant]] = Model(label, family.name, variant, *rivals)
-        if family.library_type:
+        if family.has_stock:
             label = f"{family.title}, transformers' own class"
             found[stock] = Model(label, family.name, first, *rivals)
+        if family.library_type and family.takes_convolutions:
             label = f"{family.title}, {family.variants()[first]}, rotation compiled"
             found[f"{names[first]}-compiled-rotary"] = Model(
                 label, family.name, first, *rivals, compiled_rotation=True

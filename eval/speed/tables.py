@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from eval.common.text_table import aligned
 from eval.speed.run import CONTESTS
 
-
-def data_table(record: dict[str, Any]) -> str:
-    """Show what `eval.speed data` measured, and its targets: met or not."""
-    from eval.speed.data.tables import data_lines
-
-    return "\n".join([_where(record), *data_lines(record)])
-
-
-def checkpoint_table(record: dict[str, Any]) -> str:
-    """Seconds to save, load and go on from a checkpoint."""
-    from eval.speed.model.checkpoint import checkpoint_lines
-
-    return "\n".join([_where(record), *checkpoint_lines(record)])
+# Benchmarks whose own modules have their lines.
+_LINES = {
+    "data": ("data.tables", "data_lines"),
+    "checkpoint": ("model.checkpoint", "checkpoint_lines"),
+    "engine": ("model.engine", "engine_lines"),
+    "stacks": ("model.stacks", "stack_lines"),
+}
 
 
-def engine_table(record: dict[str, Any]) -> str:
-    """A run's step, and its memory beside the estimate."""
-    from eval.speed.model.engine import engine_lines
-
-    return "\n".join([_where(record), *engine_lines(record)])
-
-
-def stacks_table(record: dict[str, Any]) -> str:
-    """Steps of stacked models a second, and their memory beside the estimate."""
-    from eval.speed.model.stacks import stack_lines
-
-    return "\n".join([_where(record), *stack_lines(record)])
+def table(record: dict[str, Any]) -> str:
+    """Show a record."""
+    name = record["benchmark"]
+    if name not in _LINES:
+        return {"conv": conv_table, "train": train_table, "decode": decode_table}[name](record)
+    module, function = _LINES[name]
+    lines = getattr(importlib.import_module(f"eval.speed.{module}"), function)(record)
+    return "\n".join([_where(record), *lines])
 
 
 def conv_table(record: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, or_word, path_name, whole
 from cat_lm.errors import UserError, command, hard_exit
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch-size",
-        type=_batch_size,
+        type=or_word(whole(limits.BATCH), "auto"),
         default="auto",
         metavar="N",
         help="rows, or auto (default)",
@@ -159,16 +159,6 @@ def _out(arguments: argparse.Namespace, first: bool) -> Path:
     if not first or (Path(arguments.model) / "model" / "config.json").is_file():
         return Path(arguments.model) / RUN_SUBFOLDER
     raise UserError(f"--out: missing; it may be left out only for a run folder ({arguments.model})")
-
-
-def _batch_size(text: str) -> int | None:
-    if text == "auto":
-        return None
-    try:
-        return whole(limits.BATCH)(text)
-    except argparse.ArgumentTypeError as error:
-        message = str(error).replace("must be a whole", "must be auto or a whole")
-        raise argparse.ArgumentTypeError(message) from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import math
 import random
 import sys
 import time
@@ -28,6 +27,7 @@ import torch
 from lm_eval.evaluator import evaluate
 
 from cat_lm.errors import UserError
+from cat_lm.io.files import finite
 from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
@@ -256,7 +256,8 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
             continue
         base = metric.removesuffix("_stderr")
         label = base if filter_ == "none" else key.replace("_stderr,", ",")
-        (stderr if metric != base else metrics)[label] = _finite(value)
+        known = not isinstance(value, str)  # the harness's "N/A"
+        (stderr if metric != base else metrics)[label] = finite(float(value)) if known else None
     return {
         "metrics": metrics,
         "stderr": stderr,
@@ -266,13 +267,6 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         "num_fewshot": found["n-shot"][name],
         "higher_is_better": found["higher_is_better"].get(name, {}),
     }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinities: the number of a diverged model is absent, as an unknown error is."""
-    if isinstance(value, str):  # the harness's "N/A"
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 # What is finished

@@ -77,6 +77,17 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
     yield Finding("run convolutions", backend, "convolutions", backend)
 
 
+def run_recurrences(config: RunConfig) -> Iterator[Finding]:
+    """Name the backend of the model's recurrences in the run's precision, if it has any."""
+    from cat_lm.training.engine import mixer_backend
+
+    if not config.architecture.recurrent and config.train.mixer_backend == "auto":
+        return
+    config = config.with_precision(precision_here(config))
+    if backend := mixer_backend(config, _model(config), _device()):
+        yield Finding("run recurrences", backend, "recurrences", backend)
+
+
 def run_output(config: RunConfig) -> Iterator[Finding]:
     """Tell whether the output folder can be made."""
     from cat_lm.training.checkpoint.folder import describe_asides
@@ -112,7 +123,7 @@ def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     return Finding("run output", text, "checkpoint", one, problem, problem is not None)
 
 
-ALL = (run_data, run_model, run_memory, run_convolutions, run_output)
+ALL = (run_data, run_model, run_memory, run_convolutions, run_recurrences, run_output)
 
 
 def precision_here(config: RunConfig) -> str:

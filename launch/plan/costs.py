@@ -31,9 +31,9 @@ HOST_SECONDS_A_LAYER = 1.5e-3
 LINK_EFFICIENCY = 0.7
 # GB/s that all nodes together write to the file system of the run's folder.
 ASSUMED_STORAGE = 2.0
-# The share of the communication that can hide behind computing. DeepSpeed overlaps it only in
-# ZeRO-3 (overlap_comm), where the next layer's weights are gathered while one computes.
-OVERLAP = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.5}
+# The share of the communication that can hide behind computing, where DeepSpeed overlaps it
+# (overlap_comm): gradients are reduced, and in ZeRO-3 weights gathered, while other layers compute.
+OVERLAP = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
 
 
 def assumed_host_seconds(config: RunConfig) -> float:
@@ -245,14 +245,14 @@ def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
     """Bytes that each GPU sends in a step, as DeepSpeed reduces and gathers here.
 
     A ring all-reduce of P numbers sends 2 (n − 1) / n of them, a reduce-scatter or an all-gather
-    half of that. Gradients travel in fp32. ZeRO-0 all-reduces them once a step; so does ZeRO-1
-    (DeepSpeed combines the ranks' buckets in one all-reduce) and then gathers the weights; ZeRO-2
-    reduces after every micro-batch. ZeRO-3 gathers the weights twice in every micro-batch and
-    reduce-scatters the gradients.
+    half of that. Gradients travel in `train.gradient_communication`. ZeRO-0 all-reduces them once a
+    step; so does ZeRO-1 (DeepSpeed combines the ranks' buckets in one all-reduce) and then gathers
+    the weights; ZeRO-2 reduces after every micro-batch. ZeRO-3 gathers the weights twice in every
+    micro-batch and reduce-scatters the gradients.
     """
     stage, passes = config.train.zero_stage, config.accumulation_steps(gpus)
     weights = parameters * (2 if config.train.precision == "bf16" else 4)
-    gradients = 4 * parameters
+    gradients = parameters * (2 if config.train.gradient_communication == "bf16" else 4)
     sent = {
         0: 2 * gradients,
         1: 2 * gradients + weights,

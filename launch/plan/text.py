@@ -21,7 +21,7 @@ def render(
     """All lines. One number of GPUs gets the parts of its step, several a row each."""
     lines = [*_about(run, found), *_labelled("speed", *speed.sources)]
     lines += _labelled("host", _host(run, speed))
-    lines += _labelled("network", _network(cluster, found[-1], run.config.train.zero_stage))
+    lines += _labelled("network", _network(cluster, run.config.train.zero_stage))
     if len(found) == 1:
         lines += _details(run, cluster, found[0], price)
     else:
@@ -74,7 +74,7 @@ def _host(run: Run, speed: Speed) -> str:
     return f"ASSUMED: {what} (a measured step that is shorter lowers it)"
 
 
-def _network(cluster: Cluster, cost: Costs, stage: int) -> str:
+def _network(cluster: Cluster, stage: int) -> str:
     within = (
         f"ASSUMED: {cluster.device.link:g} GB/s between the GPUs of a node, "
         f"{cluster.interconnect:g} GB/s from each to other nodes, of which collectives reach "

@@ -27,14 +27,6 @@ class JobState:
     nodes: str = ""
     restarts: int | None = None
 
-    @property
-    def is_active(self) -> bool:
-        return self.state in _ACTIVE
-
-
-_ACTIVE = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED", "STAGE_OUT"}
-_ACTIVE |= {"REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STOPPED", "RESIZING", "SPECIAL_EXIT"}
-
 
 _ELSEWHERE = (
     "use a login node of the cluster, or train on this machine: python -m launch.slurm local"

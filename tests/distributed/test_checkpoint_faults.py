@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -85,9 +86,9 @@ def poisoned(step: int, kind: str):
     """Makes one weight or moment infinite after the `step`-th step, as divergence does."""
 
     def hook(trainer) -> None:
-        original = trainer.engine.train_step
+        original = trainer.engine.launch_step
 
-        def train_step(*given):
+        def launch_step(*given):
             result = original(*given)
             if trainer.step == step and trainer.ranks.is_first:
                 (tensor, *_), (state, *_) = (
@@ -98,7 +99,7 @@ def poisoned(step: int, kind: str):
                 chosen.view(-1)[3] = torch.inf if kind == "weights" else torch.nan
             return result
 
-        trainer.engine.train_step = train_step
+        trainer.engine.launch_step = launch_step
 
     return hook
 
@@ -107,14 +108,15 @@ def skipping(first: int, last: int):
     """The engine says of these steps that they were skipped; it has trained none of them."""
 
     def hook(trainer) -> None:
-        original = trainer.engine.train_step
+        original = trainer.engine.launch_step
 
-        def train_step(batch, lr, votes):
+        def launch_step(batch, lr, votes):
             if first <= trainer.step <= last:
-                return StepResult(float("nan"), float("nan"), True, votes)
+                result = StepResult(float("nan"), float("nan"), True, votes)
+                return SimpleNamespace(result=lambda: result)
             return original(batch, lr, votes)
 
-        trainer.engine.train_step = train_step
+        trainer.engine.launch_step = launch_step
 
     return hook
 

@@ -29,6 +29,8 @@ from tests.distributed.test_engine import (
 
 # Reads by the host: .item(), bool(), float() and the like, each of which waits for a GPU.
 READ = torch.ops.aten._local_scalar_dense.default
+# What takes the place of DeepSpeed's own steps.
+STEPS = ("Bf16Step", "PartitionedStep")
 NORMS = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.norm.ScalarOpt_dim)
 
 
@@ -79,27 +81,30 @@ def counted_steps(ranks, cases: list[tuple[int, str, int]]) -> list[tuple]:
 def test_the_host_reads_once_a_step():
     """Whatever the number of micro-batches: loss, norm and flags in one list."""
     cases = [(0, "fp32", 4), (1, "bf16", 4), (1, "bf16", 1)]
+    cases += [(1, "fp32", 4), (2, "fp32", 1), (2, "bf16", 4), (3, "bf16", 1)]
     for rank in run_on_ranks(counted_steps, 2, cases):
-        for (stage, _, _), (reads, lists, reduced, norms, flags) in zip(cases, rank, strict=True):
-            assert (reads, lists) == (0, 1)
+        for case, (reads, lists, reduced, norms, flags) in zip(cases, rank, strict=True):
+            # ZeRO-3 asks whether its norm is finite.
+            assert (reads, lists) == (int(case[0] == 3), 1), case
             assert flags == (1, 10)
-            if stage == 1:
+            if case[:2] == (1, "bf16"):
                 assert reduced == 4  # scored tokens, each group's gradients, the loss with flags
                 assert norms == 0, "a norm for each parameter is a kernel for each"
 
 
-def bits(ranks) -> list[tuple]:
+def bits(ranks, stage: int, precision: str) -> list[tuple]:
     """Steps and weights with DeepSpeed's own step and gradients, and with ours."""
     found = []
     for ours in (False, True):
         # Clipped in every step (its norms are above 1), with four passes a step.
-        config = make_config(1, ROWS // ranks.world_size // 4, "bf16")
+        config = make_config(stage, ROWS // ranks.world_size // 4, precision)
         deepspeed = config.deepspeed(ranks.world_size)
         deepspeed["bf16"]["immediate_grad_update"] = ours
         with (
             mock.patch.object(RunConfig, "deepspeed", lambda *_, given=deepspeed: given),
-            mock.patch.object(
-                engine_module, "Bf16Step", engine_module.Bf16Step if ours else mock.Mock()
+            mock.patch.multiple(
+                engine_module,
+                **{name: getattr(engine_module, name) if ours else mock.Mock() for name in STEPS},
             ),
         ):
             engine = Engine(build_model(config, VOCAB), config, ranks)
@@ -115,9 +120,19 @@ def bits(ranks) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_the_step_has_the_bits_of_deepspeeds(world_size):
-    for theirs, ours in run_on_ranks(bits, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision"),
+    [
+        pytest.param(1, 1, "bf16", marks=pytest.mark.long),
+        (2, 1, "bf16"),
+        (2, 1, "fp32"),
+        (2, 2, "bf16"),
+        pytest.param(2, 2, "fp32", marks=pytest.mark.long),
+        pytest.param(1, 2, "bf16", marks=pytest.mark.long),
+    ],
+)
+def test_the_step_has_the_bits_of_deepspeeds(world_size, stage, precision):
+    for theirs, ours in run_on_ranks(bits, world_size, stage, precision):
         assert ours[0] == theirs[0] and [skipped for *_, skipped in ours[0]].count(True) == 2
         assert ours[0][0][1] == math.inf and ours[0][1][1] > 0.5  # above optimizer.grad_clip
         assert ours[2] == theirs[2] == 4

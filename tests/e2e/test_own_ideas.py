@@ -92,13 +92,13 @@ def idea(request, tmp_path_factory) -> Idea:
 KILLED = """
 import os, runpy, signal, sys
 from cat_lm.training.engine import Engine
-train_step, steps = Engine.train_step, []
+launch_step, steps = Engine.launch_step, []
 def until_killed(self, *given):
     steps.append(given)
     if len(steps) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(self, *given)
-Engine.train_step = until_killed
+    return launch_step(self, *given)
+Engine.launch_step = until_killed
 sys.argv = ["train.py", {!r}]
 runpy.run_path("train.py", run_name="__main__")
 """
@@ -160,7 +160,7 @@ EXPORTED = {
     "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
     "scores": 'score_transform="log_distance": must be one of none',
     "mixer": "mixer 'leaky': choose one of attention, based, cat",
-    "family": "none of cat_neox, cat_llama, cat_mixer; install the package that brings it",
+    "family": "none of cat_neox, cat_llama, cat_mixer, cat_mamba",
 }
 
 

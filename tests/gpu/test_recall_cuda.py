@@ -79,7 +79,7 @@ def test_the_scans_kernels_are_the_recurrence(shape, time):
     grads = [torch.randn(2, 3, time, 2, 5), state_of(given)]
     wanted = in_torch(given, grads)
     leaves, grads = ([s.cuda() for s in tensors] for tensors in (given, grads))
-    kernels = _scan._kernels(*leaves)
+    kernels = _scan._kernels("auto", *leaves)
     assert kernels is _scan.decaying_scan_triton
     # The same twice: sums are in a fixed order.
     first, again = (by(kernels, leaves, grads) for _ in range(2))

@@ -45,7 +45,9 @@ def error_of(*overrides) -> str:
 # Nobody else knows a family by name
 
 FAMILY = re.compile(
-    r"gpt_?neox|cat_?neox|cat_?llama|Llama(Config|ForC|Model)|^llama$|Cat(Config|ForC|Model)", re.I
+    r"gpt_?neox|cat_?(neox|llama|mamba)|^llama$|Cat(Config|ForC|Model)"
+    r"|(Llama|Mamba2?)(Config|ForC|Model)",
+    re.I,
 )
 # Of a projection or an embedding of one family.
 FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")

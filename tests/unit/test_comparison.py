@@ -64,6 +64,15 @@ def test_seeds_are_paired_and_one_says_nothing():
     assert summarise([1.0, 2.0, 3.0]).sd == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_says_nothing(value):
+    """A run that diverged, or an error over one document (nan), must not become a word."""
+    diverged = compare({0: value, 1: 1.0, 2: 1.1}, {0: 2.0, 1: value, 2: 3.1})
+    assert (diverged.verdict, diverged.low, diverged.n) == ("unclear", None, 3)
+    found = compare({0: 1.0, 1: 1.1}, {0: 2.0, 1: 2.1}, document_error=value)
+    assert (found.verdict, found.low) == ("unclear", None)
+
+
 def test_all_words_together_are_seldom_wrong():
     """Twelve models that are all the same, 400 studies: at most 5% of these say any word."""
     generator = np.random.default_rng(0)
@@ -86,3 +95,4 @@ def test_ratio_error_of_equal_groups_is_that_of_their_means():
     means = np.array(sums) / 2
     assert ratio_error(sums, [2] * 4) == pytest.approx(means.std(ddof=1) / 2)
     assert math.isnan(ratio_error([3.0], [2]))
+    assert math.isnan(ratio_error([math.inf, -math.inf, 1.0], [2] * 3))

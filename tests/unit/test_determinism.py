@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,8 @@ from tests.unit.tiny_models import cat_model, random_ids
 @pytest.fixture
 def restored(monkeypatch):
     """What `make_deterministic` sets for the rest of a process is set back."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield monkeypatch
     torch.use_deterministic_algorithms(False)
@@ -35,12 +37,22 @@ def refusal() -> RuntimeError | None:
     return None
 
 
+def flash_keywords() -> dict:
+    """What transformers hands to a flash-attn of today."""
+    from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
+
+    return _process_flash_attention_kwargs(
+        8, 8, is_causal=True, supports_mapping=defaultdict(bool, deterministic=True)
+    )
+
+
 @pytest.mark.parametrize(("given", "kept"), [("", ":4096:8"), (":0:0", ":4096:8"), (":16:8",) * 2])
 def test_what_torch_and_cublas_are_told(restored, given, kept):
     restored.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-    assert refusal() is None
+    assert refusal() is None and not flash_keywords()["deterministic"]
     determinism.make_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+    assert flash_keywords()["deterministic"]
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -1,135 +1,485 @@
-"""Both families beside transformers' own: upcycled there and back, exported as the library's.
+"""What every family of models must do, proved on a tiny model of each that is registered.
 
-`tests/unit/test_upcycle.py` and `test_export.py` have what does not depend on the family.
+A family of this project is tested here for being named in `cat_lm.architectures`: what it says of
+its models, logits against the library's class, documents, padding, decoding, precision, activation
+checkpointing, weight decay, folders and exports. `CASES` has the keys of `model:` that make a tiny
+model of it beside `SHARED`; a family that needs none is there without an entry. One whose plain
+shape is not all that it has adds entries `name: variant`. What is special to a family (its
+definition, its errors, its operators) is tested in a file of its own.
+`tests/distributed/test_families.py` trains, interrupts and resumes the same cases.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
-from cat_lm import architectures, library_model
-from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm import architectures
 from cat_lm.export import export_checkpoint
-from cat_lm.upcycle import Convolution, model_section, upcycle
-from tests.finished_runs import checkpoint, tiny_model
-from tests.unit.tiny_models import GROUPED, random_ids, stock_model
+from cat_lm.library_model import TOLERANCE
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.pretrained import load_model
+from cat_lm.training.building import give_memory, without_weights
+from tests.finished_runs import checkpoint
 
-FAMILIES = {"gpt_neox": {}, "llama": {"num_key_value_heads": 1, "attention_bias": True}}
-SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tiny_corpus) -> Path:
-    return tiny_corpus / "tokenizer"
-
-
-@torch.no_grad()
-def logits(folder: Path) -> torch.Tensor:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
-
-
-IDS = random_ids(2, 30)
-
-
-@pytest.mark.parametrize("rope", [None, SCALED], ids=["rope", "pi"])
-@each_family
-def test_a_model_without_convolutions_is_exported_as_the_librarys(
-    family, rope, tokenizer_folder, tmp_path
-):
-    more = {} if rope is None else {"rope_parameters": dict(rope)}
-    model = tiny_model(257, family=family, conv_type="none", **FAMILIES[family], **more)
-    checkpoint(tmp_path / "run", model, tokenizer_folder)
-    out = export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
-    stock = architectures.get(family).library_classes()
-    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert type(loaded) is stock.causal_lm and not any(report.values())
-    settings = json.loads((out / "config.json").read_text())
-    assert settings["model_type"] == family
-    assert not any(key.startswith(("conv_", "score_", "temperature")) for key in settings)
-    with torch.no_grad():
-        expected = model(IDS).logits
-        assert (loaded(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    card = (out / "README.md").read_text()
-    assert "import cat_lm" not in card and f"tags: [{family}]" in card
-    if rope is not None:
-        return
-    code = (
-        "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
-        f"print(type(Auto.from_pretrained({str(out)!r})).__name__, 'cat_lm.model' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == stock.causal_lm.__name__
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "has head convolutions of q, k, v, which transformers' {title} does not have"),
-        ({"conv_type": "none", "position_embedding": "none"}, "has position_embedding='none'"),
-        ({"conv_type": "none", "attention_temperature": 0.5}, "has attention_temperature=0.5"),
-    ],
-    ids=["convolutions", "nope", "temperature"],
+VOCABULARY, CONTEXT = 257, 64
+SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"num_attention_heads": 4, "rotary_pct": 1.0},
+    "gpt_neox: cat": {"num_attention_heads": 4, "conv_type": "head", "conv_window": 4},
+    "llama": {"num_attention_heads": 4, "intermediate_size": 48, "num_key_value_heads": 2},
+    "llama: parts": {
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "conv_type": "head",
+        "conv_window": 4,
+        "conv_rank": 2,
+        "canon": "ACD",
+        "qk_norm": "l2",
+        "qk_norm_place": "before",
+    },
+    "mixer": {"mixer": "gla", "intermediate_size": 48},
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 8, "head_dim": 8, "n_groups": 2},
+    "gla": {"num_heads": 2},
+    "gla: short convolutions": {"num_heads": 2, "use_short_conv": True},
+    "delta_net": {"num_heads": 2},
+    "gated_deltanet": {"num_heads": 2},
+}
+CASES |= {name: {} for name in architectures.names() if name not in CASES}
+every_case = pytest.mark.parametrize("case", CASES)
+stock_cases = pytest.mark.parametrize(
+    "case",
+    [name for name in CASES if name in architectures.names() and architectures.get(name).has_stock],
 )
-@each_family
-def test_what_the_library_does_not_have_is_refused(
-    family, changes, said, tokenizer_folder, tmp_path
-):
-    checkpoint(tmp_path / "run", tiny_model(257, family=family, **changes), tokenizer_folder)
-    said = said.format(title=architectures.get(family).title)
-    with pytest.raises(UserError, match=f"--library: the model {said}.*without --library"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
-    assert not (tmp_path / "out").exists()
 
 
-def test_other_logits_are_no_export(tokenizer_folder, tmp_path, monkeypatch):
-    checkpoint(tmp_path / "run", tiny_model(257, conv_type="none"), tokenizer_folder)
-    monkeypatch.setattr(library_model, "difference_of_logits", lambda *_: float("nan"))
-    with pytest.raises(UserError, match="differ from the model's by nan"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
+def family_of(case: str) -> architectures.Architecture:
+    return architectures.get(case.partition(":")[0])
 
 
-@pytest.mark.parametrize("kind", ["head", "multihead", "depthwise"])
-def test_llama_there_and_back(kind, tokenizer_folder, tmp_path):
-    stock_model(**GROUPED, vocab_size=257).save_pretrained(tmp_path / "llama")
-    shutil.copytree(tokenizer_folder, tmp_path / "llama", dirs_exist_ok=True)
-    expected = logits(tmp_path / "llama")
-    convolution = Convolution(kind, window=4, streams="qv")
-    out, difference = upcycle(tmp_path / "llama", tmp_path / "cat", convolution)
-    assert difference <= 1e-5
-    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert type(model).__name__ == "CatLlamaForCausalLM" and not any(report.values())
-    assert model.config.convolved_streams == "qv" and model.config.num_key_value_heads == 2
-    torch.testing.assert_close(logits(out), expected, rtol=1e-5, atol=1e-6)
-    section = model_section(model.config)
-    assert section["architecture"] == "llama" and section["attention_bias"] is True
-    back, _ = upcycle(out, tmp_path / "back", Convolution("none"))
-    assert type(AutoModelForCausalLM.from_pretrained(back)).__name__ == "LlamaForCausalLM"
-    assert torch.equal(logits(back), expected)
-    with pytest.raises(UserError, match="conv_mixing=maps: is for gpt_neox"):
-        upcycle(tmp_path / "llama", tmp_path / "no", Convolution("multihead", mixing="maps"))
+def section_of(case: str, **keys: Any) -> Any:
+    return family_of(case).Section(**SHARED | CASES[case] | keys)
 
 
-def test_the_rows_of_tfpp_have_their_sizes():
-    folder = Path(__file__).parents[2] / "configs/pretrain"
-    rows = {"tfpp": 373_867_520, "tfpp_cat": 373_891_712, "pythia": 367_847_424}
-    # Canon layers of 4 taps: at A, C and D 589,824 (gated 761,856), at B 294,912.
-    rows |= {"canon_abcd": rows["pythia"] + 589_824 + 294_912}
-    rows |= {"cat_canon_acd": rows["pythia"] + 24_192 + 589_824}
-    rows |= {"tfpp_canon_abcd": rows["tfpp"] + 1_032_192}
-    rows |= {"tfpp_cat_canon_acd": rows["tfpp_cat"] + 1_032_192 - 294_912}
-    for name, parameters in rows.items():
-        config = load_config(folder / f"{name}.yaml")
-        assert config.num_parameters(0) == parameters
-        assert config.train.max_tokens == 15_000_000_000 and config.optimizer.lr == 3e-4
-    assert load_config(folder / "pythia.yaml").model.rotary_pct == 0.25
+def model_of(case: str, moved: bool = True, **keys: Any) -> nn.Module:
+    """A model whose parameters are away from where they start, so that each shows in the logits."""
+    family = family_of(case)
+    fields = family.fields(section_of(case, **keys), VOCABULARY, CONTEXT)
+    torch.manual_seed(0)
+    model = family.classes().causal_lm(family.config_class()(**fields)).eval()
+    for parameter in model.parameters() if moved else ():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, in parts of the largest number."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def gradients(model: nn.Module, rows: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(rows, labels=rows).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_every_family_of_the_project_is_here():
+    assert {case.partition(":")[0] for case in CASES} >= set(architectures._BUILT_IN)
+
+
+# What a family says of its models
+
+
+@every_case
+def test_what_is_said_of_a_model_is_so(case):
+    family, section, model = family_of(case), section_of(case), model_of(case)
+    back = family.section(model.config)
+    fields = family.fields(section, VOCABULARY, CONTEXT)
+    assert family.fields(back, VOCABULARY, CONTEXT) == fields
+    assert family.problems(section, CONTEXT) == []
+    assert family.differences(*[family.section_values(model.config)] * 2) == []
+    parameters = sum(p.numel() for p in model.parameters())
+    assert family.num_parameters(section, 1) == family.num_parameters(back, 1) == parameters
+    matrices = parameters - family.elementwise_parameters(section)
+    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) <= matrices + 2**12
+    assert family.lookup_parameters(section) == VOCABULARY * section.hidden_size
+    every = family.flops_per_token(section, parameters, CONTEXT)
+    assert 6 * VOCABULARY * section.hidden_size < every < 60 * parameters
+    for say in (family.words, family.describe):
+        assert say(section) and say(section) == say(back)
+    for tell in (family.facts, family.sizes):
+        json.dumps(tell(section))
+    assert family.variant(section) in family.variants()
+    how = (torch.device("cpu"), torch.float32, "auto")
+    assert family.describe_backend(model.config, *how)
+    assert bool(family.describe_mixer_backend(model.config, *how)) == family.recurrent
+
+
+@every_case
+def test_a_tied_and_a_narrowed_model_are_models(case):
+    tied = model_of(case, tie_word_embeddings=True)
+    assert tied.lm_head.weight is tied.get_input_embeddings().weight
+    family, wide = family_of(case), section_of(case, hidden_size=128, num_hidden_layers=3)
+    assert family.num_parameters(section_of(case, tie_word_embeddings=True), 1) == sum(
+        p.numel() for p in tied.parameters()
+    )
+    small = family.narrowed(wide)
+    assert small.num_hidden_layers == 2 and family.problems(small, CONTEXT) == []
+    assert family.num_parameters(small, 1) < family.num_parameters(wide, 512)
+    model = family.classes().causal_lm(family.config_class()(**family.fields(small, 512, CONTEXT)))
+    assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
+
+
+# What a mixer keeps in fp32 whatever the precision (memories, rates) its kind does not say.
+each_precision = pytest.mark.parametrize(
+    ("case", "precision"),
+    [(case, torch.float32) for case in CASES]
+    + [(case, torch.bfloat16) for case in CASES if not case.startswith("mixer")],
+    ids=lambda given: str(given).removeprefix("torch."),
+)
+
+
+@each_precision
+def test_what_training_keeps_is_estimated(case, precision):
+    family = family_of(case)
+    section = section_of(case, hidden_size=64)
+    model, kept = model_of(case, hidden_size=64).base_model.train().to(precision), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens(2, 256))
+    taken = sum(s.nbytes() for at, s in kept.items() if at not in own)
+    wide, size = family.saved_in_fp32(section), precision.itemsize
+    counted = size * (family.saved_tensors(section) - wide) + 4 * wide
+    counted *= 2 * 2 * 256 * 64  # layers, rows, tokens, width
+    assert 0.8 < counted / taken < 1.25, (counted / taken, counted, taken)
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of what a cache keeps: of keys, values and convolutions' inputs, or of states."""
+    found: list[Tensor] = []
+    for layer in cache.layers:
+        if hasattr(layer, "state"):
+            found += layer.state.values()
+        else:
+            found += [layer.keys, layer.values, *getattr(layer, "inputs", {}).values()]
+    return sum(tensor.nbytes for tensor in found)
+
+
+@each_precision
+@torch.no_grad()
+def test_decoding_state_takes_the_bytes_that_are_said(case, precision):
+    family, model = family_of(case), model_of(case).to(precision)
+    section, sizes = family.section(model.config), []
+    for length in (20, 40):
+        cache = model(tokens(1, length), use_cache=True).past_key_values
+        sizes.append(held_bytes(cache))
+        assert family.state_bytes(section, length, precision.itemsize) == sizes[-1]
+    assert (sizes[0] == sizes[1]) == family.recurrent or case == "mixer"
+
+
+# What it computes
+
+
+@stock_cases
+def test_logits_and_gradients_are_the_librarys(case):
+    family, model = family_of(case), model_of(case)
+    stock = library_class(family)(family.library_config(model.config)).eval()
+    stock.load_state_dict(model.state_dict())
+    rows = tokens(2, 40)
+    with torch.no_grad():
+        expected = stock(rows, use_cache=False).logits
+        assert relative(model(rows).logits, expected) <= TOLERANCE
+    theirs = dict(zip(dict(stock.named_parameters()), gradients(stock, rows), strict=True))
+    ours = dict(zip(dict(model.named_parameters()), gradients(model, rows), strict=True))
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative(ours[name], gradient) < 1e-4, name
+
+
+def library_class(family: architectures.Architecture) -> type[nn.Module]:
+    """Import the library's class; skip where the library is not here or has no CPU."""
+    try:
+        return family.library_classes().causal_lm
+    except ImportError as error:
+        pytest.skip(f"{family.title}: {error}")
+
+
+@every_case
+@torch.no_grad()
+def test_packed_documents_are_documents_alone(case):
+    model, row = model_of(case), tokens(1, 30)
+    borders = [7, 1, 22]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(borders))[None]
+    alone = torch.cat([model(part).logits for part in row.split(borders, dim=1)], dim=1)
+    same(model(row, document_ids=ids).logits, alone)
+    positions = torch.cat([torch.arange(n) for n in borders])[None]
+    same(model(row, position_ids=positions, use_cache=False).logits, alone)
+    assert not torch.allclose(model(row).logits, alone, atol=1e-2)
+
+
+@every_case
+def test_no_gradient_crosses_documents(case):
+    model = model_of(case)
+    embedded = model.get_input_embeddings()(tokens(1, 12)).detach().requires_grad_()
+    ids = (torch.arange(12) >= 5).long()[None]
+    outputs = model(inputs_embeds=embedded, document_ids=ids)
+    outputs.logits[:, 5:].square().sum().backward()
+    assert embedded.grad.isfinite().all()
+    assert not embedded.grad[:, :5].any() and embedded.grad[:, 5:].any(dim=-1).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_case
+@torch.no_grad()
+def test_padding_is_as_if_it_were_not_there(case, side):
+    model, row = model_of(case), tokens(1, 12)
+    padded = torch.zeros(2, 12, dtype=torch.long)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    real = slice(5, 12) if side == "left" else slice(0, 7)
+    padded[0], padded[1, real] = row, row[0, :7]
+    mask[1] = 0
+    mask[1, real] = 1
+    found = model(padded, attention_mask=mask).logits
+    same(found[:1], model(row).logits)
+    same(found[1:, real], model(row[:, :7]).logits)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@every_case
+@torch.no_grad()
+def test_cached_generation_is_the_uncached(case, beams):
+    """Of prompts padded on the left; without a cache each token computes the text anew."""
+    model, rows = model_of(case), tokens(2, 9)
+    mask = torch.ones_like(rows)
+    mask[1, :4] = rows[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    how |= {"pad_token_id": 0, "eos_token_id": None}
+    read = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, given, named: read.append(named.get("input_ids", *given[:1]).shape[1]),
+        with_kwargs=True,
+    )
+    cached = model.generate(rows, **how)
+    assert read == [9, *[1] * 5]
+    assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
+    alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
+    assert torch.equal(cached[1, 4:], alone[0])
+
+
+@every_case
+@torch.no_grad()
+def test_a_text_may_come_in_parts_and_padded_on_the_right(case):
+    """In calls of eight, no and several tokens more, with the state of the first ones."""
+    model, rows = model_of(case), tokens(2, 12)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    cache = model(rows[:, :8], attention_mask=mask, use_cache=True).past_key_values
+    whole = torch.cat([mask, mask.new_ones(2, 4)], dim=1)
+    found = []
+    for start, end in ((8, 9), (9, 12)):
+        part = {"attention_mask": whole[:, :end], "past_key_values": cache}
+        found.append(model(rows[:, start:end], **part).logits)
+    assert cache.get_seq_length() == 12
+    found = torch.cat(found, dim=1)
+    same(found[:1], model(rows[:1]).logits[:, 8:])
+    alone = torch.cat([rows[1:, :5], rows[1:, 8:]], dim=1)
+    same(found[1:], model(alone).logits[:, 5:])
+
+
+# How it is trained
+
+
+@every_case
+def test_learns_and_starts_from_even_odds(case):
+    model, rows = model_of(case, moved=False).train(), tokens(4, 20)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(12):
+        outputs = model(rows, labels=rows)
+        assert outputs.logits is None and outputs.past_key_values is None
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(float(outputs.loss.detach()))
+    assert abs(losses[0] - torch.tensor(float(VOCABULARY)).log()) < 0.4
+    assert losses[-1] < losses[0] - 0.7
+
+
+@every_case
+def test_bf16_is_near_fp32(case):
+    """With weights in bf16, as ZeRO has them, and under autocast; forward, backward, decoding."""
+    model, rows = model_of(case), tokens(2, 33)
+    exact = model(rows, labels=rows).loss.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(rows, labels=rows).loss
+    cast.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    model.zero_grad()
+    model.to(torch.bfloat16)
+    half = model(rows, labels=rows).loss
+    half.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    for loss in (cast, half):
+        assert abs(loss.detach() - exact) < 0.03 * exact
+    text = model.generate(rows[:, :5], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert text.shape == (2, 8)
+
+
+@every_case
+def test_checkpointed_layers_give_the_same_gradients(case):
+    model, rows = model_of(case).train(), tokens(2, 20)
+    plain = gradients(model, rows)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(getattr(layer, "gradient_checkpointing", False) for layer in layers(model))
+    for one, other in zip(gradients(model, rows), plain, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    (found,) = (m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
+    return list(found)
+
+
+@every_case
+def test_what_takes_no_weight_decay(case):
+    """Filters, rates, norms and biases; matrices and embeddings alone do."""
+    model = model_of(case)
+    decayed, exempt = ({id(p) for p in group} for group in parameters_by_decay(model))
+    every = dict(model.named_parameters())
+    assert len(decayed) + len(exempt) == len(every) and not decayed & exempt
+    matrices = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    assert decayed == matrices
+    rates = [n for n in every if n.endswith(("A_log", ".D", "dt_bias", "conv1d.weight", "_filter"))]
+    assert all(id(every[name]) in exempt for name in rates)
+
+
+@every_case
+def test_names_and_buffers_are_there_without_weights(case):
+    """As a rank has them that gets the first one's."""
+    model = model_of(case, moved=False)
+    with without_weights():
+        other = model_of(case, moved=False)
+    assert all(p.is_meta for p in other.parameters())
+    give_memory(other, torch.device("cpu"))
+    assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
+    again = model_of(case, moved=False).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+
+
+# Folders
+
+
+@every_case
+def test_weights_that_a_folder_lacks_start_as_new_ones(case, tmp_path):
+    model = model_of(case)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lacking = {name for name in weights if "layers.1." in name}
+    assert lacking
+    kept = {name: w for name, w in weights.items() if name not in lacking}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.manual_seed(1)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    fresh = model_of(case, moved=False).state_dict()
+    for key, value in again.state_dict().items():
+        if key not in lacking:
+            assert torch.equal(value, weights[key])
+        elif fresh[key].numel() > 64:  # of the same distribution
+            (mean, std), (found, spread) = ((s.mean(), s.std()) for s in (fresh[key], value))
+            assert (found - mean).abs() <= 0.5 * std and 0.8 * std <= spread <= 1.25 * std, key
+        else:
+            assert not torch.equal(value, weights[key]), key
+    assert again(tokens(1, 9)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@every_case
+@torch.no_grad()
+def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
+    model = model_of(case, tie_word_embeddings=tied)
+    checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
+    out = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["model_type"] == family_of(case).model_type
+    assert architectures.find(settings) is family_of(case)
+    family_of(case).check_settings(settings)
+    again, rows = AutoModelForCausalLM.from_pretrained(out), tokens(2, 20)
+    kinds = family_of(case).classes()
+    assert type(again) is kinds.causal_lm
+    assert type(AutoConfig.from_pretrained(out)) is kinds.config
+    for opened in (again, load_model(out)):  # the latter as evaluations do
+        assert torch.equal(opened(rows).logits, model(rows).logits)
+    if kinds.base_model is not None:
+        body = AutoModel.from_pretrained(out)
+        assert type(body) is kinds.base_model
+        hidden = model.base_model(rows).last_hidden_state
+        assert torch.equal(body(rows).last_hidden_state, hidden)
+    card = (out / "README.md").read_text()
+    assert family_of(case).words(section_of(case)) in card
+    assert family_of(case).section_values(again.config) == family_of(case).section_values(
+        model.config
+    )
+
+
+@stock_cases
+@torch.no_grad()
+def test_an_export_for_the_library_is_the_librarys(case, tiny_corpus, tmp_path):
+    family, model = family_of(case), model_of(case)
+    kind = library_class(family)
+    checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
+    out = export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(loaded) is kind and not any(report.values())
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["model_type"] == family.library_type
+    rows = tokens(2, 30)
+    assert relative(loaded(rows, use_cache=False).logits, model(rows).logits) <= TOLERANCE
+    # And our class goes on from it: the same keys, the same weights.
+    theirs, ours = (family.section_values(c) for c in (loaded.config, model.config))
+    assert family.differences(theirs, ours) == []
+    assert type(family.own_config(loaded.config)) is family.config_class()
+    assert "import cat_lm" not in (Path(out) / "README.md").read_text()
+
+
+# Keys
+
+
+@every_case
+def test_keys_of_other_families_are_refused_and_own_ones_known(case):
+    from cat_lm.config import _unknown_keys
+
+    keys = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
+    assert _unknown_keys({"model": keys}) == []
+    (said,) = _unknown_keys({"model": keys | {"no_such_key": 1}})
+    assert said.startswith("model.no_such_key: unknown key")
+    assert dataclasses.is_dataclass(family_of(case).config_class())

@@ -50,7 +50,7 @@ def test_a_layer_is_its_definition(time):
     document_ids = torch.arange(time).expand(2, -1) // 4
     for documents in (None, document_ids):
         expected = canon(x, layer.canon_filter[0], documents)
-        torch.testing.assert_close(layer(x, Reading(None, documents, None)), expected)
+        torch.testing.assert_close(layer(x, Reading(None, documents, None, None)), expected)
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_in_the_interpreter(part, tmp_path, pytestconfig):
-    """Every test of the file is in one of the parts."""
-    run_cases("triton_cases.py", tmp_path, pytestconfig, part, PARTS)
+    """Every test of the files is in one of the parts."""
+    run_cases(("triton_cases.py", "triton_loss_cases.py"), tmp_path, pytestconfig, part, PARTS)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):
@@ -44,6 +44,10 @@ def test_attention_s_output_needs_no_copy(function):
     filters = [torch.empty(4, 21, **on_meta) for _ in range(3)]
     streams = backend.conv_qkv(torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4)
     assert all(x.shape == (2, 64, 4, 16) and x.is_contiguous() for x in streams)
+    x = torch.empty(2, 64, 4, 3, 16, **on_meta)[:, :, :, 0]
+    for kind, shape in (("head", (4, 21)), ("depthwise", (4, 16, 4)), ("multihead", (21, 4, 4))):
+        y = backend.convolve(kind, x, torch.empty(shape, **on_meta), None, None)
+        assert y.shape == x.shape and y.is_contiguous()
     aten, on_gpu = torch.ops.aten, {"dtype": torch.bfloat16, "device": "cuda"}
     with FakeTensorMode():
         for shape, copied in (((2, 64, 4, 16), False), ((2, 4, 64, 16), True)):
@@ -134,3 +138,46 @@ def test_programs_cover_all_tiles(time, heads):
     segments, rest = divmod(tile.grid(x, per_program)[0], heads * 2)
     assert rest == 0 and 1 <= per_program <= 8
     assert (segments - 1) * per_program < 3 * -(-time // 64) <= segments * per_program
+
+
+def launch_all(batch: int, time: int) -> None:
+    """Every kernel that takes sequences, forward and backward."""
+    from cat_lm.ops.recurrence import decaying_scan_triton
+
+    half = {"dtype": torch.bfloat16, "requires_grad": True}
+    positions = torch.zeros(batch, time, dtype=torch.int32)
+    for kind, shape in (("head", (4, 21)), ("depthwise", (4, 16, 4)), ("multihead", (21, 4, 4))):
+        x, filters = torch.zeros(batch, time, 4, 16, **half), torch.zeros(shape, **half)
+        backend.convolve(kind, x, filters, None, positions).sum().backward()
+    qkv, taps = torch.zeros(batch, time, 4, 3, 16, **half), torch.zeros(4, 21, **half)
+    angles = torch.zeros(2, 1, time, 16).unbind()
+    q, k, v = backend.head_conv_qkv(qkv, (taps, None, taps), None, angles, positions)
+    (q + k + v).sum().backward()
+    rows, a = torch.zeros(1, batch, time, 4, 16), torch.zeros(1, 4, 16, 1)
+    state = torch.zeros(1, batch, 4, 16, 16)
+    inputs = (rows, rows, rows, rows[..., None], a)
+    kept = decaying_scan_triton.forward(64, *inputs, state)[2]
+    decaying_scan_triton.backward(64, kept, rows, state, *inputs)
+
+
+@needs_triton
+def test_no_length_or_batch_compiles_anew(monkeypatch):
+    """Triton looks a kernel up by what it makes of the arguments: types, divisibility by 16, 1."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    hopper, keys = make_backend(GPUTarget("cuda", 90, 32)), set()
+
+    def run(kernel, *, grid, warmup, **given):
+        bind = create_function_from_signature(kernel.signature, kernel.params, hopper)
+        keys.add(f"{kernel.fn.__module__} {kernel.fn.__name__} {bind(**given)[1:]}")
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    launch_all(2, 64)
+    first = set(keys)
+    assert len(first) == 11  # one of two for each kind, and three: the multi-head one is used twice
+    for batch, time in ((1, 1), (3, 65), (1, 4096)):
+        launch_all(batch, time)
+    assert keys == first

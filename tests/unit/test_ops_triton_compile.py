@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import subprocess
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 HOPPER, AMPERE, ADA = ("cuda", 90, 32), ("cuda", 80, 32), ("cuda", 89, 32)
 MI300 = ("hip", "gfx942", 64)
 SHARED_MEMORY = {HOPPER: 232448, AMPERE: 166912, ADA: 101376, MI300: 65536}
-INTEGERS_NOT_OF_16 = ("tiles_per_program", "blocks_per_program", "batch_size")
 
 
 OTHERS = [pytest.param(gpu, marks=pytest.mark.long) for gpu in (AMPERE, ADA, MI300)]
@@ -37,7 +37,10 @@ def own_cache(tmp_path_factory):
 
 
 def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
-    """A kernel with pointers of the given element types, and common shapes for the rest."""
+    """A kernel with pointers of the given element types, and 16 dividing what it specializes on.
+
+    All but the vocabulary, which may be odd.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -48,7 +51,7 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
             signature[name], constexprs[(index,)] = "constexpr", value
             continue
         signature[name] = f"*{value}" if name in pointers else "i32"
-        if name not in INTEGERS_NOT_OF_16:
+        if not kernel.params[index].do_not_specialize and name != "vocabulary":
             attributes[(index,)] = [["tt.divisibility", 16]]
     if target[0] == "hip":
         options = {key: value for key, value in options.items() if key != "maxnreg"}
@@ -56,6 +59,17 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
     result = compile(source, target=GPUTarget(*target), options=options)
     assert result.metadata.shared <= SHARED_MEMORY[target]
     return result
+
+
+def registers_and_stack(result, folder) -> tuple[int, int]:
+    """Registers of a thread, and the bytes that did not fit into them, as ptxas has left them."""
+    import triton
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(result.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
 
 
 @contextlib.contextmanager
@@ -115,23 +129,69 @@ def test_one_stream(target, dtype, window, per_channel, positions):
         assert re.search(r"cp\.async\.cg|ld\.global\S*\.v4\.b32", forward.asm["ptx"])
 
 
-@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
-@pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
-def test_packed_streams(target, filters):
+def packed(target, window: int, filters: tuple, rotary: int, positions: str | None) -> tuple:
+    """The forward and the backward kernel of packed streams in bf16."""
     from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
     from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
 
-    rotary = {"ROTARY": 16, "ALIGNMENT": 8}
+    angles = {"ROTARY": rotary, "ALIGNMENT": max(1, rotary // 2)}
     names = ("q_filter_ptr", "k_filter_ptr", "v_filter_ptr")
-    pointers = dict(zip(names, filters, strict=True)) | {"positions_ptr": None}
-    pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "cos_ptr", "sin_ptr"), "bf16")
-    constants, options = tile_of(target, torch.bfloat16, 21)
+    pointers = dict(zip(names, filters, strict=True)) | {"positions_ptr": positions}
+    pointers |= dict.fromkeys(("x_ptr", "bias_ptr"), "bf16")
+    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), "bf16" if rotary else None)
+    how = {"documents": positions is not None}
+    constants, options = tile_of(target, torch.bfloat16, window, **how)
     outputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "bf16")
-    compiled(forward_qkv_kernel, target, pointers | outputs, constants | rotary, options)
-    constants, options = tile_of(target, torch.bfloat16, 21, backward=True)
+    forward = compiled(forward_qkv_kernel, target, pointers | outputs, constants | angles, options)
+    constants, options = tile_of(target, torch.bfloat16, window, backward=True, **how)
     gradients = dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr"), "bf16")
-    gradients |= {"df_ptr": "fp32", "dbias_ptr": "fp32"}
-    compiled(backward_qkv_kernel, target, pointers | gradients, constants | rotary, options)
+    pointers |= gradients | {"df_ptr": "fp32", "dbias_ptr": "fp32"}
+    return forward, compiled(backward_qkv_kernel, target, pointers, constants | angles, options)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+@pytest.mark.parametrize("filters", [("bf16", "bf16", "bf16"), ("bf16", None, None)])
+def test_packed_streams(target, filters):
+    packed(target, 21, filters, 16, None)
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("rotary", "positions", "filters"),
+    [
+        (16, None, ("bf16", "bf16", "bf16")),
+        (0, "i32", ("bf16", "bf16", "bf16")),
+        (16, "i32", (None, None, "bf16")),
+        pytest.param(0, None, ("bf16", "bf16", "bf16"), marks=LONG),
+        pytest.param(16, "i32", ("bf16", "bf16", "bf16"), marks=LONG),
+    ],
+)
+def test_packed_streams_fit_into_registers(rotary, positions, filters, tmp_path):
+    """At W = 21 on Hopper nothing is spilled, and two programs share a multiprocessor.
+
+    But for both gradients and documents, which take one. Eight bytes are left to ptxas, which may
+    save one address before the loops and read it after them.
+    """
+    forward, backward = packed(HOPPER, 21, filters, rotary, positions)
+    for kernel in (forward, backward):
+        registers, spilled = registers_and_stack(kernel, tmp_path)
+        assert spilled <= (8 if kernel is backward else 0)
+        if kernel is forward or positions is None:
+            programs = 65536 // (registers * 32 * kernel.metadata.num_warps)
+            assert programs >= 2 and SHARED_MEMORY[HOPPER] // kernel.metadata.shared >= 2
+        # All warps work: in a chain of products, those beyond the fourth repeat the others' part.
+        eight_in_a_row = r"nvidia_mma<\{[^}]*warpsPerCTA = \[8, 1\]"
+        assert not re.search(eight_in_a_row, kernel.asm["ttgir"])
+    if rotary and filters[0]:  # partners' products: 16 columns, or 8 for each of two warp groups
+        assert f"m64n{16 if positions is None else 8}k16" in forward.asm["ptx"]
+
+
+def test_a_long_halo_has_a_loop_of_its_own(tmp_path):
+    """Sums of 128 by 64 lags beside all else would not fit into a thread's 255 registers."""
+    _, backward = packed(HOPPER, 128, (None, None, "bf16"), 0, None)
+    assert registers_and_stack(backward, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS[1:]])
@@ -155,14 +215,31 @@ def test_multihead(target, element, positions):
     compiled(mix_filters_kernel, target, pointers, constants, options)
 
 
-# H, K, V; sizes of the rate; of a; other arguments that are 1, and so constants to the compiler.
+@pytest.mark.parametrize("target", [HOPPER, *OTHERS])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_cross_entropy(target, element, tmp_path):
+    from cat_lm.ops.cross_entropy_triton import cross_entropy_kernel, launch_options
+
+    options = launch_options(50257, warp=target[2])
+    constants = {"IGNORED": -100, "BLOCK": options.pop("BLOCK"), "WANTS_GRADIENT": True}
+    pointers = {"logits_ptr": element, "labels_ptr": "i64", "losses_ptr": "fp32"}
+    result = compiled(cross_entropy_kernel, target, pointers, constants, options)
+    assert options["num_warps"] * target[2] == 1024
+    if target == HOPPER:
+        # Two programs of 1,024 threads on a multiprocessor, whose rows the cache holds, and
+        # accesses of 16 bytes whatever the vocabulary.
+        registers, spilled = registers_and_stack(result, tmp_path)
+        assert registers <= 32 and spilled == 0
+        ptx = result.asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+# H, K, V, which are constants to the compiler where they are 1; sizes of the rate; of a.
 SCANS = {
-    "mamba's": ((1, 16, 128), (1, 128), (1, 16, 128), ()),
-    "mamba's, one row": ((1, 16, 128), (1, 128), (1, 16, 128), ("rows", "model_rows")),
-    "gla's": ((4, 16, 32), (16, 1), (1, 1, 1), ()),
-    "gla's, one step": ((4, 16, 32), (16, 1), (1, 1, 1), ("time",)),
-    "many keys": ((2, 512, 64), (512, 64), (2, 512, 64), ()),
-    "one number": ((1, 1, 1), (1, 1), (1, 1, 1), ("rows", "model_rows", "time")),
+    "mamba's": ((1, 16, 128), (1, 128), (1, 16, 128)),
+    "gla's": ((4, 16, 32), (16, 1), (1, 1, 1)),
+    "many keys": ((2, 512, 64), (512, 64), (2, 512, 64)),
+    "one number": ((1, 1, 1), (1, 1), (1, 1, 1)),
 }
 
 
@@ -171,7 +248,7 @@ SCANS = {
 def test_scan_of_recall(kind, target):
     from cat_lm.ops.recurrence import decaying_scan_triton as _scan_triton
 
-    (heads, keys, values), rate, a, ones = SCANS[kind]
+    (heads, keys, values), rate, a = SCANS[kind]
     q, v = (torch.empty(1, 1, 1, heads, n, device="meta") for n in (keys, values))
     rate, a = q.new_empty(1, 1, 1, heads, *rate), q.new_empty(1, *a)
     _, constants, _ = _scan_triton._launch(16, q, v, rate, a)
@@ -179,7 +256,7 @@ def test_scan_of_recall(kind, target):
     options = {"num_warps": constants.pop("num_warps")}
     assert constants["KEYS"] * constants["COLUMNS"] <= 512 * options["num_warps"] <= 512 * 8
     sizes = {"heads": heads, "keys": keys, "values": values}
-    constants |= dict.fromkeys([*ones, *(name for name, size in sizes.items() if size == 1)], 1)
+    constants |= {name: 1 for name, size in sizes.items() if size == 1}
     for kernel in (_scan_triton.forward_kernel, _scan_triton.backward_kernel):
         pointers = {name: "fp32" for name in kernel.arg_names if name.endswith("_ptr")}
         given = {name: n for name, n in constants.items() if name in kernel.arg_names}

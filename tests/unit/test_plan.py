@@ -18,6 +18,7 @@ from launch.plan import __main__ as plan
 from launch.plan.costs import (
     ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
+    OVERLAP,
     Cluster,
     Run,
     communication_bytes,
@@ -152,6 +153,8 @@ def test_bytes_sent(stage, precision, sent):
     config = load_config(MEDIUM, [f"train.zero_stage={stage}", f"train.precision={precision}"])
     assert communication_bytes(config, 1000, 8) == pytest.approx(1000 * sent * 7 / 8)
     assert communication_bytes(config, 1000, 1) == 0
+    config = load_config(MEDIUM, ["train.gradient_communication=bf16"])  # of ZeRO-1
+    assert communication_bytes(config, 1000, 8) == pytest.approx(1000 * 6 * 7 / 8)
 
 
 def test_bandwidth_within_and_between_nodes():
@@ -161,14 +164,16 @@ def test_bandwidth_within_and_between_nodes():
     assert cluster(gpus_per_node=1).bandwidth(16) == pytest.approx(0.7 * 25e9)
 
 
-def test_only_zero_3_hides_communication(run):
+def test_communication_hides_where_deepspeed_overlaps_it(run):
     def exposed(stage: int) -> float:
         config = load_config(MEDIUM, [f"train.zero_stage={stage}"])
+        overlaps = config.deepspeed(16)["zero_optimization"]["overlap_comm"]
+        assert overlaps == (OVERLAP[stage] > 0)
         cost = costs(replace(run, config=config), cluster(), 16)
         return cost.exposed_seconds / cost.communication_seconds
 
-    assert exposed(1) == exposed(2) == 1
-    assert exposed(3) == pytest.approx(0.5)
+    assert exposed(0) == exposed(1) == 1
+    assert exposed(2) == exposed(3) == pytest.approx(0.5)
     config = load_config(MEDIUM, ["train.zero_stage=3"])
     fast = costs(replace(run, config=config), cluster(flops=1e30, host_seconds=0.0), 16)
     assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)

@@ -14,7 +14,7 @@ from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CHANNELS, CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
 from eval.recall.grids.summary import differences, summary
 from eval.recall.grids.tuning import TUNING_SEED, Choice
 from eval.recall.train import cells
@@ -60,7 +60,8 @@ def test_every_row_has_a_control_as_hard_and_as_long_as_what_it_vouches_for(name
             assert (task.num_keys, task.ngram, task.pool) >= (mine.num_keys, mine.ngram, mine.pool)
         if place.run.line != NEGATIVE:
             assert (control.rates, control.seeds) == (place.rates, place.seeds)
-        assert (control.run.cell.layers or make_mixer(control.run.line).layers) == 2
+        layers = control.run.cell.layers or make_mixer(control.run.line).layers
+        assert layers == (1 if control.run.line == CHANNELS else 2)
 
 
 def test_the_papers_grids():
@@ -158,6 +159,44 @@ def test_more_seeds_than_the_scales(tmp_path, monkeypatch):
     monkeypatch.setattr(grid, "run_tuned", lambda _, places, *__: seen.extend(places))
     assert grid.figure("length", "smoke", tmp_path, Execution(estimate_only=True), 4) is None
     assert {p.seeds for p in seen if p.run.line != NEGATIVE} == {4}
+
+
+def test_one_row_of_panels_has_its_own_places_and_controls():
+    whole, row = plan("length", SCALES["smoke"]), "hard MQNAR"
+    kept = [p for p in whole if row in (p.run.row, p.run.column)]
+    assert plan("length", SCALES["smoke"], [row]) == kept and {p.run.row for p in kept} == {
+        *(row, CONTROL)
+    }
+    assert plan("length", SCALES["smoke"], ["MQAR", row]) == whole
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_other_models_than_the_scales(name, tmp_path, monkeypatch):
+    seen, models = [], ("lincat", "cat:conv_type=depthwise")
+    monkeypatch.setattr(grid, "run_tuned", lambda _, places, *__: seen.extend(places))
+    whole = plan(name, SCALES["smoke"])
+    assert grid.figure(name, "smoke", tmp_path, Execution(estimate_only=True), None, models) is None
+    lines = [p.run.line for p in seen if p.run.row != CONTROL]
+    assert set(lines) == {*models, NEGATIVE}
+    assert [p for p in seen if p.run.row == CONTROL] == [p for p in whole if p.run.row == CONTROL]
+    # A model's cells are those of the whole figure, so that models can be added one by one.
+    assert {p for p in seen if p.run.line in ("lincat", NEGATIVE)} <= set(whole) or name == "width"
+
+
+def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
+    places = [p for p in small("accuracy") if p.run.line != "attention" or p.run.row == CONTROL]
+    rows = [found(run, run.cell.seed, 0.5) for place in places for run in of(place)]
+    for _, record, _ in rows:
+        record |= {"filters": [], "delays": []}
+    monkeypatch.setattr(grid, "run_tuned", lambda *_: rows)
+    monkeypatch.setattr(grid, "_draw", lambda *_: None)
+    record = grid.figure("accuracy", "smoke", tmp_path, Execution(), None, ("cat",))
+    assert record["not_run"] == [*SCALES["smoke"].models[1:]]
+    page = (tmp_path / "accuracy.md").read_text()
+    assert "at smoke scale. Not run: `cat:conv_type=depthwise`, `lincat`, " in page
+    monkeypatch.setattr(grid, "plan", lambda *_: places)
+    grid.figure("accuracy", "smoke", tmp_path, Execution())
+    assert "Not run" not in (tmp_path / "accuracy.md").read_text()
 
 
 CHOICE = Choice(0.01, {0.01: 0.9, 0.1: 0.2}, True)

@@ -36,6 +36,8 @@ def test_the_grid_has_every_dropout_start_rate_and_seed_once():
     assert len(mamba.SCALES["cpu"].rates) >= 3
     more = mamba.plan(mamba.SCALES["cpu"], seeds=5)
     assert {run.cell for run in more} > {run.cell for run in mamba.plan(mamba.SCALES["cpu"])}
+    one = mamba.plan(mamba.SCALES["cpu"], rates=(1e-2,))
+    assert {run.cell.lr for run in one} == {1e-2} and {r.cell for r in one} < {r.cell for r in more}
 
 
 def record_of(curve: list[float], accuracy: float, start: str = "own") -> dict:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
 import pytest
+import torch
 
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from cat_lm.mixers.base import Setting
 from eval.recall.grids.plan import SCALES, plan
 from eval.recall.tasks import generate, make_task
 from eval.recall.train.trial import Cell, run_cell
@@ -170,3 +174,47 @@ def test_a_cell_tells_its_groups_and_ceilings():
         Cell("mqar:vocab_size=64", "none", 16, 16, epochs=1, train_examples=32, test_examples=8)
     )
     assert set(plain["tests"]["trained length"]) == {"seq_len", "accuracy", "rows_right"}
+
+
+def bigram_scores(layer: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """[4, 4]: how all bigrams of two tokens [2, 16], as queries, score them as keys, read where
+    their value stands, after another token and before a third."""
+    bigrams = list(itertools.product((0, 1), repeat=2))
+    others = torch.ones(2, 16)
+    rows = [
+        torch.cat([others[:1], tokens[list(key)], others, tokens[list(asked)]])
+        for asked in bigrams
+        for key in bigrams
+    ]
+    q, k, _ = layer.streams(torch.stack(rows))
+    return (q[:, -1] * k[:, 3]).sum(dim=(1, 2)).view(4, 4)
+
+
+def cat_of(conv_type: str) -> torch.nn.Module:
+    return make_mixer(f"cat:conv_type={conv_type},bias=false").build(Setting(16)).eval()
+
+
+@torch.no_grad()
+def test_one_filter_a_head_does_not_rank_all_bigrams():
+    """A key (u, v) scores F_2 G(u) + F_1 G(v), with one G for a query: (x, y) is above (x, x) and
+    (y, y) only if F_1 and F_2 have different signs, (x, x) above (x, y) and (y, x) only if the
+    same. With a filter a channel, u and v are matched each in half of them."""
+    generator = torch.Generator().manual_seed(0)
+    proportional = {"head": 0, "depthwise": 0}
+    for conv_type, _ in itertools.product(proportional, range(20)):
+        layer = cat_of(conv_type)
+        for filters in layer.streams.filters.values():
+            filters.normal_(generator=generator)
+        scores = bigram_scores(layer, torch.randn(2, 16, generator=generator))
+        same, last, first = scores[:, 0], scores[:, 1], scores[:, 2]  # (x, x), (x, y), (y, x)
+        _, lag1, lag2 = layer.streams.filters["k"].reshape(-1, 3)[0]
+        alike = torch.allclose(lag1 * (same - first), lag2 * (same - last), rtol=1e-3, atol=1e-4)
+        proportional[conv_type] += alike
+        assert conv_type != "head" or scores.argmax(dim=1).tolist() != [0, 1, 2, 3]
+    assert proportional == {"head": 20, "depthwise": 0}
+    built = cat_of("depthwise")
+    built.streams.projection.weight.copy_(torch.eye(16).repeat(3, 1))
+    q, k = (built.streams.filters[name].zero_().view(2, 8, 3) for name in "qk")
+    q[0, :, 0] = q[1, :, 1] = k[0, :, 1] = k[1, :, 2] = 1
+    scores = bigram_scores(built, torch.eye(8)[:2].repeat(1, 2))
+    assert scores.argmax(dim=1).tolist() == [0, 1, 2, 3]

@@ -51,10 +51,10 @@ def test_inputs_may_have_any_strides():
 
 def test_serves_fp32_alone():
     single = torch.zeros(2)
-    assert _scan._kernels(single, single) is _scan_cpu.load_kernel() is not None
+    assert _scan._kernels("auto", single, single) is _scan_cpu.load_kernel() is not None
     for other in (torch.float64, torch.bfloat16):
-        assert _scan._kernels(single, single.to(other)) is _scan_torch
-    assert _scan._kernels(single, torch.zeros(2, device="meta")) is _scan_torch
+        assert _scan._kernels("auto", single, single.to(other)) is _scan_torch
+    assert _scan._kernels("auto", single, torch.zeros(2, device="meta")) is _scan_torch
 
 
 def test_a_training_step_takes_the_kernel_both_ways(monkeypatch):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
-    run_cases("triton_scan_cases.py", tmp_path, pytestconfig)
+    run_cases(("triton_scan_cases.py",), tmp_path, pytestconfig)
 
 
 def test_serves_fp32_on_a_gpu_alone(monkeypatch):
@@ -26,19 +26,19 @@ def test_serves_fp32_on_a_gpu_alone(monkeypatch):
         return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
     single = tensor()
-    assert _scan._kernels(single, single) is _scan.decaying_scan_triton
+    assert _scan._kernels("auto", single, single) is _scan.decaying_scan_triton
     others = (tensor(torch.float64), tensor(torch.bfloat16), tensor(device="cpu"))
     for other in (*others, tensor(device="cuda:1")):
-        assert _scan._kernels(single, other) is _scan_torch
-        assert _scan._kernels(other, single) is _scan_torch
+        assert _scan._kernels("auto", single, other) is _scan_torch
+        assert _scan._kernels("auto", other, single) is _scan_torch
     monkeypatch.setattr(_scan, "INSTALLED", False)
-    assert _scan._kernels(single, single) is _scan_torch
+    assert _scan._kernels("auto", single, single) is _scan_torch
 
 
 def test_the_kind_of_the_gradient_counts_too(monkeypatch):
     seen = []
     chosen = _scan._kernels
-    monkeypatch.setattr(_scan, "_kernels", lambda *s: seen.append(len(s)) or chosen(*s))
+    monkeypatch.setattr(_scan, "_kernels", lambda name, *s: seen.append(len(s)) or chosen(name, *s))
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
     _scan.decaying_scan(q, q, q, -q[..., None].square(), torch.ones(1, 1, 1)).sum().backward()
     assert seen == [6, 7]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from cat_lm.data.opening import open_corpus
 from cat_lm.errors import UserError
+from cat_lm.io.files import finite
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.cat import Options
@@ -279,6 +281,27 @@ def test_one_seed_and_one_rate_are_told_without_intervals():
     assert "| k | -0.250 |" in told and "One learning rate was run." in told
 
 
+def test_a_run_that_diverged_says_nothing_and_leaves_the_rest():
+    """Its loss is NaN, its rate's score −∞; the page is told, the JSON is JSON."""
+    choice, place = (
+        Choice(1e-2, {1e-2: -2.5, 3e-2: -math.inf}, False),
+        ("text: a", "DeltaNet, head"),
+    )
+    losses = {"none": (2.5, 2.6), "k": (math.nan, 2.1)}
+    found = streams.summary(
+        [
+            row_of(*place, name, i, v, choice)
+            for name, of in losses.items()
+            for i, v in enumerate(of)
+        ]
+    )
+    assert found[1]["less_no_filters"]["verdict"] == "unclear"
+    assert "| k | +nan |" in page.markdown(found)
+    page.draw(found)
+    held = json.loads(json.dumps(finite(found), allow_nan=False))
+    assert held[0]["rates_tried"] == {"0.01": -2.5, "0.03": None} and held[1]["mean"] is None
+
+
 def test_the_picture_has_a_panel_for_each_task_and_bars_from_least_to_most(lines):
     found = {}
     for axes in page.draw(lines).axes:
@@ -312,7 +335,10 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     texts, how = [str(tiny_corpus)], execution.Execution()
     estimate = dataclasses.replace(how, estimate_only=True)
     assert streams.ablation("smoke", texts, tmp_path, estimate) is None and not ran
+    alone = streams.ablation("smoke", [], tmp_path, how)["lines"]
+    assert {line["row"] for line in alone} == {streams.RECALL}
     record = streams.ablation("smoke", texts, tmp_path, how)
+    assert [line for line in record["lines"] if line["row"] == streams.RECALL] == alone
     text = [x for x in record["lines"] if x["row"].startswith("text: ")]
     assert all(len(x["runs"]) == 2 and len(x["rates_tried"]) >= 2 for x in text)
     head, depthwise = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cat_lm.errors import UserError
 from eval.recall import __main__ as command
 from eval.recall.theory import (
     associative,
@@ -380,6 +382,28 @@ def test_one_good_layer_alone_passes_the_checks_that_refuse_one_bad_layer(small)
     for measured in (bad.measured, [liar]):
         wrong = [dataclasses.replace(bad, measured=measured)]
         assert not generalization.judge(wrong, curve, generalization.error_bound).passes
+
+
+def test_what_gives_no_numbers_passes_no_check(small, monkeypatch):
+    """A layer that is right at the trained length and NaN at longer ones; one that is NaN."""
+    (case,), layer = small.cases, copy.deepcopy(small.runs[0].kept[-1])
+    length, attention = layer.problem.length, layer.attention
+    layer.attention = lambda keys: attention(keys) * (1 if keys.shape[1] <= length else math.nan)
+    found = two_sided.measure(layer, (10,), 30)
+    assert found.error == case.measured[-1].error and math.isnan(found.by_length[10][0])
+    wrong = [dataclasses.replace(case, measured=[found])]
+    for part, bound in enumerate((generalization.error_bound, generalization.off_map)):
+        values = {n: both[part] for n, both in found.by_length.items()}
+        assert not generalization.judge(wrong, lambda c, m, v=values: v, bound).passes
+    everywhere = associative.everywhere
+    monkeypatch.setattr(associative, "everywhere", lambda *a: everywhere(*a) * math.nan)
+    assert not associative.causality(5).holds
+
+
+def test_a_layer_that_cannot_be_trained_is_one_line(monkeypatch):
+    monkeypatch.setattr(two_sided, "_ROUNDS", 1)
+    with pytest.raises(UserError, match=r"no layer \(4 .* L = 5\) reached .* give another --seed"):
+        two_sided.train(Problem(5, vocabulary=4, width=4), 10)
 
 
 def test_a_bound_that_scales_wrongly_is_refused(small):

@@ -655,6 +655,15 @@ class TestStudy:
         assert code == 2 and err.count("\n") == 1
         assert "documents of 1024 tokens or more, 99 are scored" in err
 
+    def test_a_missing_folder_is_named_before_any_text_is_prepared(
+        self, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr("eval.small_study.__main__.subprocess.run", None)
+        for option in ("--held-out", "--data"):
+            arguments = ["--out", tmp_path / "out", option, tmp_path / "nowhere"]
+            code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+            assert code == 2 and err.count("\n") == 1 and "nowhere: no such folder" in err
+
     def test_another_tokenizer_is_refused_before_training(
         self, arguments, long_corpus, tmp_path, monkeypatch, capsys
     ):

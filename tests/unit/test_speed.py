@@ -449,7 +449,7 @@ def test_models_are_all_variants_of_all_families():
         of_it = [model.variant for model in own if model.architecture == family.name]
         assert of_it == list(family.variants())
         stocks = {m.stock for m in MODELS.values() if m.architecture == family.name}
-        assert (stocks == {None}) == (family.library_type is None) and len(stocks) == 1
+        assert (stocks == {None}) == (not family.has_stock) and len(stocks) == 1
     assert len({model.label for model in MODELS.values()}) == len(MODELS)
 
 
@@ -462,7 +462,8 @@ def test_every_model_is_stock_with_identity_filters_and_another_with_drawn_ones(
     ids = models.random_ids(size, 2, 16)
     assert models.check_logits(pair, ids, "float32")[name] < 1e-5
     models.randomize_filters(pair[name])
-    same = torch.allclose(pair[name](input_ids=ids).logits, pair[stock](input_ids=ids).logits)
+    logits, expected = (pair[each](input_ids=ids).logits for each in (name, stock))
+    same = (logits - expected).abs().max() < 1e-5 * expected.abs().max()
     assert same == (name == MODELS[name].plain or MODELS[name].compiled_rotation)
 
 

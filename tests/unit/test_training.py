@@ -414,6 +414,15 @@ def test_memory_shrinks_with_stages_and_ranks():
     assert states(3, 8) == pytest.approx(18 / 8, abs=0.1)
 
 
+def test_zero_3_begins_with_the_whole_model():
+    """The engine gives every rank all weights (2 bytes each) before DeepSpeed partitions them."""
+    config = RunConfig.model_validate(run_values("unused", "unused", precision="bf16"))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"zero_stage": 3})})
+    many, few = (memory_per_rank(config, 10**11, ranks, 257) for ranks in (512, 4))
+    assert many.total == pytest.approx(2e11) and "micro" not in many.advice
+    assert few.total > few.states > 2e11
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 MODEL_KEYS = {
     "hidden_size": {"hidden_size": 48},

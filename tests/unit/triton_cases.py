@@ -88,7 +88,7 @@ def check_convolution(kind, shape, window, dtype, documents=False, arrange=None,
     leaves = (x, filters, bias)
 
     y = backend.convolve(kind, x if arrange is None else arrange(x), filters, bias, positions)
-    assert y.transpose(1, 2).is_contiguous()
+    assert y.is_contiguous()
     results = (y, *torch.autograd.grad(y, leaves, dy))
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -259,6 +259,9 @@ def check_qkv(shape, window, dtype, streams="qkv", rotary=0, rows=1, documents=F
         {"shape": (2, 66, 2, 16), "window": 4, "rotary": 4, "rows": 2},
         {"shape": (1, 66, 1, 16), "window": 21, "rotary": 16, "documents": True, "streams": "qv"},
         {"shape": (1, 9, 1, 80), "window": 3, "rotary": 20, "streams": "v", "bias": False},
+        # Rotated columns apart from the others, in their only chunk and in the first of two.
+        {"shape": (1, 66, 1, 48), "window": 21, "rotary": 16, "documents": True},
+        {"shape": (2, 3, 2, 80), "window": 3, "rotary": 10, "rows": 2},
         {"shape": (1, 5, 2, 16), "window": 8, "rotary": 0, "streams": "k"},
         {"shape": (1, 1, 1, 96), "window": 3, "rotary": 96},
         {"shape": (1, 3, 1, 16), "window": 1, "rotary": 8, "documents": True},
@@ -266,6 +269,12 @@ def check_qkv(shape, window, dtype, streams="qkv", rotary=0, rows=1, documents=F
 )
 def test_qkv(dtype, case):
     check_qkv(dtype=dtype, **case)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_qkv_with_a_long_halo(documents):
+    """Products with the halo are summed in a second loop."""
+    check_qkv((1, 140, 1, 48), 100, BF16, streams="q", rotary=16, documents=documents)
 
 
 def test_qkv_of_strided_inputs():

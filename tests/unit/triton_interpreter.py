@@ -18,17 +18,19 @@ from tests.conftest import REPOSITORY
 
 
 def run_cases(
-    cases: str, cache: Path, config: pytest.Config, part: int = 0, parts: int = 1
+    files: tuple[str, ...], cache: Path, config: pytest.Config, part: int = 0, parts: int = 1
 ) -> None:
-    """Run one of `parts` parts of tests/unit/`cases`, which must pass without skips.
+    """Run one of `parts` parts of these files of tests/unit, which must pass without skips.
 
     Each test function, with all of its parameters, belongs to one part: they are dealt in turn.
     Those marked `long` are run where `config` asks for them.
     """
-    file = REPOSITORY / "tests/unit" / cases
-    functions = re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    named = [f"tests/unit/{cases}::{name}" for name in functions[part::parts]]
-    command = [sys.executable, "-m", "pytest", *named, "-q", "-p", "no:cacheprovider"]
+    named = []
+    for name in files:
+        text = (REPOSITORY / "tests/unit" / name).read_text(encoding="utf-8")
+        functions = re.findall(r"^def (test_\w+)", text, re.MULTILINE)
+        named += [f"tests/unit/{name}::{function}" for function in functions]
+    command = [sys.executable, "-m", "pytest", *named[part::parts], "-q", "-p", "no:cacheprovider"]
     command += ["--all"] if config.getoption("--all") else []
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     result = subprocess.run(

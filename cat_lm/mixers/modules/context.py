@@ -34,6 +34,7 @@ def short_convolution(
     *,
     name: str,
     conv_type: str = "depthwise",
+    backend: str = "auto",
     document_ids: Tensor | None = None,
     padding_mask: Tensor | None = None,
     state: State | None = None,
@@ -45,11 +46,13 @@ def short_convolution(
         bias: [H, D].
         name: of the last W−1 inputs in the state.
         conv_type: the kind's name.
+        backend: what computes it, see `cat_lm.ops.BACKENDS`.
     """
     x = without_padding(x, padding_mask)
     past = kinds.get(conv_type).window_of(filters) - 1
     before = inputs_before(x, past, name, padding_mask, state)
-    return convolve(conv_type, x, filters, bias, document_ids=document_ids, initial_state=before)
+    how = {"document_ids": document_ids, "initial_state": before, "backend": backend}
+    return convolve(conv_type, x, filters, bias, **how)
 
 
 def inputs_before(

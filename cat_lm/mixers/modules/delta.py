@@ -67,9 +67,8 @@ class DeltaRuleLayer(nn.Module):
         self.b_proj = nn.Linear(width, heads, bias=False)
         if gated:
             self.a_proj = nn.Linear(width, heads, bias=False)
-            self.A_log = nn.Parameter(torch.empty(heads).uniform_(1e-3, 16).log())
-            steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
-            self.dt_bias = nn.Parameter(steps + torch.log(-torch.expm1(-steps)))
+            for name, start in initial_decay(heads).items():
+                self.register_parameter(name, nn.Parameter(start))
         self.norm = nn.RMSNorm(values // heads, eps=1e-5)
         self.o_proj = nn.Linear(values, width, bias=False)
 
@@ -84,11 +83,11 @@ class DeltaRuleLayer(nn.Module):
         how = {"document_ids": document_ids, "state": state}
         streams = (self._stream(s, x, padding_mask=padding_mask, **how) for s in STREAMS)
         q, k, v = (s.unflatten(-1, (self.heads, -1)) for s in streams)
-        # Without β and a decay a step leaves the state as it was.
-        rates = [without_padding(self.b_proj(x).sigmoid(), padding_mask)]
+        rates = [self.b_proj(x).sigmoid()]
         if self.gated:
-            steps = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
-            rates.append(without_padding(-at_least_fp32(self.A_log).exp() * steps, padding_mask))
+            rates.append(log_decay(self.a_proj(x), self.dt_bias, self.A_log))
+        # Without β and a decay a step leaves the state as it was.
+        rates = [without_padding(rate, padding_mask) for rate in rates]
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         y = from_state(self.operator, q, k, v, *rates, **how)
         return self.o_proj(self.norm(y).flatten(2))
@@ -103,3 +102,16 @@ class DeltaRuleLayer(nn.Module):
                 **how,
             ).flatten(2)
         return activate(self.options, x)
+
+
+def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> Tensor:
+    """Compute log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
+    steps = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
+    return -at_least_fp32(A_log).exp() * steps
+
+
+def initial_decay(heads: int) -> dict[str, Tensor]:
+    """Draw `A_log` and `dt_bias` [H] as they start: rates to 16, steps from 0.001 to 0.1."""
+    rates = torch.empty(heads).uniform_(1e-3, 16)
+    steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
+    return {"A_log": rates.log(), "dt_bias": steps + torch.log(-torch.expm1(-steps))}

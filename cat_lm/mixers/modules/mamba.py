@@ -84,8 +84,8 @@ def selective_scan(
     """Compute y [B, T, I] for x, Δ [B, T, I], A [I, N], B and C [B, T, N].
 
     Args:
-        how: document_ids, initial_state and return_state, as of `decaying_scan`; a state is
-            [B, 1, N, I].
+        how: document_ids, initial_state, return_state and backend, as of `decaying_scan`; a state
+            is [B, 1, N, I].
     """
     q, k, v = c[:, :, None], b[:, :, None], (delta * x)[:, :, None]
     found = decaying_scan(q, k, v, delta[:, :, None, None], a.T[None], **how)

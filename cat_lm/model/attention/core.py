@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.attention.documents import attend_within_borders
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
@@ -82,12 +83,11 @@ class AttentionMixin:
         """Read the library's and earlier versions' names of what the convolution holds now."""
         self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
 
-    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys [B, heads, T, D] of a model without convolutions."""
-        if self.qk_norm is None:
-            return query, key
-        query, key = self.qk_norm(query.transpose(1, 2), key.transpose(1, 2))
-        return query.transpose(1, 2), key.transpose(1, 2)
+    def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Normalise queries and keys [B, T, heads, D] of a model without convolutions."""
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
+        return query, key, value
 
     def _continues(self, cache: Cache | None) -> bool:
         return follows_cache(cache, self.layer_idx)
@@ -168,6 +168,11 @@ class AttentionMixin:
         wider = key.shape[-1] - width
         if wider > 0 and implementation in _OF_ONE_WIDTH:
             value = F.pad(value, (0, wider))
+        borders = context.arguments.get("document_borders")
+        if borders is not None:
+            dropout = self._dropout
+            output = attend_within_borders(query, key, value, borders, self.scaling, dropout)
+            return output[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
         output, maps = function(
             self if self.score_form is None else _Ungrouped(self),

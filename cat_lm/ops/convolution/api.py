@@ -205,6 +205,7 @@ def convolve(
     *,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    positions: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     backend: str = "auto",
@@ -214,12 +215,14 @@ def convolve(
     Args:
         conv_type: the kind's name.
         filters: of the shape that the kind says.
+        positions: [B, T] int32, each token's in its document: what `document_ids` or `cu_seqlens`
+            say, which are not read then. For who convolves often with the same documents.
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
     window = check_filters(conv_type, x, filters)
     _check_shapes(x, window, bias, initial_state)
-    positions = packed_positions(x, document_ids, cu_seqlens)
+    positions = packed_positions(x, document_ids, cu_seqlens, positions)
     if positions is not None and (initial_state is not None or return_state):
         raise ValueError("packed documents cannot be used together with a state")
     choice = choose_backend(
@@ -260,15 +263,26 @@ def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
 
 
 def packed_positions(
-    x: Tensor, document_ids: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor,
+    document_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None = None,
 ) -> Tensor | None:
     """[B, T] int32, the position of each token in its document; None if rows are not packed.
 
     Args:
         x: [B, T, …].
         document_ids, cu_seqlens: as in `head_conv`; at most one of them.
+        positions: the result, if it is known.
     """
     batch, time = x.shape[:2]
+    if positions is not None:
+        if positions.dtype != torch.int32 or tuple(positions.shape) != (batch, time):
+            raise ValueError(
+                f"positions must be {[batch, time]} int32, not {list(positions.shape)} "
+                f"{positions.dtype}"
+            )
+        return positions
     if document_ids is not None and cu_seqlens is not None:
         raise ValueError("give document_ids or cu_seqlens, not both")
     if document_ids is not None:

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.convolution.api import head_conv
+from cat_lm.ops.convolution.api import convolve
 
 
 def mixed_values(
-    value: Tensor, filters: Tensor, document_ids: Tensor | None = None, backend: str = "auto"
+    value: Tensor,
+    filters: Tensor,
+    document_ids: Tensor | None = None,
+    backend: str = "auto",
+    positions: Tensor | None = None,
 ) -> Tensor:
     """F_{i,h} * V_i for all i side by side, for every h.
 
@@ -19,12 +23,14 @@ def mixed_values(
         filters: F [W, H, H].
         document_ids: [B, T]; zeros are read across a change of the id.
         backend: as for `cat_lm.ops.head_conv`.
+        positions: as for `cat_lm.ops.convolve`.
 
     Returns:
         [B, T, H, H D], head h in dimension 2.
     """
+    how = {"document_ids": document_ids, "positions": positions, "backend": backend}
     mixed = [
-        head_conv(value, taps, document_ids=document_ids, backend=backend)
+        convolve("head", value, taps, **how)
         for taps in filters.permute(2, 1, 0).unbind(0)  # for each h: [H_out, W]
     ]
     return torch.stack(mixed, dim=2).flatten(3)

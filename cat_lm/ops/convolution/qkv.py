@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution import triton
-from cat_lm.ops.convolution.api import check_filters, choose_backend, head_conv, packed_positions
+from cat_lm.ops.convolution.api import check_filters, choose_backend, convolve, packed_positions
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
 STREAM_SLICES = {
@@ -37,6 +37,7 @@ def head_conv_qkv(
     rotary: tuple[Tensor, Tensor] | None = None,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    positions: Tensor | None = None,
     initial_state: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +50,7 @@ def head_conv_qkv(
         bias: [H, 3, D].
         rotary: (cosines, sines), each [B or 1, T, R], that turn the first R channels of q and k
             by halves, channel r with channel r + R/2; None for no positions.
-        document_ids, cu_seqlens: as in `head_conv`.
+        document_ids, cu_seqlens: as in `head_conv`; positions: as in `convolve`.
         initial_state: [B, W−1, H, S, D], the inputs before these of the S convolved streams.
         backend: auto, reference, cpu or triton.
 
@@ -70,12 +71,12 @@ def head_conv_qkv(
         head_dim=qkv.shape[4],
         backend=backend,
     )
+    positions = packed_positions(qkv, document_ids, cu_seqlens, positions)
     if choice.name == "triton" and initial_state is None:
-        positions = packed_positions(qkv, document_ids, cu_seqlens)
         cast = [None if taps is None else taps.to(qkv.dtype) for taps in filters]
         bias = None if bias is None else bias.to(qkv.dtype)
         return triton.head_conv_qkv(qkv, tuple(cast), bias, rotary, positions)
-    outputs = _convolved(qkv, filters, bias, document_ids, cu_seqlens, initial_state, choice.name)
+    outputs = _convolved(qkv, filters, bias, positions, initial_state, choice.name)
     if rotary is None:
         return outputs
     query, key, value = outputs
@@ -101,8 +102,7 @@ def _convolved(
     qkv: Tensor,
     filters: Sequence[Tensor | None],
     bias: Tensor | None,
-    document_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
     initial_state: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,12 +111,12 @@ def _convolved(
     inputs = qkv[:, :, :, chosen]
     # One call for all streams: [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
     taps = torch.stack([taps for taps in filters if taps is not None], dim=1).flatten(0, 1)
-    convolved = head_conv(
+    convolved = convolve(
+        "head",
         inputs.flatten(2, 3),
         taps,
         None if bias is None else bias[:, chosen].flatten(0, 1),
-        document_ids=document_ids,
-        cu_seqlens=cu_seqlens,
+        positions=positions,
         initial_state=None if initial_state is None else initial_state.flatten(2, 3),
         backend=backend,
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cat_lm.ops.documents import check_document_ids, document_starts
 from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
+from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -44,6 +45,7 @@ def decaying_scan(
     document_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute o [B, T, H, V] of the recurrence above, and the last state if asked for.
 
@@ -59,9 +61,10 @@ def decaying_scan(
             from `initial_state`.
         initial_state: S_0, [B, H, K, V]; none: zeros.
         return_state: whether to return (o, S_T), the state in the dtype of the sums.
+        backend: auto, torch, cpu or triton, see backends.py; auto takes what serves.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: other shapes, or the backend asked for cannot serve.
     """
     _check(q, k, v, rate, a)
     state = (q.shape[0], *q.shape[2:], v.shape[-1])
@@ -76,7 +79,7 @@ def decaying_scan(
         check_document_ids(document_ids, *q.shape[:2])
         rate = _cut(rate, a, document_ids)  # after the cast: half precision has no TOTAL
     inputs = (q, k, values, rate, a, initial_state)
-    out, last, _ = _Scan.apply(*(s[None] for s in inputs))
+    out, last, _ = _Scan.apply(backend, *(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)
     return (out, last.squeeze(0)) if return_state else out
 
@@ -102,10 +105,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
         raise ValueError(f"q, k, v, rate and a do not fit each other: {shapes}")
 
 
-def _kernels(*tensors: Tensor) -> Any:
+def _kernels(backend: str, *tensors: Tensor) -> Any:
     """Choose what computes the scan of these tensors, both ways."""
     kinds = {(s.device, s.dtype) for s in tensors}
     device, dtype = kinds.pop()
+    if backend != "auto":
+        choose_backend(SELECTIVE_SCAN, device, dtype, backend)
+    if backend == "torch":
+        return decaying_scan_torch
     if not kinds and dtype == torch.float32:
         if device.type == "cpu":
             return load_kernel() or decaying_scan_torch
@@ -116,7 +123,7 @@ def _kernels(*tensors: Tensor) -> Any:
 
 @torch.library.custom_op("cat_lm::decaying_scan", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+    backend: str, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute outputs, the last state and the states kept, [M, B, T/EVERY up, H, K, V].
 
@@ -124,15 +131,15 @@ def _forward(
     """
     inputs = (q, k, v, rate, a, initial)
     if not q.numel() or not v.numel():
-        out, _, kept = _room(*inputs)
+        out, _, kept = _room(backend, *inputs)
         return out.zero_(), initial.clone(), kept.zero_()
     with without_autocast(q):
-        return _kernels(*inputs).forward(EVERY, *inputs)
+        return _kernels(backend, *inputs).forward(EVERY, *inputs)
 
 
 @_forward.register_fake
 def _room(
-    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
+    backend: str, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     models, batch, time, heads, keys = q.shape
     kept = q.new_empty(models, batch, -(-time // EVERY), heads, keys, v.shape[-1])
@@ -141,6 +148,7 @@ def _room(
 
 @torch.library.custom_op("cat_lm::decaying_scan_backward", mutates_args=())
 def _backward(
+    backend: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -155,11 +163,12 @@ def _backward(
     if not q.numel() or not v.numel():
         return *(s.new_zeros(s.shape) for s in inputs), grad_last.clone()
     with without_autocast(q):
-        return _kernels(*inputs, grad, grad_last).backward(EVERY, kept, grad, grad_last, *inputs)
+        kernels = _kernels(backend, *inputs, grad, grad_last)
+        return kernels.backward(EVERY, kept, grad, grad_last, *inputs)
 
 
 @_backward.register_fake
-def _(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _(backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(s.new_empty(s.shape) for s in (*tensors[:5], tensors[-1]))
 
 
@@ -182,34 +191,35 @@ class _Scan(torch.autograd.Function):
     """`_forward` with its gradients."""
 
     @staticmethod
-    def forward(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(*inputs)
+    def forward(backend: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(backend, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs[:5], output[2])
+        ctx.backend = inputs[0]
+        ctx.save_for_backward(*inputs[1:6], output[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor, ...]:
-        return _ScanBackward.apply(*ctx.saved_tensors, grad, grad_last)
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        return None, *_ScanBackward.apply(ctx.backend, *ctx.saved_tensors, grad, grad_last)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
-        return _unfold(info, _Scan.apply(*_fold(info, in_dims, tensors)))
+    def vmap(info: Any, in_dims: tuple[int | None, ...], backend: str, *tensors: Tensor) -> Any:
+        return _unfold(info, _Scan.apply(backend, *_fold(info, in_dims[1:], tensors)))
 
 
 class _ScanBackward(torch.autograd.Function):
     """`_backward`; itself not differentiable."""
 
     @staticmethod
-    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return _backward(*tensors)
+    def forward(backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _backward(backend, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
-        return _unfold(info, _ScanBackward.apply(*_fold(info, in_dims, tensors)))
+    def vmap(info: Any, in_dims: tuple[int | None, ...], backend: str, *tensors: Tensor) -> Any:
+        return _unfold(info, _ScanBackward.apply(backend, *_fold(info, in_dims[1:], tensors)))

@@ -17,6 +17,8 @@ from cat_lm.ops.runtime.triton_launch import on_device_of
 AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most
 _NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
+# Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
+VARYING = ("rows", "model_rows", "time")
 _WARPS = 8  # of a program at most; with more keys than fit it has fewer columns
 
 
@@ -96,7 +98,7 @@ def _next(state, decay, k, v, inside):
     return tl.where(inside, decay * state + k[:, None] * v[None, :], 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, initial_ptr, out_ptr, last_ptr, kept_ptr,
     model_rows, time, heads, keys, values,
@@ -128,7 +130,7 @@ def forward_kernel(
     tl.store(last_ptr + ends_at, state, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, kept_ptr, grad_ptr, grad_last_ptr, states_ptr,
     dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr, dinitial_ptr,

@@ -99,8 +99,8 @@ def _check(
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """Cut [B, T, H, D] into [B, H, N, C, D]; zeros at the end change no state."""
-    x = x.transpose(1, 2)
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % chunk))
+    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
+    x = x.contiguous()  # once, else every product copies it for itself, and keeps the copy
     return x.unflatten(2, (x.shape[2] // chunk, chunk))
 
 
@@ -117,23 +117,28 @@ def _decays(
         Γ_ts [B, H or 1, N, C, C] and Γ_t0 [B, H or 1, N, C, 1]; none where all are 1.
     """
     number, chunk = like.shape[2:4]
-    within = before = None
-    if log_decay is not None:
-        # A sum that a very large one is part of would round the others away, and −inf give NaN.
-        before = log_decay.clamp(min=_TOTAL[log_decay.dtype]).cumsum(dim=3)
-        time = torch.arange(chunk, device=like.device)
-        within = before - before.mT
-        within = within.masked_fill(time[:, None] < time, -torch.inf).exp()
-        before = before.exp()
+    if log_decay is None and document_ids is None:
+        return None, None
+    time = torch.arange(chunk, device=like.device)
+    together, goes_on = time[:, None] >= time, None
     if document_ids is not None:
         runs = document_runs(document_ids)
         runs = F.pad(runs[:, None], (0, number * chunk - runs.shape[1]), mode="replicate")
         runs = runs.view(-1, 1, number, chunk, 1)
         last = F.pad(runs[:, :, :-1, -1:], (0, 0, 0, 0, 1, 0))  # of the chunk before, at first 0
-        alike, goes_on = runs == runs.mT, runs == last
-        within = alike.to(like.dtype) if within is None else within * alike
-        before = goes_on.to(like.dtype) if before is None else before * goes_on
-    return within, before
+        together, goes_on = together & (runs == runs.mT), (runs == last).to(like.dtype)
+    if log_decay is None:
+        return together.to(like.dtype), goes_on
+    # A sum that a very large one is part of would round the others away, and −inf give NaN.
+    log_decay = log_decay.clamp(min=_TOTAL[log_decay.dtype])
+    if goes_on is None:
+        before = log_decay.cumsum(dim=3)
+    else:  # sums of a document's own decays, so that not even rounding comes from another's
+        own = together.to(like.dtype).squeeze(1) @ log_decay.squeeze(-1).permute(0, 2, 3, 1)
+        before = own.permute(0, 3, 1, 2)[..., None]
+    within = (before - before.mT).masked_fill(~together, -torch.inf).exp()
+    before = before.exp()
+    return within, before if goes_on is None else before * goes_on
 
 
 def _solved(

@@ -1,14 +1,15 @@
-"""flash-linear-attention's operators on a GPU, for `operator=fla`.
+"""flash-linear-attention's operators on a GPU.
 
-The recurrent Triton operators of GLA and of the delta rule: the recurrence as it reads, a whole
-sequence in one kernel, all products and sums in fp32, forward and backward. They compute what the
-torch forms do, and differ by the order of sums alone.
-
-Its chunked operators do not serve here, where everything is trained in fp32: that of the delta rule
-refuses fp32, and those of GLA and of the gated delta rule multiply on matrix units in TF32. The
-gated delta rule's recurrent operator has no backward pass, so that Gated DeltaNet has the torch
+For `operator=fla` of mixers, which are trained in fp32, the recurrent Triton operators of GLA and
+of the delta rule: the recurrence as it reads, a whole sequence in one kernel, all products and sums
+in fp32, forward and backward. They compute what the torch forms do, and differ by the order of sums
+alone. The gated delta rule's has no backward pass, so that the mixer Gated DeltaNet has the torch
 form alone; Based and linear attention are a few large products in torch already. No operator of the
 package has a rule for torch.func.vmap: models trained in a stack need `operator=torch`.
+
+For `train.mixer_backend: fla` of language models in bf16 its chunked operators: products on matrix
+units, in bf16, and sums in fp32. In fp32 they do not serve: the delta rule's refuses it, the
+others' products would be in TF32.
 """
 
 from __future__ import annotations
@@ -56,6 +57,29 @@ def delta_rule(
     from fla.ops.delta_rule import fused_recurrent_delta_rule
 
     return _run(fused_recurrent_delta_rule, {"q": q, "k": k, "v": v, "beta": beta}, **how)
+
+
+def chunked_gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **how: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `gated_linear_attention` does, of q, k, v in bf16, with products in bf16."""
+    from fla.ops.gla import chunk_gla
+
+    return _run(chunk_gla, {"q": q, "k": k, "v": v, "g": log_decay}, **how)
+
+
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **how: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `cat_lm.ops.recurrence.delta_rule` does, of q, k, v in bf16, products too."""
+    streams = {"q": q, "k": k, "v": v, "beta": beta}
+    if log_decay is None:
+        from fla.ops.delta_rule import chunk_delta_rule
+
+        return _run(chunk_delta_rule, streams, **how)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _run(chunk_gated_delta_rule, streams | {"g": log_decay}, **how)
 
 
 def _run(

@@ -100,7 +100,9 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
 
 def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
     """Launches a Triton kernel where the run may need them: it would fail in the first step."""
-    asked = config.train.conv_backend != "reference" or config.train.compile
+    train, recurrent = config.train, config.architecture.recurrent
+    asked = train.conv_backend != "reference" or train.compile
+    asked = asked or (recurrent and train.mixer_backend != "torch")
     if not (asked and INSTALLED and device.type == "cuda"):
         return None
     from cat_lm.training.preflight.kernel_trial import why_no_kernel

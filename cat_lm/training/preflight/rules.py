@@ -288,7 +288,7 @@ def _devices(verdict: PreflightReport, config: RunConfig) -> None:
         if fact.kernel_problem is not None:
             verdict.problems[
                 f"{fact.kernel_problem} (train.conv_backend=reference and train.compile=false do "
-                "without them, slowly)"
+                "without them, slowly; of a recurrent model train.mixer_backend=torch, too)"
             ].append(fact.rank)
     kinds = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")

@@ -17,7 +17,7 @@ from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Place, Run, plan
 from eval.recall.grids.summary import TRAINED, differences, summary
 from eval.recall.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.recall.show import filter_plots, page, pictures
@@ -35,7 +35,13 @@ _DEVIATIONS = 5  # of chance, up to which the negative control may come: it is t
 
 
 def figure(
-    name: str, scale_name: str, out: Path, execution: Execution, seeds: int | None = None
+    name: str,
+    scale_name: str,
+    out: Path,
+    execution: Execution,
+    seeds: int | None = None,
+    models: Sequence[str] = (),
+    panels: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes OUT/NAME.json, .md, .png and .svg.
 
@@ -44,21 +50,23 @@ def figure(
 
     Args:
         seeds: runs of each model, in place of the scale's.
+        models: mixers, in place of the scale's; the controls are always there.
+        panels: rows of them; none: all.
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
     """
-    scale = SCALES[scale_name]
+    scale = SCALES[scale_name].with_models(models) if models else SCALES[scale_name]
     if seeds is not None:
         scale = replace(scale, seeds=seeds, length_seeds=seeds)
-    places = plan(name, scale)
+    places = plan(name, scale, panels)
     if not execution.estimate_only:
         _claim(name, out)
     found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
     if found is None:
         return None
     rows = [(run, record) for run, record, _ in found]
-    lines = summary(found, tests)
+    lines, shown = summary(found, tests), _names(places)
     record = {
         "figure": name,
         "shows": FIGURES[name].shows,
@@ -66,6 +74,7 @@ def figure(
         "scale": scale_name,
         "protocol": PROTOCOL,
         "tuning_seed": TUNING_SEED,
+        "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
         "axis": "width" if any(run.across == "width" for run, _ in rows) else "length",
         "controls": controls(rows),
         "lines": lines,
@@ -80,6 +89,12 @@ def figure(
     for line in page.warnings(record):
         print(line)
     return record
+
+
+def _names(places: Sequence[Place]) -> list[str]:
+    """The mixers of a figure's panels and the panels' rows, in their order."""
+    runs = [place.run for place in places if place.run.row != CONTROL]
+    return list(dict.fromkeys([run.line for run in runs] + [run.row for run in runs]))
 
 
 def _claim(name: str, out: Path) -> None:

@@ -58,7 +58,7 @@ SCALES = {
 }
 
 
-def plan(scale: Scale, seeds: int | None = None) -> list[Run]:
+def plan(scale: Scale, seeds: int | None = None, rates: Sequence[float] | None = None) -> list[Run]:
     """All runs: a row a length, a column a rate, a line a dropout and a start."""
     return [
         Run(
@@ -82,23 +82,27 @@ def plan(scale: Scale, seeds: int | None = None) -> list[Run]:
         for length in scale.lengths
         for dropout in DROPOUTS
         for start in STARTS
-        for rate in scale.rates
+        for rate in rates or scale.rates
         for seed in range(seeds or scale.seeds)
     ]
 
 
 def study(
-    scale_name: str, out: Path, execution: Execution, seeds: int | None = None
+    scale_name: str,
+    out: Path,
+    execution: Execution,
+    seeds: int | None = None,
+    rates: Sequence[float] | None = None,
 ) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes mamba.json, mamba.md and a picture.
 
     Args:
-        seeds: runs at each place; none: the scale's.
+        seeds, rates: runs at each place, and learning rates; none: the scale's.
 
     Returns:
         What mamba.json got, or none after an estimate alone.
     """
-    runs = plan(SCALES[scale_name], seeds)
+    runs = plan(SCALES[scale_name], seeds, rates)
     if not execution.estimate_only:
         claim_outputs(out, "mamba.json", named("mamba", ".md", *PICTURES))
     if not run_unfinished(f"mamba at {scale_name} scale", runs, out, execution):

@@ -10,18 +10,21 @@ from cat_lm.mixers import make_mixer
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
+# CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
+CHANNELS = "cat:conv_type=depthwise"
 # The paper's models, attention with RoPE and without positions beside its learned ones, and the
 # negative control.
-MODELS = ("cat", "lincat", "attention", "attention:position=rope", "attention:position=none")
-MODELS += ("linear-attention", "based", "mamba")
+_PAPER = ("lincat", "attention", "attention:position=rope", "attention:position=none")
+_PAPER += ("linear-attention", "based", "mamba")
+MODELS = ("cat", CHANNELS, *_PAPER)
 NEGATIVE, CONTROL = "none", "control"
 BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
 # What must learn each row's task: (mixer, layers).
-POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat", 2)}
+POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": (CHANNELS, 1)}
 COPIER = ("mamba", 2)
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
-COPYING = "cat:window={copies},position=learned"
+COPY_MODELS = ("cat:window={copies},position=learned", "cat", *_PAPER)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Scale:
         bigram_keys: keys at length 64, more in proportion; none: as many as fit.
         memory_widths, memory_vocab, memory_len, memory_models: of the figure `width`.
         copies, signals: tokens to copy, and different ones to choose from.
-        models: mixers, without the negative control.
+        models, copy_models: mixers, without the negative control; the latter of copying, where
+            {copies} is the number of tokens to copy.
     """
 
     vocab_size: int
@@ -66,6 +70,22 @@ class Scale:
     copies: int = 16
     signals: int = 16
     models: tuple[str, ...] = MODELS
+    copy_models: tuple[str, ...] = COPY_MODELS
+
+    def with_models(self, models: Sequence[str]) -> Scale:
+        """The same with these mixers in every figure.
+
+        Raises:
+            UserError: one that is no mixer, is the negative control or is given twice.
+        """
+        for mixer in models:
+            make_mixer(mixer, "--models")
+            if mixer == NEGATIVE:
+                raise UserError(f"--models {mixer}: is in every figure, as its negative control")
+            if models.count(mixer) > 1:
+                raise UserError(f"--models {mixer}: is given twice")
+        chosen = tuple(models)
+        return replace(self, models=chosen, memory_models=chosen, copy_models=chosen)
 
 
 SCALES = {
@@ -172,15 +192,23 @@ class Place:
         return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
 
 
-def plan(figure: str, scale: Scale) -> list[Place]:
+def plan(figure: str, scale: Scale, rows: Sequence[str] = ()) -> list[Place]:
     """All places of a figure, with the negative control in every panel and the positive controls.
 
+    Args:
+        rows: of panels; none: all.
+
     Raises:
-        UserError: an unknown figure.
+        UserError: an unknown figure or row.
     """
     if figure not in FIGURES:
         raise UserError(f"figure {figure!r}: choose one of {', '.join(FIGURES)}")
     places = list(GRIDS[FIGURES[figure].grid](scale, FIGURES[figure].one_layer))
+    known = list(dict.fromkeys(place.run.row for place in places))
+    for row in rows:
+        if row not in known:
+            raise UserError(f"--rows {row!r}: of {figure}, choose among {', '.join(known)}")
+    places = [place for place in places if place.run.row in (rows or known)]
     return [*places, *positive_controls(places)]
 
 
@@ -236,7 +264,7 @@ def _generalization(scale: Scale, one_layer: bool) -> Iterator[Place]:
 
 def _copying(scale: Scale, one_layer: bool) -> Iterator[Place]:
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
-    models = (COPYING.format(copies=scale.copies), *scale.models, NEGATIVE)
+    models = (*(mixer.format(copies=scale.copies) for mixer in scale.copy_models), NEGATIVE)
     for layers in (1,) if one_layer else (1, 2):
         for width in scale.widths:
             for mixer in models:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from cat_lm.data.manifest import read_manifest
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
+from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare, ratio_error
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
@@ -201,7 +201,7 @@ def ablation(
         return None
     lines = summary(rows)
     record = {"scale": scale_name, "data": list(texts), "lines": lines, "provenance": provenance()}
-    write_json(out / "streams.json", record)
+    write_json(out / "streams.json", finite(record))  # a rate may diverge
     write_text(out / "streams.md", page.markdown(lines))
     write_text(out / "streams.csv", page.csv_text(lines))
     save_figure(page.draw(lines), out / "streams")

@@ -58,7 +58,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [f"# {name}: {record['shows']}", ""]
     lines += [f"> **{warning}**\n" for warning in warnings(record)]
     lines += [
-        f"Figure {number} of the paper (AAAI / workshop / arXiv), at {record['scale']} scale.",
+        f"Figure {number} of the paper (AAAI / workshop / arXiv), at {record['scale']} scale."
+        + _not_run(record),
         "",
         f"`{record['provenance']['command']}`",
         "",
@@ -90,6 +91,11 @@ def markdown(record: dict[str, Any]) -> str:
     if record["filters"]:
         lines += [*_filters(record), ""]
     return "\n".join(lines)
+
+
+def _not_run(record: dict[str, Any]) -> str:
+    missing = ", ".join(f"`{name}`" for name in record["not_run"])
+    return f" Not run: {missing}." if missing else ""
 
 
 def _outcome(record: dict[str, Any]) -> list[str]:

@@ -208,7 +208,7 @@ def _recalls(recipe: Recipe, rows: int, seeds: int) -> Verdict:
     shares: dict[int, list[float]] = {}
     for size, ngram, length, seed in _cases(seeds):
         found = measure(recipe, size, ngram, length, rows, seed)
-        if found.elsewhere > 0 or found.distance > found.bound:
+        if found.elsewhere > 0 or not found.distance <= found.bound:  # of NaN, too
             where = f"N = {ngram}, L = {length}, d = {size.width}"
             distance = f"‖f(X) − y‖ up to {found.distance:.2g}, ε/2 = {found.bound:.2g}"
             return Verdict(f"{100 * found.elsewhere:.1f}% wrong, {distance} at {where}", False)
@@ -244,7 +244,7 @@ def causality(rows: int, ngram: int = 2, length: int = 32) -> Claim:
             other = tokens.clone()
             other[:, place] = (other[:, place] + 1) % count
             moved = (everywhere(construction, other, recipe) - before)[:, :place].norm(dim=2)
-            changed.append(float((moved.amax(dim=1) > 1e-9).double().mean()))
+            changed.append(float((~(moved.amax(dim=1) <= 1e-9)).double().mean()))  # NaN is none
         return Verdict(f"{100 * max(changed):.0f}% change", max(changed) == 0)
 
     return Claim.judged(

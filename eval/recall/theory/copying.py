@@ -20,6 +20,10 @@ import numpy as np
 from eval.recall.theory.claims import Claim, Verdict
 
 SHARPNESS = 1e4  # a common factor of α, β, θ, which the proof takes large enough
+_PRINTED = (
+    "The proof's sum starts at i = 1 but must start at i = 0: the current token has to count as "
+    "already emitted. In Eq. 82 I_N should be I_|S|, and z₀ be z_{L+1}."
+)
 
 
 @dataclass(frozen=True)
@@ -135,10 +139,6 @@ def theorem_4(
         f"N = {count}; L = {', '.join(map(str, lengths))}; (signal tokens, |S|, |noise|) = "
         f"{', '.join(map(str, shapes))}; {rows} prompts each, greedy"
     )
-    printed = (
-        "The proof's sum starts at i = 1 but must start at i = 0: the current token has to count "
-        "as already emitted. In Eq. 82 I_N should be I_|S|, and z₀ be z_{L+1}."
-    )
     long, short = CopyLayer(None, theta=0.0), CopyLayer(count)
     as_printed, other = "the sum as printed, from i = 1", "a filter that does not decay, ρ = 1"
     return [
@@ -152,7 +152,7 @@ def theorem_4(
                 as_printed: lambda _: replace(long, first_lag=1),
                 other: lambda _: replace(long, decays=False),
             },
-            printed,
+            _PRINTED,
         ),
         Claim.judged(
             "Theorem 4 (W = N with positions)",
@@ -165,7 +165,7 @@ def theorem_4(
                 "without positions, θ = 0": lambda _: replace(short, theta=0.0),
                 "a window of N/2": lambda _: replace(short, window=count // 2),
             },
-            printed,
+            _PRINTED,
         ),
         Claim.judged(
             "Theorem 4, how far apart",

@@ -79,7 +79,7 @@ def _errors(axes: Axes, found: Trained) -> None:
         errors = [values[0] for values in m.by_length.values()]
         style = dict(color=RUN_COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1)
         axes.loglog(list(m.by_length), errors, **style, label=f"ε = {m.error:.0e}")
-    for what, style in zip(found.wrong_lengths, ("-", "--", ":"), strict=True):
+    for what, style in zip(found.wrong(), ("-", "--", ":"), strict=True):
         m = found.controls[what][0].measured[-1]
         errors = [values[0] for values in m.by_length.values()]
         label = what.split(" (")[0].removeprefix("the trained layers with ")

@@ -59,25 +59,16 @@ Bound = Callable[[Case, Measured, int], float]
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold the runs, each with its layers measured, and the first run's wrong layers.
-
-    Attributes:
-        wrong_lengths: the controls of statements on filters, maps and errors.
-        wrong_attention: those of statements on s_v/s_q.
-    """
+    """Hold the runs, each with its layers measured, and the first run's wrong layers."""
 
     runs: list[Run]
     cases: list[Case]
     controls: dict[str, list[Case]]
 
-    @property
-    def wrong_lengths(self) -> list[str]:
-        return list(self.controls)[:3]
-
-    @property
-    def wrong_attention(self) -> list[str]:
+    def wrong(self, of_attention: bool = False) -> list[str]:
+        """Name the controls of statements on s_v/s_q, or of those on filters, maps and errors."""
         names = list(self.controls)
-        return [*names[:2], names[3]]
+        return [*names[:2], names[2 + of_attention]]
 
 
 def trained(
@@ -97,7 +88,7 @@ def trained(
     def case(run: Run, layers: list[TwoSidedLayer]) -> Case:
         return Case(run.problem, unit(layers[0]), [measure(m, lengths, rows) for m in layers])
 
-    cases = [case(run, run.kept or [run.half_trained]) for run in runs]
+    cases = [case(run, run.kept) for run in runs]
     first, right = runs[0], cases[0]
     half = case(first, [first.half_trained])
     confused = [
@@ -137,6 +128,7 @@ def theorem_2(found: Trained) -> list[Claim]:
             "s_v/s_q ≤ ε₀/(1 − 4ε₀) for every query q and key v ≠ q",
             lambda case, m: {case.problem.length: m.ratio},
             lambda case, m, _: gamma(case, m),
+            of_attention=True,
         ),
         bounded(
             found,
@@ -156,10 +148,15 @@ def theorem_2(found: Trained) -> list[Claim]:
 
 
 def bounded(
-    found: Trained, source: str, statement: str, curve: Curve, bound: Bound, correction: str = ""
+    found: Trained,
+    source: str,
+    statement: str,
+    curve: Curve,
+    bound: Bound,
+    correction: str = "",
+    of_attention: bool = False,
 ) -> Claim:
     """One statement on trained layers, with those wrong layers as controls that it speaks of."""
-    wrong = found.wrong_attention if "s_v/s_q" in statement else found.wrong_lengths
     least = [case.measured[-1].error for case in found.cases]
     most = [case.measured[0].error for case in found.cases]
     kinds = dict.fromkeys(case.problem.describe() for case in found.cases)
@@ -174,7 +171,7 @@ def bounded(
         f"at most {LARGEST_EXPONENT} in L'",
         lambda cases: judge(cases, curve, bound),
         found.cases,
-        {what: found.controls[what] for what in wrong},
+        {what: found.controls[what] for what in found.wrong(of_attention)},
         correction,
     )
 
@@ -187,7 +184,9 @@ def judge(cases: list[Case], curve: Curve, bound: Bound) -> Verdict:
     """
 
     def largest_share(case: Case, layers: list[Measured]) -> float:
-        return max(v / bound(case, m, n) for m in layers for n, v in curve(case, m).items())
+        # NumPy's maximum of numbers and NaN is NaN, which passes nothing.
+        shares = [v / bound(case, m, n) for m in layers for n, v in curve(case, m).items()]
+        return float(np.max(shares))
 
     for case in cases:
         if not case.admitted:
@@ -195,8 +194,10 @@ def judge(cases: list[Case], curve: Curve, bound: Bound) -> Verdict:
             share = largest_share(case, [replace(last, error=most / case.unit)])
             said = f"ε₀ = {last.error * case.unit:.2g} > 1/(8L) = {most:.2g}: condition not met"
             return Verdict(f"{said}; {share:.3g} of the bound at 1/(8L)", False)
-    share = max(largest_share(case, case.admitted) for case in cases)
+    share = float(np.max([largest_share(case, case.admitted) for case in cases]))
     said, passes = f"at most {share:.3g} of the bound", share <= 1
+    if not math.isfinite(share):
+        return Verdict(said, False)
     if in_error := [e for case in cases for e in _exponent_in_error(case, curve)]:
         said += f"; exponent in ε {np.mean(in_error):.2f} ({_range(in_error)})"
         passes &= bool(np.mean(in_error) >= LEAST_EXPONENT)

@@ -116,6 +116,7 @@ def proposition_3(found: Trained) -> list[Claim]:
             "s_v/s_q ≤ N ε₀ for every query q and key v ≠ q",
             lambda case, m: {case.problem.ngram: m.ratio},
             order,
+            of_attention=True,
         ),
         bounded(
             found,

@@ -110,10 +110,7 @@ def _write(
         "claims": [dataclasses.asdict(claim) for claim in claims],
         "landmark_tradeoff": {"length": landmark.LENGTH, "bands": bands, "curves": curves},
         "theorem_2": [
-            {
-                **dataclasses.asdict(case),
-                "filter": run.kept[-1].filters.tolist() if run.kept else None,
-            }
+            {**dataclasses.asdict(case), "filter": run.kept[-1].filters.tolist()}
             for run, case in zip(trained.runs, trained.cases, strict=True)
         ],
         "seconds": round(seconds, 1),

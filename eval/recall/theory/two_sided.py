@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cat_lm.errors import UserError
 from eval.recall.tasks import generate, make_task
 from eval.recall.tasks.single_query import copies
 from eval.recall.theory.associative import convolve
@@ -211,25 +212,24 @@ class Measured:
 def measure(layer: TwoSidedLayer, lengths: tuple[int, ...], rows: int) -> Measured:
     """Measures a layer on sequences that it was not trained on, and on those of two N-grams."""
     problem, filters = layer.problem, layer.filters
-    errors, by_length = [], {}
-    for length in (problem.length, *lengths):
-        worst = [0.0, 0.0]
+    by_length = {}
+    for length in dict.fromkeys((problem.length, *lengths)):
         most = _ALL if length == problem.length else problem.vocabulary ** (2 * problem.ngram)
         held_out = sequences(problem, length, rows, "test", most=most)
+        worst = []
         for tokens, answers in zip(*(part.split(500) for part in held_out), strict=True):
             keys = layer.keys(tokens)
             off = (layer(tokens, keys) - layer.embeddings[answers]).norm(dim=1).max()
             golden = 0.5 * places(tokens, problem.ngram).double()
             far = (layer.attention(keys) - golden).abs().sum(dim=1).max()
-            worst = [max(worst[0], float(off)), max(worst[1], float(far))]
-        if length == problem.length:
-            errors.append(worst[0])
-        by_length[length] = (worst[0], worst[1])
+            worst.append(torch.stack([off, far]))
+        # torch's maximum of numbers and NaN is NaN, which no bound may hold.
+        by_length[length] = tuple(torch.stack(worst).amax(dim=0).tolist())
     middle = len(filters) // 2
     advance = torch.zeros_like(filters)
     advance[middle - 1] = 1
     return Measured(
-        error=max(errors),
+        error=by_length[problem.length][0],
         filter=float((filters - 2 / problem.scale * advance).abs().sum()),
         to_advance=float((filters - advance).abs().sum()),
         past=float(filters[middle:].sum()),
@@ -244,7 +244,7 @@ class Run:
 
     Attributes:
         untrained, half_trained: at the start, and at the first error of at most one half.
-        kept: at the first error of at most each of ERRORS that was reached.
+        kept: at the first error of at most each of ERRORS.
     """
 
     problem: Problem
@@ -260,18 +260,23 @@ def train(problem: Problem, rows: int, least: float = ERRORS[-1]) -> Run:
 
     Args:
         rows: random sequences.
+
+    Raises:
+        UserError: none of them came so far.
     """
     for attempt in range(_ATTEMPTS):
         drawn = replace(problem, seed=problem.seed + 1000 * attempt)
         data = sequences(drawn, drawn.length, rows, "train", most=6 * rows)
-        run = _descend(TwoSidedLayer(drawn), data, least)
-        if run.kept and len(run.kept) == sum(error >= least for error in ERRORS):
-            break
-    return run
+        if run := _descend(TwoSidedLayer(drawn), data, least):
+            return run
+    raise UserError(
+        f"theory: no layer ({problem.describe()}) reached an error of {least:g} in {_ATTEMPTS} "
+        "trainings; give another --seed"
+    )
 
 
-def _descend(layer: TwoSidedLayer, data: Sequences, least: float) -> Run:
-    """Minimises the logarithm of the mean squared error by L-BFGS in fp64.
+def _descend(layer: TwoSidedLayer, data: Sequences, least: float) -> Run | None:
+    """Minimises the logarithm of the mean squared error by L-BFGS in fp64; None if that ends early.
 
     The logarithm keeps the gradient's size while the error falls by decades.
     """
@@ -300,9 +305,11 @@ def _descend(layer: TwoSidedLayer, data: Sequences, least: float) -> Run:
             error = float((layer(data.tokens, keys) - targets).norm(dim=1).max())
         while len(found) < len(marks) and error <= marks[len(found)]:
             found.append(copy.deepcopy(layer))
-        if len(found) == len(marks) or (not found and done >= _PATIENCE):
+        if len(found) == len(marks):
+            return Run(layer.problem, untrained, found[0], found[1:])
+        if not found and done >= _PATIENCE:
             break
-    return Run(layer.problem, untrained, found[0] if found else layer, found[1:])
+    return None
 
 
 def sequences(problem: Problem, length: int, rows: int, split: str, *, most: int) -> Sequences:

@@ -136,18 +136,16 @@ def _own(backend: str, case: ConvCase) -> list[Kernel]:
 def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     _refuse_unknown_kind(case)
     if case.kind.mixes_heads:
-        shape, inside = "[B·D, H, T]", _conv1d_over_heads
+        shape, inside, groups = "[B·D, H, T]", _conv1d_over_heads, 1
         arrange, restore = _heads_as_channels, partial(_from_heads_as_channels, case=case)
         filters_to, filters_from = _taps_of_pairs, _from_taps_of_pairs
     else:
-        shape, inside = "[B, H·D, T]", _conv1d_groups
+        shape, inside, groups = "[B, H·D, T]", _conv1d_groups, case.heads * case.head_dim
         arrange, restore = _channels_first, partial(_from_channels_first, case=case)
         filters_to, filters_from = _channel_filters(case)
 
     def from_time_first(x: Tensor, filters: Tensor) -> Tensor:
         return restore(inside(arrange(x), filters_to(filters)))
-
-    groups = 1 if case.kind.mixes_heads else case.heads * case.head_dim
 
     def contiguous(x: Tensor) -> Tensor:
         return arrange(x).contiguous()

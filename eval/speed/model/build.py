@@ -71,7 +71,9 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
         config = model_config(size, name, positions)
         architecture = architectures.of_config(config)
         if is_stock(name):
-            config = architecture.library_config(config, attn_implementation=size.attention)
+            attends = "attn_implementation" in architecture.Section.model_fields
+            how = {"attn_implementation": size.attention} if attends else {}
+            config = architecture.library_config(config, **how)
         model = architecture.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
@@ -141,11 +143,10 @@ def random_ids(size: ModelSize, batch: int, time: int) -> torch.Tensor:
 
 
 def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
-    """Name what computes a model's convolutions and why; None for transformers' own."""
+    """Name what computes a model's convolutions and recurrences; None for transformers' own."""
     architecture = architectures.of_config(model.config)
     if model.config.model_type != architecture.model_type:
         return None
-    dtype = getattr(torch, size.dtype)
-    return without_home(
-        architecture.describe_backend(model.config, torch.device(size.device), dtype, "auto")
-    )
+    how = (model.config, torch.device(size.device), getattr(torch, size.dtype), "auto")
+    said = (architecture.describe_backend(*how), architecture.describe_mixer_backend(*how))
+    return without_home("; ".join(filter(None, said)))

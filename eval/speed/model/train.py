@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from eval.speed.model.build import (
 from eval.speed.model.rotation import compile_rotation
 from eval.speed.model.update import STEP, ranks_of, run_step
 from eval.speed.progress import say
-from eval.speed.timing import summary, time_in_turn, times_as_fast
+from eval.speed.timing import Timing, summary, time_in_turn, times_as_fast
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -98,30 +98,36 @@ def train_speed(
     peak = peak_tflops * 1e12 if peak_tflops else None
     if peak is None and case.size.dtype == "bfloat16":
         peak = device_peak_flops(device)
-    known, rows = choices.models(), {}
-    for name in names:
-        plain = timings.get(known[name].plain)
-        seconds = timings[name].median
-        config = model_config(case.size, name, case.context_length)
-        flops = flops_per_token(config, parameters[name], case.context_length) * case.tokens
-        rows[name] = {
-            "model": known[name].label,
-            "convolution": convolutions[name],
-            "parameters": parameters[name],
-            "step_seconds": summary(timings[name].seconds),
-            "tokens_per_second": case.tokens / seconds,
-            **relative_to_plain(timings[name].seconds, plain and plain.seconds),
-            "flops_per_step": flops,
-            "mfu": flops / seconds / peak if peak else None,
-            "peak_memory_bytes": memory.get(name),
-        }
     return {
         "case": asdict(case),
         "step": STEP if case.optimizer else "forward and backward",
         "absent": absent,
         "peak_flops": peak,
         "largest_relative_logit_difference": differences,
-        "results": rows,
+        "results": {
+            name: _row(case, name, timings, parameters[name], peak)
+            | {"convolution": convolutions[name], "peak_memory_bytes": memory.get(name)}
+            for name in names
+        },
+    }
+
+
+def _row(
+    case: TrainCase, name: str, timings: Mapping[str, Timing], parameters: int, peak: float | None
+) -> dict[str, Any]:
+    """Give a model's speed; `peak` in FLOP/s, if it is known."""
+    model, timing = choices.models()[name], timings[name]
+    plain = timings.get(model.plain)
+    config = model_config(case.size, name, case.context_length)
+    flops = flops_per_token(config, parameters, case.context_length) * case.tokens
+    return {
+        "model": model.label,
+        "parameters": parameters,
+        "step_seconds": summary(timing.seconds),
+        "tokens_per_second": case.tokens / timing.median,
+        **relative_to_plain(timing.seconds, plain and plain.seconds),
+        "flops_per_step": flops,
+        "mfu": flops / timing.median / peak if peak else None,
     }
 
 

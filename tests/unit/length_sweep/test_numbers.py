@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from cat_lm.errors import UserError
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_model, load_tokenizer
+from cat_lm.pretrained import load_model, load_tokenizer, model_config
 from eval.length_sweep.sweep import sweep
-from eval.length_sweep.token_stream import text_stream
+from eval.length_sweep.text import sweep_streams
+from eval.length_sweep.token_stream import Documents, text_stream
 from tests.finished_runs import CONTEXT, tiny_model
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 
@@ -222,6 +224,23 @@ class TestNumbers:
                 assert rows[0][name] == rows[1][name]
         with pytest.raises(UserError, match="another tokenizer than the model's; use --text"):
             sweep([model], [32], tmp_path / "out", data=tiny_corpus)
+
+    def test_another_tokenizer_scores_an_end_where_the_first_does(self, models, tmp_path):
+        """One document fits, whose end is scored; one is cut, after which no end comes."""
+        folder = export_model(tiny_model(300), merging_tokenizer(), tmp_path / "merging")
+        path = tmp_path / "two.txt"
+        path.write_text(f"{DOCUMENTS[3]}=={DOCUMENTS[0]}", encoding="utf-8")
+        subjects = [
+            SimpleNamespace(folder=place, label=place.name, config=model_config(place))
+            for place in (models["cat"], folder)
+        ]
+        choice = Documents(100, 120)
+        bytes_, merged = sweep_streams(subjects, 32, path, None, "==", None, choice)
+        assert bytes_.scored == len(DOCUMENTS[3]) + 1 + 120
+        parts = [merged.tokens[start : stop + 1].tolist() for start, stop in merged.spans]
+        end, encode = merged.eod_id, merging_tokenizer().encode
+        assert parts == [[end, *encode(DOCUMENTS[3]), end], [end, *encode(DOCUMENTS[0][:120])]]
+        assert merged.num_bytes == len(DOCUMENTS[3]) + 120 == bytes_.num_bytes
 
     @pytest.mark.parametrize("mode", ["concatenated", "per-document"])
     def test_length_that_another_tokenizer_s_tokens_never_fill(self, models, tmp_path, text, mode):

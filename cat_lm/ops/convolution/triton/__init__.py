@@ -2,7 +2,7 @@
 
 Everything that depends on a device or a shape is inside operators that torch.compile does not look
 into. `launch.py` holds the tile sizes, `tiles.py` what kernels share, `convolution.py` (per head,
-per channel), `multihead.py` and `qkv.py` (packed and fused) the operators.
+per channel), `multihead.py` and `qkv.py` (packed and fused) the operators, `decode.py` one token.
 
 Inputs may be fp32, bf16 or fp16; all sums are in fp32. Borders of documents are exact for finite
 inputs: what lies across a border is multiplied with an exact zero where matrix units are used
@@ -39,7 +39,7 @@ def convolve(
         positions: int32 [B, T], of each token in its document: inputs further back are zeros.
 
     Returns:
-        [B, T, H, D] in x's dtype, laid out as [B, H, T, D].
+        [B, T, H, D] in x's dtype, contiguous: attention's output then is, too, and needs no copy.
     """
     if conv_type == "multihead":
         return multihead_conv(x, filters, bias, positions)

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward import backward_kernel
 from cat_lm.ops.convolution.triton.forward import forward_kernel
-from cat_lm.ops.convolution.triton.launch import (
-    choose_tile,
-    heads_first,
-)
+from cat_lm.ops.convolution.triton.launch import choose_tile
 from cat_lm.ops.runtime import vmap_rules
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -31,11 +28,11 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
         positions: int32 [B, T]; an input j steps back counts if j is at most the position.
 
     Returns:
-        [B, T, H, D], laid out as [B, H, T, D].
+        [B, T, H, D], contiguous.
     """
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
-    x, y = unit_stride(x), heads_first(x)
+    x, y = unit_stride(x), x.new_empty(x.shape)
     tile = choose_tile(x, window, per_channel=per_channel, documents=positions is not None)
     tiles_per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
     with on_device_of(x):
@@ -81,14 +78,14 @@ def conv_backward(
     )
     tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
     segments = -(-tile.tiles(x) // tiles_per_program)
-    dx = heads_first(x) if needs_x else x.new_empty(0)
+    dx = x.new_empty(x.shape if needs_x else 0)
     sums = dbias = None
     if needs_filters:
         chunks = -(-width // tile.columns)
         if per_channel:
-            shape = (segments, 1, heads, window, width)
+            shape = (segments, heads, 1, 1, window, width)
         else:
-            shape = (segments, chunks, heads, *((tile.block,) if tile.use_dot else ()), window)
+            shape = (segments, heads, chunks, tile.block if tile.use_dot else 1, window)
         sums = x.new_empty(shape, dtype=torch.float32)
     if needs_bias:
         dbias = x.new_empty(segments, heads, width, dtype=torch.float32)
@@ -118,7 +115,7 @@ def conv_backward(
         )
     df = x.new_empty(0)
     if sums is not None:
-        df = sums.sum(dim=(0, 1, 3) if tile.use_dot else (0, 1))
+        df = sums.sum(dim=(0, 2, 3))
         df = (df.mT if per_channel else df).to(x.dtype).contiguous()
     dbias = x.new_empty(0) if dbias is None else dbias.sum(dim=0).to(x.dtype)
     return dx, df, dbias
@@ -126,13 +123,13 @@ def conv_backward(
 
 @conv.register_fake
 def _(x, filters, bias, positions):
-    return heads_first(x)
+    return x.new_empty(x.shape)
 
 
 @conv_backward.register_fake
 def _(dy, x, filters, positions, needs_x, needs_filters, needs_bias):
     return (
-        heads_first(x) if needs_x else x.new_empty(0),
+        x.new_empty(x.shape if needs_x else 0),
         x.new_empty(filters.shape if needs_filters else 0),
         x.new_empty(x.shape[2:] if needs_bias else 0),
     )

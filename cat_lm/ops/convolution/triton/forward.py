@@ -6,11 +6,23 @@ import triton
 import triton.language as tl
 
 from cat_lm.ops.convolution.triton.tiles import (
+    VARYING,
     convolve_tile,
     load_rows,
     rotary_partners,
+    rotated_columns,
+    store_rows,
     taps_of_lags,
 )
+
+
+@triton.jit
+def add_bias(outputs, bias_ptr, columns, inside):
+    """outputs [BLOCK, columns] in fp32 and the bias of the columns; bias_ptr may be None."""
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
+        outputs += bias.to(tl.float32)[None, :]
+    return outputs
 
 
 @triton.jit
@@ -60,51 +72,55 @@ def forward_stream(
             halo = tl.arange(0, HALO)
             far = taps_of_lags(f_ptr, HALO + rows[:, None] - halo[None, :], WINDOW)
 
+    TURNED: tl.constexpr = rotated_columns(ROTARY, COLUMNS)
     tiles_per_row = tl.cdiv(length, BLOCK)
     start = segment * tiles_per_program
     last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
     for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
         first = (tile % tiles_per_row) * BLOCK
-        reach = rows
+        earliest = rows
         if DOCUMENTS:
             in_row = first + rows < length
-            reach = tl.load(positions_ptr + batch * length + first + rows, mask=in_row, other=0)
+            reach_ptr = positions_ptr + batch * length + first
+            earliest = rows - tl.load(reach_ptr + rows, mask=in_row, other=0)
         source = x_ptr + batch * x_stride_b
-        outputs = convolve_tile(
-            *(source, x_stride_t, f_ptr, near, far, reach, first, length),
-            *(width, columns, inside, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
-        )
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            outputs += bias[None, :]
+        target = y_ptr + batch * y_stride_b
+        if ROTARY == 0 or TURNED < COLUMNS:
+            outputs = convolve_tile(
+                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
+                *(width, columns, inside, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+            )
+            outputs = add_bias(outputs, bias_ptr, columns, inside)
+            passed = inside & (columns >= ROTARY)
+            store_rows(target, outputs, first, rows, length, columns, passed, y_stride_t)
         if ROTARY > 0:
-            partners = rotary_partners(columns, ROTARY, ALIGNMENT)
-            rotated = columns < ROTARY
+            turned = columns if TURNED == COLUMNS else tl.arange(0, TURNED)
+            kept = inside if TURNED == COLUMNS else (turned < ROTARY) & (chunk == 0)
+            rotated = kept & (turned < ROTARY)
+            partners = rotary_partners(turned, ROTARY, ALIGNMENT)
+            outputs = convolve_tile(
+                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
+                *(width, turned, kept, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+            )
+            outputs = add_bias(outputs, bias_ptr, turned, kept)
             # The channels of a head share their filter: the partners' outputs are the convolution
             # of the partners, which the caches still hold.
             others = convolve_tile(
-                *(source, x_stride_t, f_ptr, near, far, reach, first, length),
+                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
                 *(width, partners, rotated, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
             )
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + partners, mask=rotated, other=0.0).to(tl.float32)
-                others += bias[None, :]
+            others = add_bias(others, bias_ptr, partners, rotated)
+            others = tl.where(turned[None, :] < ROTARY // 2, -others, others)
             angles = batch * cos_stride_b
-            cosines = load_rows(cos_ptr + angles, first, rows, length, columns, rotated, ROTARY)
-            sines = load_rows(sin_ptr + angles, first, rows, length, columns, rotated, ROTARY)
-            others = tl.where(columns[None, :] < ROTARY // 2, -others, others)
-            turned = outputs * cosines.to(tl.float32) + others * sines.to(tl.float32)
-            outputs = tl.where(rotated[None, :], turned, outputs)
-        target = y_ptr + batch * y_stride_b + first.to(tl.int64) * y_stride_t
-        tl.store(
-            target + rows[:, None] * y_stride_t + columns[None, :],
-            outputs.to(y_ptr.dtype.element_ty),
-            mask=(first + rows < length)[:, None] & inside[None, :],
-        )
+            cosines = load_rows(cos_ptr + angles, first, rows, length, turned, rotated, ROTARY)
+            sines = load_rows(sin_ptr + angles, first, rows, length, turned, rotated, ROTARY)
+            combined = outputs * cosines.to(tl.float32) + others * sines.to(tl.float32)
+            outputs = tl.where(rotated[None, :], combined, outputs)
+            store_rows(target, outputs, first, rows, length, turned, kept, y_stride_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     x_ptr,
     f_ptr,
@@ -126,7 +142,7 @@ def forward_kernel(
     PER_CHANNEL: tl.constexpr,
     USE_DOT: tl.constexpr,
 ):
-    """y = F * x + bias for x [B, T, H, D] with any strides but 1 in D; y is [B, H, T, D].
+    """y = F * x + bias for x [B, T, H, D] with any strides but 1 in D; y is [B, T, H, D].
 
     Filters are [H, W], or [H, W, D] if PER_CHANNEL.
 
@@ -140,19 +156,20 @@ def forward_kernel(
     segment = program // chunks // heads
     if bias_ptr is not None:
         bias_ptr += head * width
-    y_stride_b = heads.to(tl.int64) * length * width
+    y_stride_t = heads * width
+    y_stride_b = y_stride_t.to(tl.int64) * length
     forward_stream(
         x_ptr + head * x_stride_h,
         f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
         bias_ptr,
-        y_ptr + head * length * width,
+        y_ptr + head * width,
         *(None, None, positions_ptr, segment, chunk, tiles_per_program),
-        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, width, 0),
+        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, y_stride_t, 0),
         *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, PER_CHANNEL, USE_DOT),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_qkv_kernel(
     x_ptr,
     q_filter_ptr,

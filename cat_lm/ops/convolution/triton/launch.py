@@ -34,7 +34,7 @@ class Tile:
     use_dot: bool
     num_warps: int
     num_stages: int
-    # Registers a thread at most, where some spilling buys a second program on a multiprocessor.
+    # Registers a thread at most, where two programs then fit on a multiprocessor.
     registers: int | None = None
 
     def compiler_options(self) -> dict[str, int]:
@@ -80,13 +80,14 @@ def choose_tile(
     With matrix products 64 steps are the height of Hopper's matrix instruction, and 64 channels
     leave registers for two programs or more on a multiprocessor. Without, 4096 elements and 4 warps
     hold an output tile in 32 registers a thread. What needs further registers (sums of the
-    gradients, masks of documents) has 8 warps.
+    gradients, masks of documents) has 8 warps, of which two programs fit where a thread has 128;
+    both together take more than that.
     """
     columns = min(64, max(16, triton.next_power_of_2(x.shape[-1])))
     if uses_dot(x.dtype, window, per_channel):
         halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
         warps = 8 if backward or documents else 4
-        registers = 128 if backward and not documents and halo <= 32 else None
+        registers = 128 if backward != documents and halo <= 32 else None
         # Two stages load the next tile while one is worked on; that takes shared memory which
         # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
         stages = 2 if halo <= 64 and shared_memory(x.device) >= SHARED_MEMORY_OF_A100 else 1
@@ -100,9 +101,3 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_MEMORY_OF_A100
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def heads_first(x: Tensor) -> Tensor:
-    """An empty [B, T, H, D] like x that is laid out as [B, H, T, D]."""
-    batch, time, heads, width = x.shape
-    return x.new_empty(batch, heads, time, width).transpose(1, 2)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cat_lm.ops.convolution.triton.tiles import add_product
+from cat_lm.ops.convolution.triton.tiles import VARYING, add_product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mix_kernel(
     x_ptr,
     f_ptr,
@@ -41,7 +41,7 @@ def mix_kernel(
     COLUMNS: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """y [B, H, T, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
+    """y [B, T, H, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
 
     REVERSED: x are gradients, and each output looks ahead; f_ptr [W, H, H] is then transposed. With
     positions BLOCKS must be 1: M then differs by block.
@@ -104,12 +104,12 @@ def mix_kernel(
         entries = outputs[:, None] * width + columns[None, :]
         used = (outputs < heads)[:, None] & valid[None, :]
         sums += tl.load(bias_ptr + entries, mask=used, other=0.0).to(tl.float32)
-    row_places = outputs.to(tl.int64) * length * width + steps * width
-    targets = y_ptr + (batches * heads * length + firsts) * width + columns
+    row_places = (steps * heads + outputs) * width
+    targets = y_ptr + (batches * length + firsts) * heads * width + columns
     tl.store(targets[None, :] + row_places[:, None], sums.to(y_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mix_filters_kernel(
     dy_ptr,
     x_ptr,

@@ -10,6 +10,7 @@ from torch import Tensor
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
 from cat_lm.ops.convolution.triton.launch import Tile, choose_tile
+from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
 
@@ -125,18 +126,18 @@ def conv_qkv_backward(
     dq, dk, dv = (unit_stride(gradient) for gradient in (dq, dk, dv))
     tile = choose_tile(qkv, window, documents=positions is not None, backward=True)
     tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
-    segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns)
+    angle_stride, angle_options = _angle_options(cos)
+    apart = tile.use_dot and rotates_apart(angle_options["ROTARY"], tile.columns)
+    segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns) + apart
     dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)
     sums = dbias = None
     if needs_filters:
-        steps = (tile.block,) if tile.use_dot else ()
-        shape = (segments, chunks, 3, heads, *steps, window)
+        shape = (segments, heads, 3, chunks, tile.block if tile.use_dot else 1, window)
         sums = qkv.new_empty(shape, dtype=torch.float32)
     if needs_bias:
         dbias = qkv.new_empty(segments, heads, 3, width, dtype=torch.float32)
-    angle_stride, angle_options = _angle_options(cos)
     with on_device_of(qkv):
-        backward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
+        backward_qkv_kernel[(segments * heads * 3 * chunks,)](
             dq_ptr=dq,
             dk_ptr=dk,
             dv_ptr=dv,
@@ -165,10 +166,10 @@ def conv_qkv_backward(
     df = [qkv.new_empty(0) for _ in filters]
     if sums is not None:
         # Sums of streams without a filter were never written, and are not used.
-        sums = sums.sum(dim=(0, 1, 4) if tile.use_dot else (0, 1))
+        sums = sums.sum(dim=(0, 3, 4))
         for index, taps in enumerate(filters):
             if taps is not None:
-                df[index] = sums[index].to(qkv.dtype, copy=True)
+                df[index] = sums[:, index].to(qkv.dtype, copy=True)
     dbias = qkv.new_empty(0) if dbias is None else dbias.sum(dim=0).to(qkv.dtype)
     return dqkv, *df, dbias
 

@@ -16,6 +16,10 @@ import triton.language as tl
 
 from cat_lm.ops.runtime.triton_launch import INTERPRETED
 
+# What differs from call to call with batches and lengths. Compiled for values that 16 divides, and
+# for 1, kernels would be compiled anew; no pointer's alignment depends on these.
+VARYING = ("tiles_per_program", "blocks_per_program", "batch_size", "length")
+
 # The interpreter holds bf16 as integers and would multiply those.
 UPCAST = tl.constexpr(INTERPRETED)
 
@@ -30,13 +34,39 @@ def add_product(sums, a, b):
 
 
 @triton.jit
-def load_rows(ptr, first, rows, length, columns, inside, stride):
-    """[rows, columns] of a matrix of `length` rows, from row `first`; zeros outside of it."""
+def add_apart(sums, a, b):
+    """sums + a b for sums that are a product themselves.
+
+    Not in one: of products that go into products the compiler makes a chain, in which the warps
+    beyond the fourth do what the others do, and of + it would make that again.
+    """
+    product = add_product(tl.zeros(sums.shape, dtype=tl.float32), a, b)
+    return tl.fma(product, 1.0, sums)
+
+
+@triton.jit
+def load_rows(ptr, first, rows, length, columns, inside, stride, EARLY: tl.constexpr = False):
+    """[rows, columns] of a matrix of `length` rows, from row `first`; zeros outside of it.
+
+    EARLY: `first` may be negative.
+    """
     times = first + rows
-    mask = ((times >= 0) & (times < length))[:, None] & inside[None, :]
+    present = times < length
+    if EARLY:
+        present = present & (times >= 0)
+    mask = present[:, None] & inside[None, :]
     # The place of the tile needs 64 bits, places within it do not.
     start = ptr + first.to(tl.int64) * stride
     return tl.load(start + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, values, first, rows, length, columns, inside, stride):
+    """Write what `load_rows` would read, in the dtype of the matrix."""
+    mask = (first + rows < length)[:, None] & inside[None, :]
+    start = ptr + first.to(tl.int64) * stride
+    places = start + rows[:, None] * stride + columns[None, :]
+    tl.store(places, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,6 +83,23 @@ def taps_of_channels(f_ptr, lag, width, columns, inside, PER_CHANNEL: tl.constex
     else:
         taps = tl.load(f_ptr + lag)
     return taps.to(tl.float32)
+
+
+@triton.constexpr_function
+def rotated_columns(rotary, columns):
+    """Columns of the tile of rotated channels, which are worked on apart from the others.
+
+    Partners are computed for them alone, as far as that is at most half of the COLUMNS; otherwise
+    all columns are one tile. Matrix units take no fewer than 16.
+    """
+    least = max(16, triton.next_power_of_2(rotary))
+    return least if 2 * least <= columns else columns
+
+
+@triton.constexpr_function
+def rotates_apart(rotary, columns):
+    """Whether there is such a tile beside the others."""
+    return rotary > 0 and rotated_columns(rotary, columns) < columns
 
 
 @triton.jit
@@ -74,7 +121,7 @@ def convolve_tile(
     f_ptr,
     near,
     far,
-    reach,
+    earliest,
     first,
     length,
     width,
@@ -89,8 +136,9 @@ def convolve_tile(
 ):
     """Outputs first … first + BLOCK − 1 in fp32: [BLOCK, COLUMNS].
 
-    `near` [BLOCK, BLOCK] and `far` [BLOCK, HALO] are the Toeplitz matrix if USE_DOT; `reach`
-    [BLOCK] is how many steps back each output may look if DOCUMENTS. Without f_ptr: x itself.
+    `near` [BLOCK, BLOCK] and `far` [BLOCK, HALO] are the Toeplitz matrix if USE_DOT; `earliest`
+    [BLOCK] is the first step that each output may read if DOCUMENTS, counted from `first`, so that
+    a mask compares two vectors. Without f_ptr: x itself.
     """
     rows = tl.arange(0, BLOCK)
     if f_ptr is None:
@@ -98,23 +146,24 @@ def convolve_tile(
     elif USE_DOT:
         inputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride)
         if DOCUMENTS:
-            near = tl.where(rows[:, None] - rows[None, :] <= reach[:, None], near, 0.0)
+            near = tl.where(rows[None, :] >= earliest[:, None], near, 0.0)
         outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
         outputs = add_product(outputs, near, inputs)
         if HALO > 0:
             halo = tl.arange(0, HALO)
-            before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride)
+            before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride, True)
             if DOCUMENTS:
-                lags = HALO + rows[:, None] - halo[None, :]
-                far = tl.where(lags <= reach[:, None], far, 0.0)
-            outputs = add_product(outputs, far, before)
+                far = tl.where((halo - HALO)[None, :] >= earliest[:, None], far, 0.0)
+                outputs = add_apart(outputs, far, before)
+            else:  # four warps, and the unit's own sum takes fewer registers
+                outputs = add_product(outputs, far, before)
     else:
         outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
         for lag in tl.range(0, WINDOW, loop_unroll_factor=2):
             times = first - lag + rows
             allowed = (times >= 0) & (times < length)
             if DOCUMENTS:
-                allowed = allowed & (lag <= reach)
+                allowed = allowed & (rows - lag >= earliest)
             start = x_ptr + (first - lag).to(tl.int64) * x_stride
             delayed = tl.load(
                 start + rows[:, None] * x_stride + columns[None, :],

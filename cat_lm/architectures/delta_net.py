@@ -1,0 +1,46 @@
+"""DeltaNet (Yang et al., 2024): linear attention that replaces what a key has stored."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from cat_lm import limits
+from cat_lm.architectures.linear import LinearArchitecture, LinearSection
+from cat_lm.config_sections import number
+from cat_lm.mixers.shared import delta_numbers
+from cat_lm.model.linear_rules import DeltaNetShape
+
+
+class DeltaNetSection(DeltaNetShape, LinearSection):
+    """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
+
+    architecture: Literal["delta_net"] = "delta_net"
+    expand_k: Annotated[float, number(limits.EXPANSION)] = 1.0
+    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
+
+
+class DeltaNet(LinearArchitecture):
+    """The delta rule of unit queries and keys, after short convolutions."""
+
+    name = "delta_net"
+    title = "DeltaNet"
+    model_type = "cat_delta_net"
+    library_type = "delta_net"
+    short_names: ClassVar[dict[str, str]] = {"": "delta_net"}
+    classes_named = "CatDeltaNet"
+    package_classes = "DeltaNet"
+    Section = DeltaNetSection
+
+    def mixer_numbers(self, section: LinearSection) -> float:
+        """Count what convolutions, SiLU, norm, gate and projection read."""
+        normed = 6 if section.gated_output else 3
+        return 2 * self.convolved_channels(section) + normed * section.value_channels
+
+    def recurrence_numbers(self, section: LinearSection) -> float:
+        """Count what the rule keeps, and queries and keys before they are of unit length."""
+        keys, values = section.key_channels, section.value_channels
+        decays = bool(section.decays)
+        return 2 * keys + delta_numbers(keys, values, section.num_heads, decays)
+
+
+ARCHITECTURE = DeltaNet()

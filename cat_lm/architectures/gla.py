@@ -1,0 +1,52 @@
+"""GLA: gated linear attention (Yang et al., 2023)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from cat_lm import limits
+from cat_lm.architectures.linear import LinearArchitecture, LinearSection
+from cat_lm.config_sections import number, whole
+from cat_lm.mixers.shared import LOW_RANK
+from cat_lm.model.linear_rules import GlaShape
+from cat_lm.ops.recurrence import EVERY
+
+
+class GlaSection(GlaShape, LinearSection):
+    """Shape of the model, in the names of flash-linear-attention's GLAConfig."""
+
+    architecture: Literal["gla"] = "gla"
+    num_heads: Annotated[int, whole(limits.HEADS)] = 4
+    expand_k: Annotated[float, number(limits.EXPANSION)] = 0.5
+    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
+    use_short_conv: bool = False
+
+
+class Gla(LinearArchitecture):
+    """Linear attention whose keys decay by gates of low rank; its output is gated."""
+
+    name = "gla"
+    title = "GLA"
+    model_type = "cat_gla"
+    library_type = "gla"
+    short_names: ClassVar[dict[str, str]] = {"": "gla"}
+    classes_named = "CatGla"
+    package_classes = "GLA"
+    Section = GlaSection
+
+    def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
+        """Give no heads: four, which its keys are made for."""
+        return {}
+
+    def mixer_numbers(self, section: GlaSection) -> float:
+        """Count what low rank, convolutions, SiLU, norm, gate and projection read."""
+        convolved = 2 * self.convolved_channels(section)
+        return LOW_RANK + 6 * section.value_channels + convolved
+
+    def recurrence_numbers(self, section: GlaSection) -> float:
+        """Count queries, keys, values, gates and decays, and a state every 16 steps."""
+        kept = self.state_numbers(section) / EVERY
+        return 5 * section.key_channels + section.value_channels + kept
+
+
+ARCHITECTURE = Gla()

@@ -1,0 +1,158 @@
+"""Mamba-2: state spaces of heads, with one rate for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from cat_lm import limits
+from cat_lm.architectures.base import Classes
+from cat_lm.architectures.mamba import StateSpace, StateSpaceSection
+from cat_lm.config_sections import whole
+from cat_lm.model.mamba_rules import inner_size, limit_problems, state_head_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_NO_LIMIT = (0.0, float("inf"))
+
+
+class Mamba2Section(StateSpaceSection):
+    """Shape of the model, in the names of `transformers`' Mamba-2 and CatMamba2Config."""
+
+    architecture: Literal["mamba2"] = "mamba2"
+    state_size: Annotated[int, whole(limits.STATE_SIZE)] = 128
+    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] = 64
+    num_heads: Annotated[int, whole(limits.HEADS)] | None = Field(
+        None, description="default: expand x hidden_size / head_dim"
+    )
+    n_groups: Annotated[int, whole(limits.HEADS)] = Field(
+        1, description="each with its own keys and queries, for all heads in it"
+    )
+    time_step_limit: tuple[float, float] | None = Field(
+        None, description="bounds of every step size; default: none"
+    )
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return self.num_heads or max(1, inner_size(self) // self.head_dim)
+
+
+class Mamba2(StateSpace):
+    """A head's channels share their rate, and a group's heads what is written and read."""
+
+    name = "mamba2"
+    title = "Mamba-2"
+    model_type = "cat_mamba2"
+    library_type = "mamba2"
+    Section = Mamba2Section
+    short_names: ClassVar[dict[str, str]] = {"": "mamba2"}
+    scan_flops = 15
+
+    def config_class(self) -> type[PreTrainedConfig]:
+        """Import `CatMamba2Config`."""
+        from cat_lm.model.configuration_mamba import CatMamba2Config
+
+        return CatMamba2Config
+
+    def classes(self) -> Classes:
+        """Import `CatMamba2Config`, `CatMamba2ForCausalLM` and `CatMamba2Model`."""
+        from cat_lm.model.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
+
+        return Classes(self.config_class(), CatMamba2ForCausalLM, CatMamba2Model)
+
+    def library_classes(self) -> Classes:
+        """Import transformers' Mamba-2."""
+        from transformers import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+
+        return Classes(Mamba2Config, Mamba2ForCausalLM, Mamba2Model)
+
+    def fields(
+        self, section: Mamba2Section, vocab_size: int, context_length: int
+    ) -> dict[str, Any]:
+        """Give the arguments of `CatMamba2Config`."""
+        return super().fields(section, vocab_size, context_length) | {
+            "num_heads": section.heads,
+            "time_step_limit": section.time_step_limit or _NO_LIMIT,
+        }
+
+    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Give the section's keys, those that say nothing as None."""
+        values = super().section_values(config)
+        limit = tuple(config.time_step_limit)
+        usual = values["expand"] * values["hidden_size"] == values["num_heads"] * values["head_dim"]
+        return values | {
+            "num_heads": None if usual else values["num_heads"],
+            "time_step_limit": None if limit == _NO_LIMIT else limit,
+        }
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Check a config.json of Mamba-2 or CatMamba2. Raises ValueError."""
+        from cat_lm.model.configuration_mamba import check_settings
+
+        check_settings(settings, self.config_class())
+
+    def problems(self, section: Mamba2Section, context_length: int) -> list[str]:
+        """Say what does not go together in a section."""
+        found = super().problems(section, context_length)
+        return [*found, *state_head_problems(section, section.heads), *limit_problems(section)]
+
+    def narrowed(self, section: Mamba2Section) -> Mamba2Section:
+        """Give at most two narrow layers, of as many heads as fit."""
+        return super().narrowed(section.model_copy(update={"num_heads": None}))
+
+    def _states(self, section: Mamba2Section) -> int:
+        """Count the channels that all groups write and read by, each."""
+        return section.n_groups * section.state_size
+
+    def convolved_channels(self, section: Mamba2Section) -> int:
+        """Count the inner channels and those that groups write and read by."""
+        return inner_size(section) + 2 * self._states(section)
+
+    def read_channels(self, section: Mamba2Section) -> int:
+        """Count the gate, what is convolved, and a step for each head."""
+        return inner_size(section) + self.convolved_channels(section) + section.heads
+
+    def layer_matrices(self, section: Mamba2Section) -> int:
+        """Count the gated norm's weight."""
+        return inner_size(section)
+
+    def layer_rates(self, section: Mamba2Section) -> int:
+        """Count for each head its rate, its step's bias and D."""
+        return 3 * section.heads
+
+    def _scan_inputs(self, section: Mamba2Section) -> float:
+        """Count keys and queries, copied for all heads where groups differ, and Δ thrice."""
+        copies = section.heads if section.n_groups > 1 else 1
+        return (2 * copies * section.state_size + 3 * section.heads) / section.hidden_size
+
+    def saved_tensors(self, section: Mamba2Section) -> float:
+        """Count what autograd keeps of a layer, in tensors of [B, T, C].
+
+        The norm's input and output and what its weight makes; what the first projection makes; the
+        convolution's input, SiLU's and the scan's; seven of width I: Δ x, y, the gate's activation,
+        what they make, normed, and what the last projection reads; keys, queries and Δ; and the
+        scan's states.
+        """
+        inner, convolved = inner_size(section), self.convolved_channels(section)
+        numbers = 6 * inner + self.read_channels(section) + 3 * convolved
+        scan = self._scan_inputs(section) + self.kept_states(section)
+        return 3 + numbers / section.hidden_size + scan
+
+    def saved_in_fp32(self, section: Mamba2Section) -> float:
+        """Count what the norms keep, and what the scan reads and keeps."""
+        return 2 + 5 * section.expand + self._scan_inputs(section) + self.kept_states(section)
+
+    def words(self, section: Mamba2Section) -> str:
+        """Name also the heads and groups."""
+        groups = f" in {section.n_groups} groups" if section.n_groups > 1 else ""
+        return f"{section.heads} heads{groups}, {super().words(section)}"
+
+    def sizes(self, section: Mamba2Section) -> dict[str, int]:
+        """Give what the base gives, and the heads."""
+        return super().sizes(section) | {"heads": section.heads}
+
+
+ARCHITECTURE = Mamba2()

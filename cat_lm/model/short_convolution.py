@@ -1,0 +1,68 @@
+"""The short convolution of recurrent models, one filter for each channel and SiLU after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.mixers.modules.context import short_convolution
+from cat_lm.ops import BACKENDS, choose_backend
+
+
+class ShortConvolution(nn.Conv1d):
+    """SiLU(bias + sum over j < W of F_j x_{t−j}), in the names and the layout of `nn.Conv1d`.
+
+    `weight` is [C, 1, W] with the oldest lag first. Starts as torch draws it, its bias at 0.
+    """
+
+    no_decay = ("weight", "bias")
+
+    def __init__(self, channels: int, window: int, bias: bool) -> None:
+        super().__init__(channels, channels, window, groups=channels, bias=bias)
+        self.conv_backend = "auto"
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Give what the parameters start from, by name."""
+        bound = 1 / math.sqrt(self.kernel_size[0])
+        values = {"weight": torch.empty_like(self.weight).uniform_(-bound, bound)}
+        return values if self.bias is None else values | {"bias": torch.zeros_like(self.bias)}
+
+    def forward(self, x: Tensor, name: str = "inputs", **how: Any) -> Tensor:
+        """Compute [B, T, C] of x [B, T, C].
+
+        Args:
+            name: of the last inputs in the state.
+            how: document_ids, padding_mask and state, as a mixer takes them.
+        """
+        filters = self.weight.transpose(0, 1).flip(-1)
+        bias = None if self.bias is None else self.bias[None]
+        y = short_convolution(
+            x[:, :, None], filters, bias, name=name, backend=self.conv_backend, **how
+        )
+        return F.silu(y.squeeze(2))
+
+
+def describe_backend(
+    window: int,
+    channels: Iterable[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> str:
+    """Say in one line what computes short convolutions of so many channels, and why.
+
+    Raises:
+        ValueError: the backend asked for cannot serve.
+    """
+    lines = []
+    for count in channels:
+        shape = {"window": window, "heads": 1, "head_dim": count}
+        choice = choose_backend("depthwise", device=device, dtype=dtype, backend=backend, **shape)
+        what = BACKENDS[choice.name].describe("depthwise", dtype, window)
+        lines.append(f"short (W={window}): {choice.name}, {choice.reason}; {what}")
+    return "; ".join(dict.fromkeys(lines))

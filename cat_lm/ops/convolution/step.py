@@ -1,0 +1,65 @@
+"""One token of decoding: all convolutions of a layer, and their rotation, in one kernel on a GPU.
+
+Elsewhere, and where gradients are asked for or a graph is captured, a token is a sequence of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.convolution.api import choose_backend
+
+
+def can_step(conv_type: str, inputs: Tensor, window: int, backend: str = "auto") -> bool:
+    """Tell whether `convolve_step` serves for inputs [B, 1, H, …, D] of a model."""
+    if torch.compiler.is_compiling() or inputs.requires_grad or window < 2:
+        return False
+    choice = choose_backend(
+        conv_type,
+        device=inputs.device,
+        dtype=inputs.dtype,
+        window=window,
+        heads=inputs.shape[2],
+        head_dim=inputs.shape[-1],
+        backend=backend,
+    )
+    return choice.name == "triton"
+
+
+def convolve_step(
+    conv_type: str,
+    inputs: Sequence[Tensor],
+    past: Sequence[Tensor | None],
+    filters: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    following: Sequence[Tensor | None],
+    *,
+    window: int,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve the next token of q, k and v, where `can_step`; all sums in fp32, rounded once.
+
+        y_s = RoPE_s(silu(F_s * x_s + b_s))     for s in q, k, v, with RoPE on q and k
+
+    Args:
+        conv_type: `head`, `depthwise` or `multihead`.
+        inputs: the token's, [B, 1, its heads, D] each, contiguous or parts of one [B, 1, H, 3, D].
+        past: the n ≤ W−1 inputs before it, [B, n, its heads, D] each, contiguous or parts of one
+            [B, n, H, S, D] of the S streams with filters; None for the others.
+        filters: as the operators of their kind take them, or None.
+        biases: [its heads, D] or None; contiguous or parts of one [H, 3, D], as the inputs are.
+        following: filled with what is `past` for the next token: as that, with n+1 or W−1 rows.
+        rotary: cosines and sines, [B or 1, 1, R].
+        silu: whether what is convolved passes a SiLU.
+
+    Returns:
+        q, k, v, each [B, 1, its heads, D].
+    """
+    from cat_lm.ops.convolution.triton.decode import decode_step  # where Triton is installed
+
+    filters = [taps if taps is None else taps.to(inputs[0].dtype) for taps in filters]
+    return decode_step(conv_type, inputs, past, filters, biases, rotary, following, window, silu)

@@ -1,0 +1,291 @@
+"""One token of decoding in one kernel: convolution, bias, activation and rotation of q, k and v.
+
+Composed of the operators for sequences, a token costs a layer over a dozen launches of a few
+microseconds' work each. Here a program has one head of one stream of one row: it reads the W−1
+inputs before the token, sums in fp32, and writes them on, moved by one, with the token's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cat_lm.ops.convolution.triton.tiles import rotary_partners
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of
+
+KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
+MOST_LAGS = 32  # loaded at a time
+_HEAD, _DEPTHWISE, _MULTIHEAD = (tl.constexpr(number) for number in range(3))
+
+
+@triton.jit
+def _convolved(
+    x_ptr,
+    past_ptr,
+    f_ptr,
+    bias_ptr,
+    head,
+    heads,
+    rows,
+    width,
+    x_step,
+    past_step,
+    columns,
+    inside,
+    WINDOW: tl.constexpr,
+    LAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """The token's convolution at some channels of a head, [COLUMNS] in fp32."""
+    if f_ptr is None:
+        sums = tl.load(x_ptr + head * x_step + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        sums = tl.zeros([COLUMNS], tl.float32)
+        first = 0 if KIND == _MULTIHEAD else head
+        last = heads if KIND == _MULTIHEAD else head + 1
+        for source in range(first, last):
+            token = tl.load(x_ptr + source * x_step + columns, mask=inside, other=0.0)
+            for begin in range(0, WINDOW, LAGS):
+                lags = begin + tl.arange(0, LAGS)
+                seen = (lags >= 1) & (lags < WINDOW) & (lags <= rows)
+                place = ((rows - lags) * heads + source) * past_step
+                inputs = tl.load(
+                    past_ptr + place[:, None] + columns[None, :],
+                    mask=seen[:, None] & inside[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+                inputs = tl.where((lags == 0)[:, None], token.to(tl.float32)[None, :], inputs)
+                within = lags < WINDOW
+                if KIND == _DEPTHWISE:
+                    taps = tl.load(
+                        f_ptr + (head * width + columns[None, :]) * WINDOW + lags[:, None],
+                        mask=within[:, None] & inside[None, :],
+                        other=0.0,
+                    ).to(tl.float32)
+                elif KIND == _HEAD:
+                    taps = tl.load(f_ptr + head * WINDOW + lags, mask=within, other=0.0)
+                    taps = taps.to(tl.float32)[:, None]
+                else:
+                    place = (lags * heads + head) * heads + source
+                    taps = tl.load(f_ptr + place, mask=within, other=0.0)
+                    taps = taps.to(tl.float32)[:, None]
+                sums += tl.sum(inputs * taps, axis=0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + head * x_step + columns, mask=inside, other=0.0)
+        sums += bias.to(tl.float32)
+    if SILU and f_ptr is not None:
+        sums *= tl.sigmoid(sums)
+    return sums
+
+
+@triton.jit
+def _decode_stream(
+    x_ptr,
+    past_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    next_ptr,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    head,
+    heads,
+    rows,
+    next_rows,
+    width,
+    x_step,
+    past_step,
+    cos_stride_b,
+    WINDOW: tl.constexpr,
+    LAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """One head of one stream; pointers are to the stream's first number."""
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    x_ptr += batch * heads * x_step
+    if f_ptr is not None:
+        past_ptr += batch * rows * heads * past_step
+        next_ptr += batch * next_rows * heads * past_step
+    y = _convolved(
+        *(x_ptr, past_ptr, f_ptr, bias_ptr, head, heads, rows, width, x_step, past_step),
+        *(columns, inside, WINDOW, LAGS, COLUMNS, KIND, SILU),
+    )
+    if ROTARY > 0:
+        rotated = columns < ROTARY
+        partners = rotary_partners(columns, ROTARY, ALIGNMENT)
+        others = _convolved(
+            *(x_ptr, past_ptr, f_ptr, bias_ptr, head, heads, rows, width, x_step, past_step),
+            *(partners, rotated, WINDOW, LAGS, COLUMNS, KIND, SILU),
+        )
+        others = tl.where(columns < ROTARY // 2, -others, others)
+        angles = batch * cos_stride_b + columns
+        cosines = tl.load(cos_ptr + angles, mask=rotated, other=1.0).to(tl.float32)
+        sines = tl.load(sin_ptr + angles, mask=rotated, other=0.0).to(tl.float32)
+        y = tl.where(rotated, y * cosines + others * sines, y)
+    target = y_ptr + (batch * heads + head) * width + columns
+    tl.store(target, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if f_ptr is not None:
+        # The inputs move on by one where there is no room for one more.
+        dropped = rows + 1 - next_rows
+        for begin in range(0, WINDOW, LAGS):
+            places = begin + tl.arange(0, LAGS)
+            old = places < next_rows - 1
+            mask = old[:, None] & inside[None, :]
+            source = ((places + dropped) * heads + head) * past_step
+            kept = tl.load(past_ptr + source[:, None] + columns[None, :], mask=mask, other=0.0)
+            place = (places * heads + head) * past_step
+            tl.store(next_ptr + place[:, None] + columns[None, :], kept, mask=mask)
+        token = tl.load(x_ptr + head * x_step + columns, mask=inside, other=0.0)
+        newest = ((next_rows - 1) * heads + head) * past_step
+        tl.store(next_ptr + newest + columns, token, mask=inside)
+
+
+@triton.jit
+def decode_kernel(
+    q_x_ptr,
+    k_x_ptr,
+    v_x_ptr,
+    q_past_ptr,
+    k_past_ptr,
+    v_past_ptr,
+    q_filter_ptr,
+    k_filter_ptr,
+    v_filter_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
+    v_bias_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_next_ptr,
+    k_next_ptr,
+    v_next_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_heads,
+    heads,
+    rows,
+    next_rows,
+    width,
+    x_step,
+    past_step,
+    cos_stride_b,
+    WINDOW: tl.constexpr,
+    LAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """All heads of queries, then of keys, then of values; a branch each, as they differ."""
+    programs = query_heads + 2 * heads
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    head = (tl.program_id(0) % programs).to(tl.int64)
+    if head < query_heads:
+        _decode_stream(
+            *(q_x_ptr, q_past_ptr, q_filter_ptr, q_bias_ptr, q_ptr, q_next_ptr, cos_ptr, sin_ptr),
+            *(batch, head, query_heads, rows, next_rows, width, x_step, past_step, cos_stride_b),
+            *(WINDOW, LAGS, COLUMNS, ROTARY, ALIGNMENT, KIND, SILU),
+        )
+    elif head < query_heads + heads:
+        _decode_stream(
+            *(k_x_ptr, k_past_ptr, k_filter_ptr, k_bias_ptr, k_ptr, k_next_ptr, cos_ptr, sin_ptr),
+            *(batch, head - query_heads, heads, rows, next_rows, width, x_step, past_step),
+            *(cos_stride_b, WINDOW, LAGS, COLUMNS, ROTARY, ALIGNMENT, KIND, SILU),
+        )
+    else:
+        _decode_stream(
+            *(v_x_ptr, v_past_ptr, v_filter_ptr, v_bias_ptr, v_ptr, v_next_ptr, None, None),
+            *(batch, head - query_heads - heads, heads, rows, next_rows, width, x_step),
+            *(past_step, 0, WINDOW, LAGS, COLUMNS, 0, 1, KIND, SILU),
+        )
+
+
+def decode_options(width: int, window: int, rotary: int) -> dict[str, int]:
+    """The kernel's constants that follow from sizes; `rotary` channels are rotated."""
+    half = rotary // 2
+    return {
+        "WINDOW": window,
+        "LAGS": min(MOST_LAGS, triton.next_power_of_2(window)),
+        "COLUMNS": triton.next_power_of_2(width),
+        "ROTARY": rotary,
+        "ALIGNMENT": min(16, half & -half) if half else 1,
+    }
+
+
+def decode_step(
+    conv_type: str,
+    inputs: Sequence[Tensor],
+    past: Sequence[Tensor | None],
+    filters: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    rotary: tuple[Tensor, Tensor] | None,
+    following: Sequence[Tensor | None],
+    window: int,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve, rotate and remember one token; see `cat_lm.ops.convolution.step`.
+
+    Args:
+        inputs: of q, k and v, [B, 1, its heads, D]: whole, or parts of one [B, 1, H, 3, D].
+        past: [B, n, its heads, D], n at most W−1, whole or parts of one [B, n, H, S, D]; None
+            where there is no filter.
+        filters: of their kind's shape and in the inputs' dtype, or None.
+        biases: [its heads, D], whole or parts as the inputs are, or None.
+        rotary: cosines and sines, [B or 1, 1, R].
+        following: room for what is `past` for the next token, its rows one more or W−1.
+
+    Returns:
+        q, k, v, each [B, 1, its heads, D].
+    """
+    batch, _, query_heads, width = inputs[0].shape
+    outputs = tuple(x.new_empty(x.shape) for x in inputs)
+    cos, sin = rotary if rotary is not None else (None, None)
+    turned = 0 if cos is None else cos.shape[-1]
+    cos_stride_b = 0 if cos is None or cos.shape[0] == 1 else turned
+    held = next(x for x in past if x is not None)
+    room = next(x for x in following if x is not None)
+    heads = inputs[1].shape[2]
+    named = {
+        f"{stream}_{kind}ptr": tensor
+        for kind, tensors in (
+            ("x_", inputs),
+            ("past_", past),
+            ("filter_", [contiguous(taps) for taps in filters]),
+            ("bias_", biases),
+            ("", outputs),
+            ("next_", following),
+        )
+        for stream, tensor in zip("qkv", tensors, strict=True)
+    }
+    with on_device_of(inputs[0]):
+        decode_kernel[(batch * (query_heads + 2 * heads),)](
+            **named,
+            cos_ptr=contiguous(cos),
+            sin_ptr=contiguous(sin),
+            query_heads=query_heads,
+            heads=heads,
+            rows=held.shape[1],
+            next_rows=room.shape[1],
+            width=width,
+            x_step=inputs[0].stride(2),
+            past_step=held.stride(2),
+            cos_stride_b=cos_stride_b,
+            **decode_options(width, window, turned),
+            KIND=KINDS[conv_type],
+            SILU=silu,
+            num_warps=4,
+        )
+    return outputs

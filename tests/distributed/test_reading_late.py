@@ -1,0 +1,120 @@
+"""On a GPU a step's numbers are read while the next one is computed: records stay what they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from cat_lm.errors import SharedError
+from cat_lm.training.checkpoint import complete_checkpoints
+from cat_lm.training.steps import LaunchedStep, StepResult
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.trainers import opened
+from tests.runs import losses, records, run_values
+
+RESTS = (5, 6, 10, 12)  # a checkpoint or a validation follows these
+
+
+def test_the_host_waits_for_the_step_alone():
+    """The numbers leave behind it; their reading waits for them and nothing launched later."""
+    calls = mock.Mock()
+    calls.host.tolist.return_value = [4.0, 0.5, 8.0, 1.0, 0.0]
+    numbers = SimpleNamespace(device=torch.device("cuda"), shape=(5,), dtype=torch.float64)
+    with (
+        mock.patch.object(torch, "empty", lambda *_, pin_memory, **__: pin_memory and calls.host),
+        mock.patch.object(torch.cuda, "Event", lambda: calls.event),
+    ):
+        launched = LaunchedStep(numbers, applied=True)
+        before = [mock.call.host.copy_(numbers, non_blocking=True), mock.call.event.record()]
+        assert calls.mock_calls == before
+        assert launched.result() == StepResult(2.0, 0.5, False, (1.0, 0.0))
+        after = [mock.call.event.synchronize(), mock.call.host.tolist()]
+        assert calls.mock_calls == before + after
+    ready = torch.tensor([4.0, float("nan"), 8.0], dtype=torch.float64)
+    assert LaunchedStep(ready, applied=True).result().skipped
+    assert LaunchedStep(ready.nan_to_num(), applied=False).result().skipped
+
+
+def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 99) -> list:
+    """(step, newest step launched) at each reading; after `signal_at` the last rank gets TERM."""
+    from train import Trainer
+
+    readings = []
+
+    class Reading(Trainer):
+        def run(self):
+            self.reads_late, launch = late, self.engine.launch_step
+
+            def launch_step(*given):
+                launched, step = launch(*given), self.step
+
+                def result():
+                    readings.append((step, self.step))
+                    if step >= skip_from:
+                        return StepResult(float("nan"), float("nan"), True, (0.0, 0.0))
+                    return launched.result()
+
+                return SimpleNamespace(result=result)
+
+            self.engine.launch_step = launch_step
+            return super().run()
+
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            if self.step == signal_at and ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with opened(Reading, ranks, values) as trainer:
+        code = trainer.run()
+    return [code, readings]
+
+
+def all_cases(ranks, data: str, folder: str) -> dict[str, list]:
+    found = {}
+    for late in (False, True):
+        values = run_values(data, Path(folder) / f"whole-{late}")
+        found[f"whole-{late}"] = train(ranks, values, late)
+        values = run_values(data, Path(folder) / f"stopped-{late}")
+        found[f"stopped-{late}"] = train(ranks, values, late, signal_at=7)
+    values["train"]["resume"] = "auto"
+    found["continued"] = train(ranks, values, True)
+    values = run_values(data, Path(folder) / "skipped", max_skipped_steps=2)
+    try:
+        train(ranks, values, True, skip_from=7)
+    except SharedError as error:
+        found["skipped"] = [str(error)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_records_and_checkpoints_are_those_of_reading_at_once(tiny_corpus, tmp_path, world_size):
+    every = run_on_ranks(all_cases, world_size, str(tiny_corpus), str(tmp_path))
+    assert every[0] == every[1]
+    found = every[0]
+    at_once = [(step, step) for step in range(1, 13)]
+    one_late = [(step, step + (step not in RESTS)) for step in range(1, 13)]
+    assert found["whole-False"] == [0, at_once]
+    assert found["whole-True"] == [0, one_late]
+    assert losses(tmp_path / "whole-True") == losses(tmp_path / "whole-False")
+    assert all(r["step_seconds"] > 0 for r in records(tmp_path / "whole-True") if "loss" in r)
+    # The signal came after the seventh step; the eighth carries it to all ranks, and late the
+    # ninth is on its way when they read it.
+    for late, last in ((False, 8), (True, 9)):
+        code, readings = found[f"stopped-{late}"]
+        assert (code, readings[-1][0]) == (75, last)
+    newest = complete_checkpoints(tmp_path / "stopped-False" / "checkpoints")[-1]
+    assert newest.name == "step-00000008"
+    assert found["continued"][1][0] == (10, 10)
+    assert losses(tmp_path / "stopped-True") == losses(tmp_path / "whole-False")
+    # The eighth is known to have been bad when the ninth is on its way.
+    (error,) = found["skipped"]
+    assert error.startswith("2 steps in a row were not finite")
+    log = (tmp_path / "skipped" / "train.log").read_text()
+    assert "step 7: loss nan" in log and "step 8: loss nan" in log and "step 9:" not in log
+    assert [r["step"] for r in records(tmp_path / "skipped")] == [1, 2, 3, 4, 5, 6, 6, 7, 8]

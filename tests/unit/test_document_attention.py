@@ -1,0 +1,187 @@
+"""Packed documents without a mask: borders that say the same, and attention by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cat_lm.config import load_config
+from cat_lm.model import masks
+from cat_lm.model.attention import documents
+from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.masks import sequence_layout
+from cat_lm.ops import convolve, head_conv_qkv
+from cat_lm.ops.documents import document_borders, document_positions
+from cat_lm.training import engine as engine_module
+from cat_lm.training.engine import Engine, documents_apart
+from tests.unit.tiny_models import cat_model, each_model, random_ids
+
+REPOSITORY = Path(__file__).parents[2]
+IDS = {
+    "one": [[0] * 7, [5] * 7],
+    "several": [[0, 0, 0, 1, 1, 2, 2], [4, 4, 4, 4, 4, 4, 4]],
+    "one comes back": [[0, 0, 1, 1, 0, 0, 0], [3, 2, 1, 0, 1, 2, 3]],
+    "single tokens": [[0], [0]],
+}
+
+
+def of_borders(query, key, value, borders, keys, most, _, dropout, causal, debug, *, scale):
+    """The kernel's arguments, document by document: [B·T, H, D] to the same."""
+    assert keys is borders and borders.dtype == torch.int32 and causal and not debug
+    assert dropout == 0 and int(borders.diff().max()) <= most
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        seen = torch.ones(stop - start, stop - start).tril().bool()
+        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs), *[None] * 4
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The GPU's choice and a slow form of its kernel; the calls that it got."""
+    calls = []
+
+    def called(*given, **named):
+        calls.append(given)
+        return of_borders(*given, **named)
+
+    monkeypatch.setattr(masks, "document_attention", lambda *_: DocumentAttention("varlen", ""))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", called)
+    return calls
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_borders_say_what_the_mask_says(ids):
+    ids = torch.tensor(ids)
+    batch, time = ids.shape
+    layout = sequence_layout(
+        cat_model().config, torch.zeros(batch, time, 32), *[None] * 2, ids, None
+    )
+    mask = layout.attention_mask
+    if mask is None:  # nothing that a single token must not see
+        mask = torch.ones(batch, 1, time, time).tril().bool()
+    borders = document_borders(ids)
+    assert borders.dtype == torch.int32 and borders[0] == 0 and borders[-1] == ids.numel()
+    number = torch.repeat_interleave(torch.arange(len(borders) - 1), borders.diff())
+    seen = (number[:, None] == number) & torch.ones(ids.numel(), ids.numel()).tril().bool()
+    joined = torch.block_diag(*mask[:, 0].float()).bool()
+    assert torch.equal(seen, joined)
+    assert torch.equal(layout.document_positions, document_positions(ids).int())
+
+
+@each_model("maps")
+def test_a_model_computes_the_same_by_borders(variant, kernel, monkeypatch):
+    """Loss and every gradient; also where the borders are given."""
+    ids = random_ids(2, 30)
+    document_ids = torch.tensor([[0] * 3 + [1] * 20 + [0] * 7, [2] * 30])
+    results = []
+    for how in ("mask", "borders", "given"):
+        if how == "mask":
+            monkeypatch.setattr(masks, "document_attention", document_attention)
+        else:
+            by = DocumentAttention("varlen", "")
+            monkeypatch.setattr(masks, "document_attention", lambda *_, by=by: by)
+        given = {"document_borders": document_borders(document_ids)} if how == "given" else {}
+        model = cat_model(**variant).train()
+        loss = model(input_ids=ids, labels=ids, document_ids=document_ids, **given).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert len(kernel) == 2 * model.config.num_hidden_layers
+    for other in results[1:]:
+        for expected, computed in zip(results[0], other, strict=True):
+            torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_takes_the_mask(kernel):
+    model, ids = cat_model(), random_ids(1, 12)
+    model(ids, document_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids))
+    assert not kernel
+    model(ids, document_ids=torch.zeros_like(ids))
+    assert kernel
+
+
+def chosen(monkeypatch, capability=(9, 0), device="cuda", dtype=torch.bfloat16, **fields):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    return document_attention(cat_model(**fields).config, torch.device(device), dtype)
+
+
+def test_what_keeps_documents_apart_is_chosen_by_name(monkeypatch):
+    assert chosen(monkeypatch).name == "varlen"
+    for fields, words in (
+        ({"device": "cpu"}, "on this cpu"),
+        ({"dtype": torch.float32}, "half precision, not float32"),
+        ({"capability": (7, 5)}, "compute capability 8.0"),
+        ({"hidden_size": 48, "position_embedding": "none"}, "multiple of 8, up to 256, not 12"),
+        ({"attn_implementation": "eager"}, "attn_implementation=eager takes a mask"),
+        ({"attn_implementation": "flex_attention"}, "takes a mask of blocks"),
+        ({"conv_type": "multihead", "conv_mixing": "maps"}, "cannot compute mixed attention maps"),
+    ):
+        name, reason = chosen(monkeypatch, **fields)
+        assert name == "mask" and words in reason, (fields, reason)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash", "mask"])
+def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
+    """Of each micro-batch's own rows, on the host's side, where attention takes borders."""
+    monkeypatch.setattr(engine_module, "document_attention", lambda *_: DocumentAttention(name, ""))
+    sizes = ["train.global_batch_size=2", "train.micro_batch_size=1"]
+    config, without = (
+        load_config(
+            REPOSITORY / "configs/quickstart.yaml", [*sizes, f"data.mask_documents={masked}"]
+        )
+        for masked in ("true", "false")
+    )
+    assert documents_apart(config, cat_model(), torch.device("cuda")).name == name
+    engine = object.__new__(Engine)
+    engine.config, engine.ranks = config, SimpleNamespace(device=torch.device("cpu"))
+    engine._gives_borders = name != "mask"
+    ids = np.array(IDS["several"])
+    parts = engine._micro_batches({"input_ids": ids, "document_ids": ids})
+    found = [part["document_borders"].tolist() if name != "mask" else None for part in parts]
+    assert found == ([None, None] if name == "mask" else [[0, 3, 5, 7], [0, 7]])
+    assert documents_apart(without, cat_model(), torch.device("cuda")) is None
+
+
+def test_autocast_decides_the_kernel_s_dtype():
+    x = torch.zeros(1)
+    assert documents.computing_dtype(x) == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert documents.computing_dtype(x) == torch.bfloat16
+
+
+def test_positions_serve_in_the_place_of_ids():
+    """Also on every backend; wrong ones are refused, and others give another result."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    x, filters = torch.randn(1, 8, 2, 16), torch.randn(2, 4)
+    positions = document_positions(ids).int()
+    expected = convolve("head", x, filters, document_ids=ids)
+    assert torch.equal(convolve("head", x, filters, positions=positions), expected)
+    whole = torch.arange(8, dtype=torch.int32)[None]
+    assert not torch.equal(convolve("head", x, filters, positions=whole), expected)
+    qkv = torch.randn(1, 8, 2, 3, 16)
+    for ours, theirs in zip(
+        head_conv_qkv(qkv, [filters] * 3, positions=positions),
+        head_conv_qkv(qkv, [filters] * 3, document_ids=ids),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    for wrong in (positions.long(), positions[:, :-1]):
+        with pytest.raises(ValueError, match="positions must be"):
+            convolve("head", x, filters, positions=wrong)
+    with pytest.raises(ValueError, match="together with a state"):
+        convolve(
+            "head",
+            x,
+            filters,
+            positions=positions,
+            initial_state=F.pad(x[:, :0], (0, 0) * 2 + (3, 0)),
+        )
