@@ -40,8 +40,8 @@ POINTERS += [f"{s}_next_ptr" for s in "qkv"] + ["cos_ptr", "sin_ptr"]
 
 # The kernel against its definition, and whole models, of whose programs the interpreter has many.
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_the_kernel_in_the_interpreter(part, tmp_path):
-    run_cases("triton_decode_cases.py", tmp_path, part, 2)
+def test_the_kernel_in_the_interpreter(part, tmp_path, pytestconfig):
+    run_cases(("triton_decode_cases.py",), tmp_path, pytestconfig, part, 2)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("head", 21), ("depthwise", 4), ("multihead", 21)])
