@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.model import attention
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
@@ -41,6 +42,14 @@ class PreTrainedMixin:
     def _init_weights(self, module: nn.Module) -> None:
         if not initialize(module, self.config):
             super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Choose as transformers does, where nothing is asked for among what can compute it."""
+        if attn_implementation is None:
+            attn_implementation = attention.usual_implementation(self.config)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +168,7 @@ class CausalLanguageModel:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
 
         A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `cat_lm.model.convolution.describe_backend` tells before.
+        `cat_lm.model.conv_backends.describe_backend` tells before.
 
         Raises:
             ValueError: an unknown name.

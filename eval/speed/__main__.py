@@ -266,11 +266,14 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = _parser().parse_args()
     from cat_lm.io.files import write_json
+    from cat_lm.training.launcher import join_launcher
     from eval.common.outputs import claim_file
     from eval.speed.run import measure
     from eval.speed.tables import table
 
-    if options.json:
+    # Of an engine's ranks the first one tells what they did.
+    tells = options.benchmark != "engine" or join_launcher()[0] == 0
+    if options.json and tells:
         claim_file(options.json, "--json")
     if getattr(options, "processes", None) is None:
         record = measure(options)
@@ -278,6 +281,8 @@ def main() -> None:
         from eval.speed.processes import measure_in_processes
 
         record = measure_in_processes(options)
+    if not tells:
+        return
     print(table(record))
     if options.json:
         write_json(options.json, record)

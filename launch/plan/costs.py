@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
 # this project: `eval.speed train --json` makes one, which `--measured` takes instead.
 ASSUMED_MFU = 0.40
+# An assumption: 38 microseconds for each of the 39 kernels that the tests count in a layer with a
+# convolution per head (tests/unit/test_gpu_counts.py), Python and autograd included.
 # Seconds that one core takes to launch what a layer computes of a micro-batch, forward and
 # backward, one kernel after the other; no step is shorter. Two fifths of what it takes on a CPU,
 # where the same core also computes: README.md has that measurement.

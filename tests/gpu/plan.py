@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from cat_lm.config import load_config
 from eval.speed.choices import conv_types
 
@@ -128,6 +130,7 @@ def _benchmarks(rehearsal: bool) -> list[Step]:
         train("train-compiled", "--compile", minutes=5, needs=("cc",)),
         decode("decode", 2048),
         *_engines(rehearsal),
+        *_ranks(rehearsal),
         _speed("stacks", "stacks", *((*small, "--device=cpu") if rehearsal else ()), minutes=4),
         train("train-flash", *flash, needs=("flash_attn",), optional=True),
         train("train-32-rows", rows=32, minutes=4),
@@ -160,6 +163,27 @@ def _engines(rehearsal: bool) -> list[Step]:
             needs=("deepspeed",),
         )
         for file in files
+    ]
+
+
+def _ranks(rehearsal: bool) -> list[Step]:
+    """A run's own step on all GPUs of the machine, where it has several, by ZeRO stage."""
+    ranks = 2 if rehearsal else torch.cuda.device_count()
+    if ranks < 2:
+        return []
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher += (f"--nproc-per-node={ranks}", "-m", "eval.speed", "engine")
+    sizes = (f"train.global_batch_size={8 * ranks}", "train.micro_batch_size=8")
+    if rehearsal:
+        sizes = (*(f"model.{key}={n}" for key, n in _TINY_KEYS.items()), *_TINY_RUN)
+    config = ("configs/pretrain/cat_rope.yaml", *_SHORT_RUN)
+    return [
+        Step(
+            f"ranks-zero-{stage}",
+            (*launcher, *config, f"train.zero_stage={stage}", *sizes, "--json", "{record}"),
+            needs=("deepspeed",),
+        )
+        for stage in (1, 2, 3)
     ]
 
 

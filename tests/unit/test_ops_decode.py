@@ -69,23 +69,23 @@ def decoded(layers: int, variant: dict, times: tuple[int, ...] = (64, 1)) -> Cou
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_no_plan_is_made_for_a_length_of_keys(cached, monkeypatch):
+def test_no_plan_is_made_for_a_length_of_keys(cached):
     """cuDNN, which makes them, may compute attention without a cache alone."""
     body, enabled = model(1, "gpt_neox", VARIANTS["head"]).eval(), []
-    with fake_gpu(), torch.no_grad():
+    with fake_gpu(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         attend = F.scaled_dot_product_attention
 
         def noted(*given, **named):
             enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
             return attend(*given, **named)
 
-        monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+        patch.setattr(F, "scaled_dot_product_attention", noted)
         on_fake_gpu(body, torch.bfloat16)
         cache = DynamicCache(config=body.config) if cached else None
         tokens = torch.empty(1, 8, WIDTH, dtype=torch.bfloat16)
         body(inputs_embeds=tokens, past_key_values=cache, use_cache=cached)
         assert enabled == [not cached]
-        monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+        patch.setattr(F, "scaled_dot_product_attention", None)
         with pytest.raises(TypeError):
             body(inputs_embeds=tokens, past_key_values=cache, use_cache=cached)
     assert torch.backends.cuda.cudnn_sdp_enabled()

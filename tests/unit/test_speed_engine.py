@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,7 +17,7 @@ from tests.runs import run_values
 
 
 def measured(ranks, folder: str) -> dict:
-    config, record = Path(folder) / "run.yaml", Path(folder) / "r.json"
+    config, record = Path(folder) / f"{ranks.rank}.yaml", Path(folder) / f"{ranks.rank}.json"
     config.write_text(yaml.safe_dump(run_values("absent", "unused")))
     command = [
         "eval.speed",
@@ -36,6 +37,7 @@ def measured(ranks, folder: str) -> dict:
 
 def test_the_record(tmp_path):
     (record,) = run_on_ranks(measured, 1, str(tmp_path))
+    assert record["ranks"] == 1
     assert record["tokens_per_step"] == 4 * 32 and record["model"]["vocab_size"] == 50
     assert len(record["step_seconds"]["all"]) == 3
     seconds = record["step_seconds"]["median"]
@@ -50,6 +52,23 @@ def test_the_record(tmp_path):
     assert memory["estimated_bytes"] > 16 * record["parameters"]
     assert sum(memory["estimated_parts"].values()) == pytest.approx(memory["estimated_bytes"])
     assert not (tmp_path / "unused").exists() and not Path("unused").exists()
+
+
+def measured_by_both(ranks, folder: str) -> tuple[bool, bool]:
+    """(whether this rank printed, whether it wrote a record); both take the steps."""
+    given = {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
+    with mock.patch.dict(os.environ, given), mock.patch("builtins.print") as told:
+        try:
+            record = measured(ranks, folder)
+        except FileNotFoundError:
+            record = None
+    assert record is None or record["ranks"] == 2
+    to_stdout = [call for call in told.call_args_list if "file" not in call.kwargs]
+    return bool(to_stdout), record is not None
+
+
+def test_of_two_ranks_the_first_tells(tmp_path):
+    assert run_on_ranks(measured_by_both, 2, str(tmp_path)) == [(True, True), (False, False)]
 
 
 def test_a_wrong_configuration_is_one_line(monkeypatch, capsys):

@@ -76,11 +76,15 @@ class Pattern(Entry):
 
     Attributes:
         takes_transforms: whether scores and values may be transformed.
+        takes_ranks: whether queries and keys may be wider than values (`conv_rank`).
         reads_positions: whether its module asks for the positions of keys.
+        longest: the most tokens that a row may have; None for any number.
     """
 
     takes_transforms: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False
+    longest: ClassVar[int | None] = None
 
     def build(self, config: Any) -> nn.Module:
         """Make a layer's module."""

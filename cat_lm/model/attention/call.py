@@ -27,6 +27,7 @@ class AttentionCall:
         continues: whether there are keys that are not among the new ones.
         state: the layer's named states, see `cat_lm.model.cache`; None without a cache.
         documents: [B, T]; None where rows are not packed.
+        padding: [B, T] bool, False at padding; None where there is none.
         query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
             transform reads positions.
     """
@@ -38,6 +39,7 @@ class AttentionCall:
     continues: bool
     state: LayerStateMixin | None
     documents: Tensor | None
+    padding: Tensor | None
     query_positions: Tensor | None
     key_positions: Tensor | None
 

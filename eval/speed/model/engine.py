@@ -3,7 +3,7 @@
 DeepSpeed's engine with the configuration's precision, ZeRO stage, clipping and AdamW takes steps on
 random tokens: no data are read and nothing is saved. Peak memory stands beside the estimate that
 refuses runs before they start (`cat_lm.training.estimate`); on a CPU it holds also what libraries
-take when they are first used. One rank.
+take when they are first used. Under a launcher all its ranks take the steps; memory is the first's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UPS = 2
 
 
 def engine_speed(path: Path, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time `repeats` steps of one configuration on one rank, and measure their peak memory.
+    """Time `repeats` steps of one configuration, and measure this rank's peak memory.
 
     Args:
         path, overrides: the configuration and its changes, as `train.py` takes them.
@@ -50,6 +50,7 @@ def engine_speed(path: Path, overrides: Sequence[str], repeats: int) -> dict[str
         return {
             "config": str(path),
             "overrides": list(overrides),
+            "ranks": ranks.world_size,
             **_measure(config.model_copy(update={"train": train}), ranks, repeats),
         }
 
@@ -72,7 +73,8 @@ def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     tokens = config.train.global_batch_size * config.data.context_length
-    median, device_flops = summary(seconds)["median"], peak_flops(config, ranks.device)
+    median, peak_each = summary(seconds)["median"], peak_flops(config, ranks.device)
+    device_flops = peak_each * ranks.world_size if peak_each else None
     return {
         "model": config.model.model_dump(),
         "train": config.train.model_dump(),
@@ -127,6 +129,7 @@ def engine_lines(record: dict[str, Any]) -> list[str]:
     return [
         f"{record['config']}: {record['parameters']:,} parameters, ZeRO "
         f"{record['train']['zero_stage']}, {record['train']['precision']}, "
+        f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}, "
         f"{record['tokens_per_step']:,} tokens a step",
         f"step {record['step_seconds']['median']:.4f} s ({low:.4f}-{high:.4f}), "
         f"{record['tokens_per_second']:,.0f} tokens/s, MFU "
