@@ -18,7 +18,7 @@ from cat_lm.training.devices import known_device
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a rank really took was within this factor of the estimate wherever it was measured: in 39
+# What a rank really took was within this factor of the estimate wherever it was measured: in 41
 # runs on CPUs, of all stages, both precisions and every kind of model (tests/distributed has some).
 MEMORY_ACCURACY = 1.25
 # DeepSpeed's defaults, in elements: the bucket that gradients are reduced in (reduce_bucket_size),
