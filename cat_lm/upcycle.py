@@ -95,7 +95,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     check_output(out, "OUT")
     out = Path(out)
     refuse_checkpoints(out)
-    _refuse_used(out)
+    refuse_used(out)
     folder = model_folder(folder)
     source, architecture = _read_config(folder)
     _refuse_active(folder, source, convolution, architecture)
@@ -103,7 +103,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     model = _model_with(folder, target, _target_weights(folder, source, target, architecture))
     with atomic_folder(out) as new:
         model.save_pretrained(new)
-        _copy_tokenizer(folder, new)
+        copy_tokenizer(folder, new)
         difference = _difference_of_logits(folder, new, source.vocab_size)
         if not difference <= TOLERANCE:  # also where it is NaN
             raise UserError(
@@ -113,7 +113,8 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     return out, difference
 
 
-def _refuse_used(out: Path) -> None:
+def refuse_used(out: Path) -> None:
+    """Refuse an output that is there already. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
 
@@ -238,8 +239,8 @@ def _model_with(
     return model
 
 
-def _copy_tokenizer(folder: Path, new: Path) -> None:
-    """The tokenizer's files as they are, and generation_config.json."""
+def copy_tokenizer(folder: Path, new: Path) -> None:
+    """Copy the tokenizer's files as they are, and generation_config.json."""
     verify(folder, is_of_tokenizer)
     if (generation := folder / "generation_config.json").is_file():
         read_object(generation, finite=True)  # a copy of ours is JSON that any reader takes

@@ -359,10 +359,12 @@ class Transformer(Architecture):
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the convolutions; as in the base."""
+        """Say in one line what computes convolutions and attention; as in the base."""
         from cat_lm.model.conv_backends import describe_backend
 
-        return describe_backend(config, device, dtype, backend)
+        said = describe_backend(config, device, dtype, backend)
+        attended = attention.pattern(config).describe_backend(config)
+        return f"{said}; {attended}" if attended else said
 
     # Files of the library and of earlier versions
 

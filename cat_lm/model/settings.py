@@ -148,11 +148,21 @@ class AttentionSettings:
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
+    def cache_layers(self) -> tuple[type, type] | None:
+        """Give the classes of cache layers that the pattern of attention brings, if it does."""
+        return attention.pattern(self).cache_layers()
+
+    @property
+    def masks_keys(self) -> bool:
+        """Tell whether the pattern of attention takes padding and documents, and no mask."""
+        return attention.pattern(self).masks_keys
+
+    @property
     def reads_padding(self) -> bool:
-        """Tell whether anything beside attention reads earlier tokens and must know padding."""
+        """Tell whether anything but a mask must know padding."""
         convolves = bool(self.convolved_streams or canon_places(self))
         convolves = convolves or self.value_transform != "none"
-        return convolves or self.reads_positions
+        return convolves or self.reads_positions or self.masks_keys
 
     def check_attention_settings(self) -> None:
         """Check the fields above, but for the temperature. Raises ValueError."""

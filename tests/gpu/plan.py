@@ -149,11 +149,8 @@ def _engines(rehearsal: bool) -> list[Step]:
     files.sort(key=lambda file: file.stem.endswith("_1b4"))
 
     def sizes(file: Path) -> tuple[str, ...]:
-        if not rehearsal:
-            return ("train.global_batch_size=16", "train.micro_batch_size=8")
-        section = load_config(file).model
-        keys = [f"model.{key}={n}" for key, n in _TINY_KEYS.items() if hasattr(section, key)]
-        return (*keys, *_TINY_RUN)
+        full = ("train.global_batch_size=16", "train.micro_batch_size=8")
+        return _tiny(file) if rehearsal else full
 
     return [
         _speed(
@@ -166,6 +163,13 @@ def _engines(rehearsal: bool) -> list[Step]:
     ]
 
 
+def _tiny(file: Path) -> tuple[str, ...]:
+    """Sizes of a configuration's step for a rehearsal."""
+    section = load_config(file).model
+    keys = [f"model.{key}={n}" for key, n in _TINY_KEYS.items() if hasattr(section, key)]
+    return (*keys, *_TINY_RUN)
+
+
 def _ranks(rehearsal: bool) -> list[Step]:
     """A run's own step on all GPUs of the machine, where it has several, by ZeRO stage."""
     ranks = 2 if rehearsal else torch.cuda.device_count()
@@ -174,9 +178,9 @@ def _ranks(rehearsal: bool) -> list[Step]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     launcher += (f"--nproc-per-node={ranks}", "-m", "eval.speed", "engine")
     sizes = (f"train.global_batch_size={8 * ranks}", "train.micro_batch_size=8")
-    if rehearsal:
-        sizes = (*(f"model.{key}={n}" for key, n in _TINY_KEYS.items()), *_TINY_RUN)
-    config = ("configs/pretrain/cat_rope.yaml", *_SHORT_RUN)
+    file = "configs/pretrain/cat_rope.yaml"
+    config = (file, *_SHORT_RUN)
+    sizes = _tiny(REPOSITORY / file) if rehearsal else sizes
     return [
         Step(
             f"ranks-zero-{stage}",

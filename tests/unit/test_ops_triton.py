@@ -22,7 +22,8 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_in_the_interpreter(part, tmp_path, pytestconfig):
     """Every test of the files is in one of the parts."""
-    run_cases(("triton_cases.py", "triton_loss_cases.py"), tmp_path, pytestconfig, part, PARTS)
+    files = ("triton_cases.py", "triton_loss_cases.py", "triton_decode_cases.py")
+    run_cases(files, tmp_path, pytestconfig, part, PARTS)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

@@ -220,9 +220,9 @@ def test_refusals(pythia, tmp_path):
     with pytest.raises(UserError, match="conv_mixing=maps: needs"):
         upcycle(pythia, tmp_path / "out", Convolution(mixing="maps"))
     other = Path(shutil.copytree(pythia, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"model_type": "mamba"}
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "gpt2"}
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="model_type is 'mamba'"):
+    with pytest.raises(UserError, match="model_type is 'gpt2'"):
         upcycle(other, tmp_path / "out", Convolution())
     other = Path(shutil.copytree(pythia, tmp_path / "not a number"))
     (other / "generation_config.json").write_text('{"use_cache": NaN}')

@@ -1,4 +1,4 @@
-"""Tests of the decoding kernel through Triton's interpreter; test_ops_decode.py runs this file."""
+"""Tests of the decoding kernel through Triton's interpreter; test_ops_triton.py runs this file."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_a_token_equals_the_definition(
         assert torch.equal(following[s], whole[s][:, rows + 1 - kept :])
 
 
+@pytest.mark.long  # whole models, of whose programs the interpreter has many
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "static"),

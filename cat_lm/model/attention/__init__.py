@@ -31,7 +31,7 @@ _KEYS = {
     ScoreTransform: ("score_transform", "score_options"),
     ValueTransform: ("value_transform", "value_options"),
 }
-_BUILT_IN = ("softmax", "map_mixing", "multi_token")  # modules here with an ENTRY
+_BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark")  # modules here with an ENTRY
 
 _ENTRIES: dict[type[Entry], dict[str, Entry]] = {kind: {} for kind in _KEYS}
 
@@ -106,14 +106,14 @@ def problems(model: Any, implementation: str | None = None) -> list[str]:
         model: a section or configuration whose names are known.
         implementation: `attn_implementation`; None where it is not decided.
     """
+    if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
+        return [f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax"]
     found = _option_problems(model)
     if found:
         return found
     chosen, score, value = pattern(model), score_transform(model), value_transform(model)
     if chosen.name == "map_mixing" and not mixes_maps(model):
         found.append("attention=map_mixing: is chosen by conv_type=multihead and conv_mixing=maps")
-    if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
-        found.append(f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax")
     rank = getattr(model, "conv_rank", 1)
     if rank > 1 and not chosen.takes_ranks:
         found.append(f"conv_rank={rank}: cannot be combined with {chosen.title}")

@@ -21,7 +21,7 @@ class AttentionCall:
         attend: the configuration's attention function with its transform of scores: takes query
             [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
             maps or None.
-        mask: what `Pattern.mask` made.
+        mask: what `Pattern.mask` made; None for a pattern that masks keys itself.
         scaling: of q·k, 1 / (t sqrt(D)).
         dropout: the part of the maps to drop, 0 outside training.
         continues: whether there are keys that are not among the new ones.
@@ -30,6 +30,7 @@ class AttentionCall:
         padding: [B, T] bool, False at padding; None where there is none.
         query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
             transform reads positions.
+        losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -42,6 +43,7 @@ class AttentionCall:
     padding: Tensor | None
     query_positions: Tensor | None
     key_positions: Tensor | None
+    losses: list[Tensor] | None = None
 
 
 class SoftmaxCore(nn.Module):

@@ -126,6 +126,7 @@ class AttentionMixin:
             context.document_ids,
             context.padding_mask,
             *positions,
+            context.arguments.get("auxiliary_losses"),
         )
         return self.core(query, key, value, extra[0] if extra else None, call)
 
