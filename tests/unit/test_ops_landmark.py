@@ -218,9 +218,9 @@ def test_moba_is_box_with_one_local_block():
 
 def test_equal_scores_go_to_the_earlier_block():
     layout = sequence_blocks(24, BLOCK, None, None, torch.device("cpu"))
-    scores = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 9.0]).expand(1, 1, 24, 6)
+    scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 9.0]).expand(1, 1, 24, 6)
     selected = select_blocks(scores, layout, Choice(3, 1), 1)[0, 0]
-    assert selected[-1].tolist() == [0, 1, 2]
+    assert selected[-1].tolist() == [0, 1, 4]
     assert selected[4].tolist() == [0, -1, -1] and selected[3].tolist() == [-1, -1, -1]
 
 
