@@ -14,7 +14,7 @@ from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import CHANNELS, CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
 from eval.recall.grids.summary import differences, summary
 from eval.recall.grids.tuning import TUNING_SEED, Choice
 from eval.recall.train import cells
@@ -61,7 +61,7 @@ def test_every_row_has_a_control_as_hard_and_as_long_as_what_it_vouches_for(name
         if place.run.line != NEGATIVE:
             assert (control.rates, control.seeds) == (place.rates, place.seeds)
         layers = control.run.cell.layers or make_mixer(control.run.line).layers
-        assert layers == (1 if control.run.line == CHANNELS else 2)
+        assert layers == (1 if control.run.line == "cat:heads=2" else 2)
 
 
 def test_the_papers_grids():

@@ -20,7 +20,7 @@ MODELS = ("cat", CHANNELS, *_PAPER)
 NEGATIVE, CONTROL = "none", "control"
 BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
 # What must learn each row's task: (mixer, layers).
-POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": (CHANNELS, 1)}
+POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat:heads=2", 1)}
 COPIER = ("mamba", 2)
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
