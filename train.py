@@ -143,7 +143,7 @@ class Trainer:
         with comparing_files(skip):
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
         model = build_model(config, vocabulary, weights=ranks.is_first)
-        self.log.line(f"convolution: {convolution_backend(config, model, ranks.device)}")
+        self.log.line(f"convolution: {convolution_backend(config, model.config, ranks.device)}")
         if recurrence := mixer_backend(config, model, ranks.device):
             self.log.line(f"recurrence: {recurrence}")
         if apart := documents_apart(config, model, ranks.device):

@@ -127,6 +127,15 @@ class RunConfig(Section):
         train = self.train.model_copy(update={"precision": precision})
         return self.model_copy(update={"train": train})
 
+    def as_trained(self, section: ModelSection) -> ModelSection:
+        """Give the section of this run's model as a step computes it.
+
+        That is with attention to all keys where landmarks are only taught.
+        """
+        if self.train.landmark_loss not in ("dense", "guided"):
+            return section
+        return section.model_copy(update={"attention": "softmax", "attention_options": None})
+
     def deepspeed(self, world_size: int) -> dict[str, Any]:
         """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.
 

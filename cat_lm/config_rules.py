@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def inconsistencies(config: RunConfig) -> list[str]:
     """Say what does not go together, a line each."""
-    errors = [*_model(config), *_training(config), *_schedule(config)]
+    errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
     if not errors:
         errors = [*_size(config), *_length(config)]
     return errors
@@ -44,6 +44,39 @@ def _training(config: RunConfig) -> list[str]:
     if train.compile and train.zero_stage == 3:
         errors.append(
             "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
+        )
+    return errors
+
+
+def _landmarks(config: RunConfig) -> list[str]:
+    """Say which keys of landmarks' training say nothing, or leave parameters without gradient."""
+    train, model = config.train, config.model
+    errors = [
+        f"train.{key}={getattr(train, key)}: says nothing with "
+        f"train.landmark_loss={train.landmark_loss}; only guided has that loss"
+        for key in ("landmark_weight", "landmark_rows")
+        if getattr(train, key) is not None and train.landmark_loss != "guided"
+    ]
+    if getattr(model, "attention", None) != "landmark":
+        if train.landmark_loss != "hard":
+            errors.append(
+                f"train.landmark_loss={train.landmark_loss}: needs model.attention=landmark"
+            )
+        return errors
+    options = model.attention_options if isinstance(model.attention_options, dict) else {}
+    is_grouped = options.get("combine") == "grouped"
+    if train.landmark_loss == "grouped" and not is_grouped:
+        errors.append("train.landmark_loss=grouped: needs model.attention_options.combine=grouped")
+    if train.landmark_loss == "guided" and options.get("top_k") == 0:
+        errors.append(
+            "train.landmark_loss=guided: says nothing with model.attention_options.top_k=0"
+        )
+    learns = is_grouped or options.get("filter") == "learned"
+    taught = train.landmark_loss == "guided"
+    if learns and not taught and not (is_grouped and train.landmark_loss != "dense"):
+        errors.append(
+            f"train.landmark_loss={train.landmark_loss}: gives the landmarks' parameters no "
+            "gradient; use guided, or attention_options.filter=box and combine=flat"
         )
     return errors
 

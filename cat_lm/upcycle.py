@@ -1,9 +1,10 @@
 """`python -m cat_lm.upcycle FOLDER OUT`: a folder of a plain model (Pythia) as CAT, or back.
 
 The filters of the new model are the identity, so that it computes what the original computes;
-training then goes on from it (`train.init_from`). `--conv none` turns a CAT model whose filters are
-all still the identity into the library's plain one. Tensors keep their dtype, the tokenizer comes
-along. The logits of both folders are compared before OUT appears, which is never half a model.
+training then goes on from it (`train.init_from`). `--canon` adds Canon layers that add nothing yet.
+`--conv none` turns a CAT model whose filters all still change nothing into the library's plain one.
+Tensors keep their dtype, the tokenizer comes along. The logits of both folders are compared before
+OUT appears, which is never half a model.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ class Convolution:
     streams: str = "qkv"
     mixing: str = "embeddings"
     activation: str = "none"
+    canon: str = "none"
+    canon_window: int = 4
+    qk_norm: str = "none"
+    rank: int = 1
+
+    @property
+    def makes_plain(self) -> bool:
+        """Tell whether the new model has no convolutions at all, and so is the library's."""
+        return self.conv_type == self.canon == "none"
 
 
 def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tuple[Path, float]:
@@ -85,7 +95,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     check_output(out, "OUT")
     out = Path(out)
     refuse_checkpoints(out)
-    _refuse_used(out)
+    refuse_used(out)
     folder = model_folder(folder)
     source, architecture = _read_config(folder)
     _refuse_active(folder, source, convolution, architecture)
@@ -93,7 +103,7 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     model = _model_with(folder, target, _target_weights(folder, source, target, architecture))
     with atomic_folder(out) as new:
         model.save_pretrained(new)
-        _copy_tokenizer(folder, new)
+        copy_tokenizer(folder, new)
         difference = _difference_of_logits(folder, new, source.vocab_size)
         if not difference <= TOLERANCE:  # also where it is NaN
             raise UserError(
@@ -103,7 +113,8 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     return out, difference
 
 
-def _refuse_used(out: Path) -> None:
+def refuse_used(out: Path) -> None:
+    """Refuse an output that is there already. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
 
@@ -136,7 +147,13 @@ def _refuse_active(
             f"{where} silu: SiLU changes the model whatever its filters, so the two cannot compute "
             "the same; use --activation none, or train from scratch with model.conv_activation=silu"
         )
-    if convolution.conv_type != "none":
+    if convolution.qk_norm != "none":
+        raise UserError(
+            f"--qk-norm {convolution.qk_norm}: normalised queries and keys change the model, so "
+            "the two cannot compute the same; train from scratch with "
+            f"model.qk_norm={convolution.qk_norm}"
+        )
+    if not convolution.makes_plain:
         return
     if source.model_type != architecture.model_type:
         raise UserError(
@@ -146,20 +163,23 @@ def _refuse_active(
         raise UserError(
             f"model {folder}: --conv none: transformers has no model of {architecture.name}"
         )
-    for problem in architecture.library_problems(source):
+    without = architecture.own_config(source, canon="none")  # whose filters are looked at next
+    for problem in architecture.library_problems(without):
         raise UserError(f"model {folder}: {problem}")
 
 
 def _target_config(
     source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
 ) -> PreTrainedConfig:
-    if convolution.conv_type == "none":
+    if convolution.makes_plain:
         return architecture.library_config(source)
-    if convolution.window > source.max_position_embeddings:
-        raise UserError(
-            f"--window {convolution.window}: the model reads at most "
-            f"{source.max_position_embeddings} tokens; use a window within them"
-        )
+    windows = {"--window": convolution.window, "--canon-window": convolution.canon_window}
+    for option, window in windows.items():
+        if window > source.max_position_embeddings:
+            raise UserError(
+                f"{option} {window}: the model reads at most "
+                f"{source.max_position_embeddings} tokens; use a window within them"
+            )
     changes = {
         "conv_type": convolution.conv_type,
         "conv_window": convolution.window,
@@ -167,6 +187,11 @@ def _target_config(
         "conv_mixing": convolution.mixing,
         "conv_activation": convolution.activation,
         "conv_init": "identity",
+        "conv_norm": "none",
+        "conv_rank": convolution.rank,
+        "canon": convolution.canon,
+        "canon_window": convolution.canon_window,
+        "canon_init": "zero",
     }
     try:
         return architecture.own_config(source, **changes)
@@ -192,8 +217,9 @@ def _target_weights(
             )
     dtype = weights[architecture.layer_weight.format(layer=0)].dtype
     added = _filters(folder, target)
+    convolved = bool(getattr(target, "convolved_streams", ""))
     for name in list(weights):
-        new = architecture.todays_name(target, name) if added else architecture.plain_name(name)
+        new = architecture.todays_name(target, name) if convolved else architecture.plain_name(name)
         weights[new] = weights.pop(name)
     for name in added:
         weights[name] = architecture.identity_filter(target, name).to(dtype)
@@ -213,8 +239,8 @@ def _model_with(
     return model
 
 
-def _copy_tokenizer(folder: Path, new: Path) -> None:
-    """The tokenizer's files as they are, and generation_config.json."""
+def copy_tokenizer(folder: Path, new: Path) -> None:
+    """Copy the tokenizer's files as they are, and generation_config.json."""
     verify(folder, is_of_tokenizer)
     if (generation := folder / "generation_config.json").is_file():
         read_object(generation, finite=True)  # a copy of ours is JSON that any reader takes
@@ -285,20 +311,40 @@ def main() -> None:
         choices=("none", "silu"),
         help="after a depthwise convolution; silu cannot start as the original (default: none)",
     )
+    parser.add_argument(
+        "--canon", metavar="ACD", help="places of Canon layers, with any --conv (default: none)"
+    )
+    parser.add_argument(
+        "--canon-window", type=whole(WINDOW), help="taps of a Canon layer's filter (default: 4)"
+    )
+    parser.add_argument(
+        "--rank", type=whole(WINDOW), help="of the kernel of scores, for --conv head (default: 1)"
+    )
+    parser.add_argument(
+        "--qk-norm",
+        choices=("none", "l2", "rms"),
+        help="of queries and keys; a norm cannot start as the original (default: none)",
+    )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    given = {
-        name: getattr(arguments, name)
-        for name in ("window", "streams", "mixing", "activation")
-        if getattr(arguments, name) is not None
-    }
-    if arguments.conv == "none" and given:
-        raise UserError(f"--{next(iter(given))}: says nothing with --conv none; leave it out")
+    names = ("window", "streams", "mixing", "activation", "rank")
+    names += ("canon", "canon_window", "qk_norm")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    _refuse_idle(arguments.conv, given)
     quiet_transformers()
     convolution = Convolution(conv_type=arguments.conv, **given)
     with comparing_files(skip=arguments.skip_checksums):
         out, difference = upcycle(arguments.folder, arguments.out, convolution)
     _print_result(out, difference)
+
+
+def _refuse_idle(conv_type: str, given: dict[str, Any]) -> None:
+    """Refuse options that say nothing."""
+    if given.get("canon", "none") == "none" and "canon_window" in given:
+        raise UserError("--canon-window: says nothing without --canon; leave it out")
+    idle = [name for name in given if name not in ("canon", "canon_window", "qk_norm")]
+    if conv_type == "none" and idle:
+        raise UserError(f"--{idle[0]}: says nothing with --conv none; leave it out")
 
 
 def _print_result(out: Path, difference: float) -> None:

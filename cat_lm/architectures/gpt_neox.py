@@ -15,6 +15,7 @@ from cat_lm.architectures.transformer import (
     Dropout,
     Transformer,
 )
+from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class GPTNeoXSection(ConvolutionKeys, AttentionKeys):
+class GPTNeoXSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
 
     architecture: Literal["gpt_neox"] = "gpt_neox"
@@ -132,7 +133,7 @@ class GPTNeoX(Transformer):
             tensors += 2 if section.position_embedding == "rope" else 1
         if section.conv_activation == "silu":
             tensors += len(section.conv_streams)
-        tensors += self._saved_by_attention(section)
+        tensors += self._saved_by_attention(section) + self._saved_by_canon(section)
         tensors += 0 if section.use_parallel_residual else 1
         return tensors + (2 if section.hidden_dropout > 0 else 0)
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from cat_lm import limits
 from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
+from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
 from cat_lm.config_sections import number, whole
 from cat_lm.model import rules
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-class LlamaSection(ConvolutionKeys, AttentionKeys):
+class LlamaSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' Llama and CatLlamaConfig."""
 
     architecture: Literal["llama"] = "llama"
@@ -62,6 +63,10 @@ class Llama(Transformer):
     def head_channels(self, section: LlamaSection) -> int:
         """Count the channels of a head."""
         return section.head_dim or super().head_channels(section)
+
+    def activated_channels(self, section: LlamaSection) -> int:
+        """Count the gate's channels and those that it gates."""
+        return 2 * section.inner_size
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatLlamaConfig`."""
@@ -146,7 +151,7 @@ class Llama(Transformer):
         parts = {stream: unit * self.heads_of(section, stream) for stream in "qkv"}
         tensors = 6.0 + sum(parts.values()) + parts["q"]
         tensors += 4.0 * section.inner_size / section.hidden_size
-        tensors += self._saved_by_attention(section)
+        tensors += self._saved_by_attention(section) + self._saved_by_canon(section)
         convolved = sum(parts[stream] for stream in self.streams(section))
         return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
 

@@ -88,7 +88,7 @@ class ConvolutionKeys(ModelSection):
     conv_type: Annotated[str, AfterValidator(_known_kind)] = "none"
     conv_window: Annotated[int, whole(limits.WINDOW)] = 21
     conv_streams: str = "qkv"
-    conv_init: Literal["identity", "uniform"] = "identity"
+    conv_init: Literal["identity", "uniform", "residual"] = "identity"
     conv_mixing: Literal["embeddings", "maps"] = Field(
         "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
     )
@@ -98,7 +98,7 @@ class ConvolutionKeys(ModelSection):
 
 
 class Transformer(Architecture):
-    """A family whose section has `AttentionKeys` and `ConvolutionKeys`.
+    """A family whose section has `AttentionKeys`, `ConvolutionKeys` and those of the parts.
 
     Attributes:
         old_constants: a pattern of what old versions of transformers stored with the weights.
@@ -110,13 +110,15 @@ class Transformer(Architecture):
     takes_convolutions = True
     free_keys = frozenset(
         # These change no weight's meaning,
-        {"attn_implementation", "hidden_dropout", "attention_dropout", "conv_init"}
+        {"attn_implementation", "hidden_dropout", "attention_dropout", "conv_init", "canon_init"}
         # and these are what a run wants to train with: longer contexts than before.
         | {"rope_parameters", "attention_temperature", "temperature_scope"}
     )
     # Of a model without convolutions, what the library's class has one value of.
     _PLAIN: ClassVar[dict[str, Any]] = {
         "position_embedding": "rope",
+        "qk_norm": "none",
+        "canon": "none",
         "attention_temperature": 1,
         "attention": "softmax",
         "score_transform": "none",
@@ -134,6 +136,19 @@ class Transformer(Architecture):
     def streams(self, section: Any) -> str:
         """Give the streams that have filters; "" without convolutions."""
         return "" if section.conv_type == "none" else section.conv_streams
+
+    def activated_channels(self, section: Any) -> int:
+        """Count the channels that the MLP's activation reads, with those that it gates."""
+        return section.inner_size
+
+    def canon_channels(self, section: Any) -> int:
+        """Count a token's channels that pass Canon layers in a layer."""
+        widths = dict.fromkeys("AC", section.hidden_size) | {"D": self.activated_channels(section)}
+        return sum(widths[place] for place in rules.canon_places(section))
+
+    def _rank_heads(self, section: Any) -> int:
+        """Count the heads of queries and keys that a layer's ranks beyond the first add."""
+        return (section.conv_rank - 1) * sum(self.heads_of(section, stream) for stream in "qk")
 
     def mixes_maps(self, section: Any) -> bool:
         """Tell whether the values' filters mix attention maps."""
@@ -166,17 +181,24 @@ class Transformer(Architecture):
             *rules.given_once_problems(section.rope_parameters, dict(section)),
             *rules.temperature_problems(section),
             *rules.convolution_problems(section),
+            *rules.norm_problems(section),
+            *rules.rank_problems(section),
+            *rules.canon_problems(section),
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
+            *attention.length_problems(section, context_length),
         ]
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""
-        if theirs["conv_type"] != "none":
-            return super().differences(theirs, ours)
-        said = {k: v for k, v in theirs.items() if k == "conv_type" or not k.startswith("conv_")}
+        said, added = dict(theirs), False
+        for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
+            if theirs[key] == "none":
+                said = {name: v for name, v in said.items() if not name.startswith(others)}
+                said[key] = "none"
+                added = added or ours[key] != "none"
         found = super().differences(said, ours)
-        if ours["conv_type"] != "none":
+        if added:
             found.append("python -m cat_lm.upcycle adds convolutions to a model")
         return found
 
@@ -198,6 +220,7 @@ class Transformer(Architecture):
         changes = {
             "hidden_size": 2 * width,
             "conv_window": min(section.conv_window, _MOST_TAPS),
+            "canon_window": min(section.canon_window, _MOST_TAPS),
             "num_attention_heads": 2,
             "num_hidden_layers": min(2, section.num_hidden_layers),
             "intermediate_size": None,
@@ -208,24 +231,28 @@ class Transformer(Architecture):
     # Counts
 
     def elementwise_parameters(self, section: Any) -> int:
-        """Count the filters' taps, and what attention adds."""
+        """Count the filters' taps, the norm's of queries and keys, and what attention adds."""
         channels = self.head_channels(section)
         own = sum(entry.parameters(section) for entry in self.attention_entries(section))
         for stream in self.streams(section):
             heads, kind = self.heads_of(section, stream), kinds.get(section.conv_type)
             own += kind.filter_parameters(heads, channels, section.conv_window)
+        own += self.canon_channels(section) * section.canon_window
+        own += self._rank_heads(section) * section.conv_window
+        own += {"none": 0, "l2": section.num_attention_heads, "rms": 2 * channels}[section.qk_norm]
         return section.num_hidden_layers * own
 
     def mixing_flops(self, section: Any, context_length: int) -> float:
         """Count a token's FLOPs of attention and convolutions, forward and backward.
 
         The pattern's, and those of transforms (see `cat_lm.model.attention`), and 6·W per channel
-        of each convolved stream, H times that where heads are mixed.
+        of each convolved stream, H times that where heads are mixed, and of each Canon layer.
         """
         layers, channels = section.num_hidden_layers, self.head_channels(section)
         entries = self.attention_entries(section)
         attended = layers * sum(entry.flops(section, context_length) for entry in entries)
-        convolution = 0
+        convolution = 6 * layers * section.canon_window * self.canon_channels(section)
+        convolution += 6 * layers * section.conv_window * self._rank_heads(section) * channels
         for stream in self.streams(section):
             own = self.heads_of(section, stream)
             inputs = kinds.get(section.conv_type).fan_in(own, section.conv_window)
@@ -238,13 +265,22 @@ class Transformer(Architecture):
         return kept + sum(entry.saved_maps(section) for entry in self.attention_entries(section))
 
     def _saved_by_attention(self, section: Any) -> float:
-        """Count the tensors of [B, T, C] that the pattern and transforms keep of a layer."""
-        return sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
+        """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""
+        kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
+        # Queries, keys, values and what comes out are as wide as all ranks.
+        kept += 4 * (section.conv_rank - 1)
+        # What is normalised of q and k, and comes out: on a CPU once more in fp32 where it is bf16.
+        return kept + {"none": 0, "l2": 4, "rms": 6}[section.qk_norm]
+
+    def _saved_by_canon(self, section: Any) -> float:
+        """Count what Canon layers read, in tensors of [B, T, C]: others keep what comes out."""
+        return self.canon_channels(section) / section.hidden_size
 
     def forward_channels(self, section: Any) -> int:
-        """Count as in the base, with the values that every head mixes for every other one."""
+        """Count as in the base, with values mixed for every head, wide ranks, and Canon layers."""
         mixed = 2 * section.num_attention_heads if self.mixes_maps(section) else 0
-        return layer_channels(section) + mixed * section.hidden_size
+        mixed += 4 * (section.conv_rank - 1)
+        return layer_channels(section) + mixed * section.hidden_size + self.canon_channels(section)
 
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
         """Count keys, values, convolutions' last W−1 inputs and what attention adds."""
@@ -253,10 +289,13 @@ class Transformer(Architecture):
             streams = streams.replace("v", "")  # whose filters read the cached values
         heads = sum(self.heads_of(section, stream) for stream in streams)
         inputs = heads * self.head_channels(section) * (section.conv_window - 1)
+        inputs += self.canon_channels(section) * (section.canon_window - 1)
         own = inputs * itemsize + sum(
             entry.state_bytes(section, length, itemsize)
             for entry in self.attention_entries(section)
         )
+        heads = (section.conv_rank - 1) * self.heads_of(section, "k")
+        own += heads * self.head_channels(section) * length * itemsize
         kept = section.num_hidden_layers * own
         return kept + key_value_bytes(section, length, itemsize)
 
@@ -273,9 +312,16 @@ class Transformer(Architecture):
         if self.streams(section):
             streams = ", ".join(self.streams(section))
             kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
+            kind += f", rank {section.conv_rank}" if section.conv_rank > 1 else ""
+            kind += ", l1-normalised" if section.conv_norm == "l1" else ""
             kind += ", then SiLU" if section.conv_activation == "silu" else ""
         for entry in self.attention_entries(section):
             kind += f", {entry.words}" if entry.words else ""
+        if section.qk_norm != "none":
+            first = section.qk_norm_place == "before"
+            kind += f", {section.qk_norm} norm of q and k{' before it' if first else ''}"
+        if places := rules.canon_places(section):
+            kind += f", Canon {', '.join(places)} (W={section.canon_window})"
         positions = "RoPE" if section.position_embedding == "rope" else "no positions"
         return f"{kind}; {positions}"
 
@@ -313,10 +359,12 @@ class Transformer(Architecture):
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the convolutions; as in the base."""
-        from cat_lm.model.convolution import describe_backend
+        """Say in one line what computes convolutions and attention; as in the base."""
+        from cat_lm.model.conv_backends import describe_backend
 
-        return describe_backend(config, device, dtype, backend)
+        said = describe_backend(config, device, dtype, backend)
+        attended = attention.pattern(config).describe_backend(config)
+        return f"{said}; {attended}" if attended else said
 
     # Files of the library and of earlier versions
 
@@ -330,8 +378,21 @@ class Transformer(Architecture):
     # Upcycling
 
     def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
-        """Make the filter that changes nothing, for a parameter named `…q_filter` or so."""
+        """Make the filter that changes nothing, for a parameter named `…q_filter` or so.
+
+        That of a Canon layer, named `….canon.A.canon_filter`, adds nothing to what it reads.
+        """
+        import torch
+
         section = self.section(config)
-        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
+        if name.endswith(".canon_filter"):
+            place = name.removesuffix(".canon_filter")[-1]
+            width = self.canon_channels(section.model_copy(update={"canon": place}))
+            return torch.zeros(1, width, section.canon_window)
+        if name.endswith("_rank_filter"):
+            from cat_lm.model.stream_convolution import rank_start
+
+            return rank_start(config, name.removesuffix("_rank_filter")[-1])
         kind, window = kinds.get(section.conv_type), section.conv_window
+        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
         return kind.identity(heads, self.head_channels(section), window)

@@ -24,7 +24,7 @@ __all__ += ["get", "make", "make_mixer", "names", "register"]
 
 _BUILT_IN = (
     *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "h3", "hyena", "lincat"),
-    *("linear-attention", "mamba", "none"),
+    *("linear-attention", "mamba", "multi-token", "none"),
 )
 
 _KINDS: dict[str, MixerKind] = {}

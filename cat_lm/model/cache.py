@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from cat_lm.model.settings import AttentionSettings
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from cat_lm.model.settings import AttentionSettings
 
 
 class LayerStateMixin:
@@ -36,7 +36,10 @@ class LayerStateMixin:
             token.
         windows: by name, W.
         recurrent: by name, the state [B, ...] after the newest token.
+        contents: what there is beside keys and values, in messages.
     """
+
+    contents: ClassVar[str] = "convolution inputs"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -243,12 +246,21 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     """
     if not getattr(config, "needs_layer_state", False):
         return
+    dynamic, static = layer_classes(config)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-        cache.layer_class_to_replicate = StateDynamicLayer
+        cache.layer_class_to_replicate = dynamic
         missing = config.num_hidden_layers - len(cache.layers)
-        cache.layers.extend(StateDynamicLayer() for _ in range(missing))
-    if not all(isinstance(layer, LayerStateMixin) for layer in cache.layers):
-        cache.layers[:] = [_with_states(layer) for layer in cache.layers]
+        cache.layers.extend(dynamic() for _ in range(missing))
+    if not all(isinstance(layer, dynamic | static) for layer in cache.layers):
+        cache.layers[:] = [_with_states(layer, dynamic, static) for layer in cache.layers]
+
+
+def layer_classes(
+    config: PreTrainedConfig,
+) -> tuple[type[StateDynamicLayer], type[StateStaticLayer]]:
+    """Give the classes of a model's cache layers: those of its pattern of attention, if it has."""
+    own = getattr(config, "cache_layers", None)
+    return own or (StateDynamicLayer, StateStaticLayer)
 
 
 def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
@@ -294,19 +306,21 @@ def follows_cache(cache: Cache | None, layer_index: int) -> bool:
     return layer is not None and (isinstance(layer, StaticLayer) or layer.get_seq_length() > 0)
 
 
-def _with_states(layer: CacheLayerMixin) -> LayerStateMixin:
-    if isinstance(layer, LayerStateMixin):
+def _with_states(
+    layer: CacheLayerMixin, dynamic: type[StateDynamicLayer], static: type[StateStaticLayer]
+) -> LayerStateMixin:
+    if isinstance(layer, dynamic | static):
         return layer
-    if type(layer) not in (DynamicLayer, StaticLayer):
+    if type(layer) not in (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer):
         raise ValueError(
-            f"a cache of {type(layer).__name__} cannot hold convolution inputs; use CatCache, "
+            f"a cache of {type(layer).__name__} cannot hold {dynamic.contents}; use CatCache, "
             "DynamicCache or StaticCache, or use_cache=False"
         )
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
-            "this cache holds keys and values without the convolution inputs before them; "
+            f"this cache holds keys and values without the {dynamic.contents} before them; "
             "start from an empty cache"
         )
     if isinstance(layer, StaticLayer):
-        return StateStaticLayer(max_cache_len=layer.max_cache_len)
-    return StateDynamicLayer()
+        return static(max_cache_len=layer.max_cache_len)
+    return dynamic()

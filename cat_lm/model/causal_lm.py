@@ -9,6 +9,7 @@ transformers. `CausalBody` and `PreTrainedMixin` want a configuration that exten
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.model import attention
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
@@ -41,6 +43,14 @@ class PreTrainedMixin:
     def _init_weights(self, module: nn.Module) -> None:
         if not initialize(module, self.config):
             super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Choose as transformers does, where nothing is asked for among what can compute it."""
+        if attn_implementation is None:
+            attn_implementation = attention.usual_implementation(self.config)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,12 +151,25 @@ class CausalBody:
         )
 
 
+@dataclass
+class CausalOutput(CausalLMOutputWithPast):
+    """transformers' output, and what layers want to be small beside the loss, a number."""
+
+    auxiliary_loss: Tensor | None = None
+
+
 class CausalLanguageModel:
     """The head, the loss and generation of a language model of any family.
 
     The body is `base_model`, the head `lm_head`, a `LanguageModelHead`. A body whose forward has no
     argument `past_key_values` keeps no state; generation then computes the text anew each time.
+
+    Attributes:
+        collects_losses: whether layers' own losses become the output's `auxiliary_loss` in
+            training, their mean.
     """
+
+    collects_losses = False
 
     def post_init(self) -> None:
         """Do what transformers does when a model is made; see what the body takes."""
@@ -159,7 +182,7 @@ class CausalLanguageModel:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
 
         A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `cat_lm.model.convolution.describe_backend` tells before.
+        `cat_lm.model.conv_backends.describe_backend` tells before.
 
         Raises:
             ValueError: an unknown name.
@@ -191,7 +214,8 @@ class CausalLanguageModel:
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as transformers does, the attention mask too if the cache is static.
 
-        The convolution then gets the padding beside it.
+        The convolution then gets the padding beside it. A pattern of attention that masks keys
+        itself gets no prepared mask.
 
         Raises:
             ValueError: flex attention with a static cache, whose block mask transformers copies as
@@ -205,7 +229,9 @@ class CausalLanguageModel:
             )
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
-        if prepared is not None and prepared is not given and prepared.ndim == 4:
+        if getattr(self.config, "masks_keys", False):
+            inputs["attention_mask"] = given
+        elif prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
             is_known = given is not None and given.ndim == 2
             reads_positions = getattr(self.config, "reads_positions", False)
@@ -250,7 +276,7 @@ class CausalLanguageModel:
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalOutput:
         """Compute logits, and the next-token loss if labels are given.
 
         Args:
@@ -282,6 +308,9 @@ class CausalLanguageModel:
             # A cache nobody asked for would cost memory, and packed rows cannot be continued.
             use_cache = False if has_loss or self.training or document_ids is not None else None
 
+        losses: list[Tensor] = []
+        if self.collects_losses and self.training:
+            kwargs["auxiliary_losses"] = losses
         outputs = self.base_model(
             input_ids,
             attention_mask=attention_mask,
@@ -302,7 +331,9 @@ class CausalLanguageModel:
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = self.lm_head(hidden_states[:, kept])
-        return CausalLMOutputWithPast(
+        return CausalOutput(
+            # Now, as layers that are computed again add theirs again.
+            auxiliary_loss=torch.stack(losses).mean() if losses else None,
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,

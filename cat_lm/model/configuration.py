@@ -50,6 +50,16 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
     conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
         convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
         multihead ±1/sqrt(W H).
+        `"residual"` adds the two, as a Canon layer in the convolution's place would start.
+    conv_norm (`str`, defaults to `"none"`): `"l1"` divides a filter by its magnitudes' sum.
+    conv_rank (`int`, defaults to 1): R, of the kernel by which filters of queries and keys convolve
+        their scores; queries and keys become R times as wide. For `"head"` with both streams.
+    qk_norm (`str`, defaults to `"none"`): `"l2"` or `"rms"`, of queries and keys; qk_norm_place
+        (`str`, defaults to `"after"`): of their convolution, or `"before"` it. See
+        `cat_lm.model.qk_norm`.
+    canon (`str`, defaults to `"none"`): the places of Canon layers, some of A, C and D;
+        canon_window (`int`, defaults to 4): their taps; canon_init (`str`, defaults to
+        `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.canon`.
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
         `rope_parameters["partial_rotary_factor"]`.

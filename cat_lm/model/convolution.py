@@ -2,204 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rules import STREAMS
 from cat_lm.model.settings import AttentionSettings
-from cat_lm.ops import (
-    BACKENDS,
-    choose_backend,
-    convolve,
-    head_conv_qkv,
-    rotate,
-)
+from cat_lm.model.stream_convolution import StreamConvolution, inputs_before
+from cat_lm.ops import head_conv_qkv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
-from cat_lm.ops.convolution.reference import check_kind
-from cat_lm.ops.convolution.step import can_step, convolve_step
-
-
-def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
-    """Make a stream's filters that change nothing, of the shape of their kind.
-
-    Raises:
-        ValueError: the kind is none that there can be.
-    """
-    kind = kinds.get(config.conv_type)
-    check_kind(kind)
-    return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
-
-
-def describe_backend(
-    config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
-) -> str:
-    """Say what will compute the convolutions of a model, and why, in one line.
-
-    Args:
-        config: the model's.
-        device, dtype: where and in what the projections are computed.
-        backend: what `set_conv_backend` of the model was given.
-
-    Raises:
-        ValueError: the backend asked for cannot serve.
-    """
-    if not config.convolved_streams:
-        return "no convolutions"
-    # Values whose attention maps are mixed are convolved head by head.
-    parts = [(config.conv_type, config.embedding_streams, "")]
-    if config.mixes_maps:
-        parts.append(("head", "v", " for the mixing of attention maps"))
-    lines = []
-    for conv_type, streams, purpose in parts:
-        if not streams:
-            continue
-        choice = choose_backend(
-            conv_type,
-            device=device,
-            dtype=dtype,
-            window=config.conv_window,
-            heads=config.stream_heads(streams[0]),
-            head_dim=config.head_width,
-            backend=backend,
-        )
-        what = BACKENDS[choice.name].describe(conv_type, dtype, config.conv_window)
-        lines.append(
-            f"{conv_type} convolution of {', '.join(streams)}{purpose} (W={config.conv_window}): "
-            f"{choice.name}, {choice.reason}; {what}"
-        )
-    return "; ".join(lines)
-
-
-class StreamConvolution(nn.Module):
-    """Hold the filters and biases of a layer's queries, keys and values, and convolve them.
-
-    For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
-    for each head (`conv_type: head`):
-
-        y_s[b,t,h,:] = bias_{s,h} + sum_j F_s[h,j] x_s[b,t−j,h,:],   x_s = hidden · Wᵀ_{s,h}
-
-    which is (F_s * X) W_s + b of the paper's definition: a filter that the channels of a head share
-    commutes with the projection, and the bias is added after the convolution. With one filter for
-    each pair of heads (`conv_type: multihead`), which has to follow the projection, as before it
-    all heads read the same X:
-
-        y_s[b,t,i,:] = bias_{s,i} + sum_h sum_j F_s[j,i,h] x_s[b,t−j,h,:]
-
-    (`conv_mixing: maps` uses the values' filters otherwise: see `cat_lm.model.map_mixing`.) With
-    one filter for each channel (`conv_type: depthwise`), and with `conv_activation: silu` its SiLU:
-
-        y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
-
-    Queries and keys are then rotated. The projections stay plain linear layers, so that what
-    replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model.
-    This module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
-    projections' biases, and its forward reads no other parameters: whoever gathers a module's
-    parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
-
-    Args:
-        biases: of the projections, by the names that they get here; None where there is none.
-    """
-
-    no_decay = (
-        "bias",
-        *(f"{stream}_bias" for stream in STREAMS),
-        *(f"{stream}_filter" for stream in STREAMS),
-    )
-
-    def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
-        super().__init__()
-        self.conv_type = config.conv_type
-        self.window = config.conv_window
-        self.streams = config.convolved_streams
-        self.embedding_streams = config.embedding_streams
-        self.activation = config.conv_activation
-        self.head_width = config.head_width
-        self.conv_backend = "auto"
-        for name, bias in biases.items():
-            self.register_parameter(name, bias)
-        for stream in self.streams:
-            filters = nn.Parameter(identity_filters(config, stream))
-            self.register_parameter(f"{stream}_filter", filters)
-
-    def filters(self) -> dict[str, nn.Parameter]:
-        """Give the filters of the streams that have them, in the order q, k, v."""
-        return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
-
-    def biases(self) -> list[nn.Parameter]:
-        """Give the projections' biases that there are."""
-        return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
-
-    def _stream(
-        self,
-        stream: str,
-        inputs: Tensor,
-        bias: Tensor | None,
-        document_ids: Tensor | None,
-        positions: Tensor | None,
-        initial_state: Tensor | None,
-    ) -> Tensor:
-        """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
-        if stream not in self.embedding_streams:
-            return inputs if bias is None else inputs + bias.to(inputs.dtype)
-        outputs = convolve(
-            self.conv_type,
-            inputs,
-            getattr(self, f"{stream}_filter"),
-            bias,
-            document_ids=document_ids,
-            positions=positions,
-            initial_state=initial_state,
-            backend=self.conv_backend,
-        )
-        return F.silu(outputs) if self.activation == "silu" else outputs
-
-    def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
-        """Tell whether inputs [B, T, H, …, D] are a token that one kernel convolves."""
-        return (
-            inputs.shape[1] == 1
-            and padding_mask is None
-            and bool(self.embedding_streams)
-            and can_step(self.conv_type, inputs, self.window, self.conv_backend)
-        )
-
-    def _step(
-        self,
-        inputs: Sequence[Tensor],
-        past: Sequence[Tensor | None],
-        biases: Sequence[Tensor | None],
-        following: Sequence[Tensor | None],
-        rotary: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, ...]:
-        """Queries, keys and values of one token, rotated; `past` and `following` by stream."""
-        return convolve_step(
-            self.conv_type,
-            inputs,
-            past,
-            [
-                getattr(self, f"{stream}_filter") if stream in self.embedding_streams else None
-                for stream in STREAMS
-            ],
-            biases,
-            following,
-            window=self.window,
-            rotary=rotary,
-            silu=self.activation == "silu",
-        )
-
-
-def _inputs_before(
-    state: LayerStateMixin, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None
-) -> Tensor | None:
-    """Exchange the inputs; None where there were none, as convolutions then read zeros."""
-    is_first = name not in state.inputs
-    before = state.exchange_inputs(name, inputs, window, padding_mask)
-    return None if is_first else before
 
 
 class PackedConvolution(StreamConvolution):
@@ -219,6 +36,7 @@ class PackedConvolution(StreamConvolution):
         state: LayerStateMixin | None = None,
         follows_cache: bool = False,
         document_positions: Tensor | None = None,
+        norm: QueryKeyNorm | None = None,
     ) -> tuple[Tensor, ...]:
         """Convolve and rotate.
 
@@ -231,21 +49,26 @@ class PackedConvolution(StreamConvolution):
             state: the layer's cache; its last W−1 inputs stand before these, and it is updated.
             follows_cache: for the mixing of maps, whether attention also reads cached values.
             document_positions: [B, T] int32, each token's in its document, if known already.
+            norm: of queries and keys, before or after the convolution as the configuration says.
 
         Returns:
-            Queries, keys and values, each [B, T, H, D]. If maps are mixed, values are zero at
-            padding, and a fourth tensor follows: `mixed_values` of them [B, T, H, H D], or, after
-            a cache, the values' filters [W, H, H], with which `attend_mixing_maps` goes on.
+            Queries, keys and values, each [B, T, H, D], the first two R times as wide. If maps are
+            mixed, values are zero at padding, and a fourth tensor follows: `mixed_values` of them
+            [B, T, H, H D], or, after a cache, the values' filters [W, H, H], with which
+            `attend_mixing_maps` goes on.
         """
         projected = projected.view(*projected.shape[:2], self.num_heads, 3, -1)
+        bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
+        if norm is not None and self.norm_comes_first:
+            projected, bias, norm = *self._normalized(projected, bias, norm), None
         if padding_mask is not None:
             projected = projected.masked_fill(~padding_mask[:, :, None, None, None], 0.0)
-        bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
-        streams = self._next_token(projected, bias, rotary, padding_mask, state)
+        streams = None
+        if norm is None:
+            streams = self._next_token(projected, bias, rotary, padding_mask, state)
         if streams is None:
-            streams = self._sequence(
-                projected, bias, rotary, padding_mask, document_ids, document_positions, state
-            )
+            documents = document_ids, document_positions
+            streams = self._sequence(projected, bias, rotary, padding_mask, *documents, state, norm)
         if not self.mixes_maps:
             return streams
         query, key, value = streams
@@ -253,9 +76,9 @@ class PackedConvolution(StreamConvolution):
             value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
         if follows_cache:
             # A copy, because an engine may take the parameter away after this forward.
-            return query, key, value, self.v_filter.clone()
+            return query, key, value, self.taps("v").clone()
         mixed = mixed_values(
-            value, self.v_filter, document_ids, self.conv_backend, document_positions
+            value, self.taps("v"), document_ids, self.conv_backend, document_positions
         )
         return query, key, value, mixed
 
@@ -292,20 +115,34 @@ class PackedConvolution(StreamConvolution):
         document_ids: Tensor | None,
         document_positions: Tensor | None,
         state: LayerStateMixin | None,
+        norm: QueryKeyNorm | None,
     ) -> tuple[Tensor, ...]:
         """Queries, keys and values of [B, T, H, 3, D], after what the state holds."""
         initial_state = self._exchange_state(projected, padding_mask, state)
         if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
-            return head_conv_qkv(
+            turns_later = norm is not None or self.rank > 1
+            query, key, value = head_conv_qkv(
                 projected,
-                [getattr(self, f"{stream}_filter", None) for stream in STREAMS],
+                [self.taps(stream) for stream in STREAMS],
                 bias,
-                rotary=rotary,
+                rotary=None if turns_later else rotary,
                 document_ids=document_ids,
                 positions=document_positions,
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
+            if not turns_later:
+                return query, key, value
+            documents = document_ids, document_positions
+            query, key = (
+                self._ranked(
+                    stream, first, inputs, *documents, self._part_of(initial_state, stream)
+                )
+                for stream, first, inputs in zip(
+                    "qk", (query, key), projected.unbind(3)[:2], strict=True
+                )
+            )
+            return *self._turned(query, key, norm, rotary), value
         # Not by index: the backward pass would fill a whole gradient with zeros for each stream.
         biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
         query, key, value = (
@@ -319,9 +156,19 @@ class PackedConvolution(StreamConvolution):
             )
             for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        return query, key, value
+        return *self._turned(query, key, norm, rotary), value
+
+    @staticmethod
+    def _normalized(
+        projected: Tensor, bias: Tensor | None, norm: QueryKeyNorm
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normalise the queries and keys of [B, T, H, 3, D] with their biases, which are then 0."""
+        query, key, value = projected.unbind(3)
+        if bias is not None:
+            own = bias.to(projected.dtype)
+            query, key = query + own[:, 0], key + own[:, 1]
+            bias = F.pad(bias[:, 2:], (0, 0, 2, 0))
+        return torch.stack([*norm(query, key), value], dim=3), bias
 
     def _exchange_state(
         self, projected: Tensor, padding_mask: Tensor | None, state: LayerStateMixin | None
@@ -330,7 +177,7 @@ class PackedConvolution(StreamConvolution):
         if state is None or self.window == 1 or not self.embedding_streams:
             return None
         inputs = projected[:, :, :, STREAM_SLICES[self.embedding_streams]]
-        return _inputs_before(state, "qkv", inputs, self.window, padding_mask)
+        return inputs_before(state, "qkv", inputs, self.window, padding_mask)
 
     def _part_of(self, initial_state: Tensor | None, stream: str) -> Tensor | None:
         if initial_state is None or stream not in self.embedding_streams:
@@ -357,31 +204,51 @@ class SeparateConvolution(StreamConvolution):
         document_ids: Tensor | None = None,
         state: LayerStateMixin | None = None,
         document_positions: Tensor | None = None,
+        norm: QueryKeyNorm | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Convolve and rotate.
 
         Args:
             query, key, value: what the projections make without biases, [B, T, heads · D] each.
-            rotary, padding_mask, document_ids, state, document_positions: as of
+            rotary, padding_mask, document_ids, state, document_positions, norm: as of
                 `PackedConvolution`.
 
         Returns:
-            Queries, keys and values, each [B, T, its heads, D].
+            Queries, keys and values, each [B, T, its heads, D], the first two R times as wide.
         """
-        streams = self._next_token((query, key, value), rotary, padding_mask, state)
-        if streams is not None:
-            return streams
-        query, key, value = (
-            self._one(stream, projected, padding_mask, document_ids, document_positions, state)
+        inputs = {
+            stream: projected.unflatten(2, (-1, self.head_width))
             for stream, projected in zip(STREAMS, (query, key, value), strict=True)
+        }
+        biases = {stream: self._bias(stream) for stream in STREAMS}
+        if norm is not None and self.norm_comes_first:
+            whole = (
+                x if (bias := biases.pop(stream)) is None else x + bias.to(x.dtype)
+                for stream, x in inputs.items()
+                if stream in "qk"
+            )
+            inputs["q"], inputs["k"] = norm(*whole)
+            norm = None
+        if norm is None:
+            streams = self._next_token(inputs, biases, rotary, padding_mask, state)
+            if streams is not None:
+                return streams
+        documents = document_ids, document_positions
+        query, key, value = (
+            self._one(stream, x, biases.get(stream), padding_mask, *documents, state)
+            for stream, x in inputs.items()
         )
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        return query, key, value
+        return *self._turned(query, key, norm, rotary), value
+
+    def _bias(self, stream: str) -> Tensor | None:
+        """A stream's bias [its heads, D]."""
+        bias = getattr(self, f"{stream}_bias")
+        return None if bias is None else bias.view(-1, self.head_width)
 
     def _next_token(
         self,
-        projected: Sequence[Tensor],
+        projected: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor | None],
         rotary: tuple[Tensor, Tensor] | None,
         padding_mask: Tensor | None,
         state: LayerStateMixin | None,
@@ -389,18 +256,17 @@ class SeparateConvolution(StreamConvolution):
         """Queries, keys and values of a token; None where it takes more than a kernel."""
         streams = self.embedding_streams
         held = {} if state is None else {s: state.newest_inputs(s, self.window) for s in streams}
-        inputs = [x.unflatten(2, (-1, self.head_width)).contiguous() for x in projected]
+        inputs = [x.contiguous() for x in projected.values()]
         if None in held.values() or not held or not self._can_step(inputs[0], padding_mask):
             return None
         following = {}
         for stream, past in held.items():
             rows = min(past.shape[1] + 1, self.window - 1)
             following[stream] = past.new_empty(past.shape[0], rows, *past.shape[2:])
-        biases = [getattr(self, f"{stream}_bias") for stream in STREAMS]
         outputs = self._step(
             inputs,
             [held[s].contiguous() if s in held else None for s in STREAMS],
-            [None if bias is None else bias.view(-1, self.head_width) for bias in biases],
+            [biases.get(stream) for stream in STREAMS],
             [following.get(stream) for stream in STREAMS],
             rotary,
         )
@@ -411,19 +277,19 @@ class SeparateConvolution(StreamConvolution):
     def _one(
         self,
         stream: str,
-        projected: Tensor,
+        inputs: Tensor,
+        bias: Tensor | None,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
         document_positions: Tensor | None,
         state: LayerStateMixin | None,
     ) -> Tensor:
-        inputs = projected.unflatten(2, (-1, self.head_width))
         before = None
         if stream in self.embedding_streams:
             if padding_mask is not None:
                 inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
             if state is not None and self.window > 1:
-                before = _inputs_before(state, stream, inputs, self.window, padding_mask)
-        bias = getattr(self, f"{stream}_bias")
-        bias = None if bias is None else bias.view(-1, self.head_width)
-        return self._stream(stream, inputs, bias, document_ids, document_positions, before)
+                before = inputs_before(state, stream, inputs, self.window, padding_mask)
+        documents = document_ids, document_positions
+        first = self._stream(stream, inputs, bias, *documents, before)
+        return self._ranked(stream, first, inputs, *documents, before)

@@ -15,21 +15,29 @@ C is the model width, L the number of layers, W the window, H the number of head
 |                                              | (of the same head, channel) |            |
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
+| filters, `conv_init: residual`               | identity + uniform          |            |
+| filters of ranks beyond the first           | q: 1/64 at a lag of their   |            |
+|                                              | own, k: 0                   |            |
+| Canon filters, `canon_init: uniform`         | uniform in ±1 / sqrt(W)     |            |
+| Canon filters, `canon_init: zero`            | 0                           |            |
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
 GPT-NeoX uses them for Pythia; all families start so, that under one recipe only they differ.
-`uniform` is what `torch.nn.Conv1d` would draw.
+`uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
+the convolution would start.
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import nn
 from transformers import initialization as init
 
-from cat_lm.model.convolution import StreamConvolution, identity_filters
+from cat_lm.model.canon import CanonLayer
 from cat_lm.model.settings import AttentionSettings
+from cat_lm.model.stream_convolution import StreamConvolution, identity_filters, rank_start
 from cat_lm.ops.convolution import kinds
 
 
@@ -64,14 +72,27 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
             init.zeros_(bias)
         _initialize_filters(module, config)
         return True
+    if isinstance(module, CanonLayer):
+        if config.canon_init == "zero":
+            init.zeros_(module.canon_filter)
+        else:
+            bound = 1 / math.sqrt(config.canon_window)
+            init.uniform_(module.canon_filter, -bound, bound)
+        return True
     return False
 
 
 def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
     kind = kinds.get(config.conv_type)
     for stream, filters in convolution.filters().items():
-        if config.conv_init == "identity":
-            init.copy_(filters, identity_filters(config, stream))
-        else:
-            bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
+        bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
+        if config.conv_init == "uniform":
             init.uniform_(filters, -bound, bound)
+            continue
+        start = identity_filters(config, stream)
+        if config.conv_init == "residual":
+            start += torch.empty_like(start).uniform_(-bound, bound)
+        init.copy_(filters, start)
+    for stream in "qk" if config.conv_rank > 1 else "":
+        filters = getattr(convolution, f"{stream}_rank_filter")
+        init.copy_(filters, rank_start(config, stream))

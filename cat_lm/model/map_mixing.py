@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.attention.call import AttentionCall, visible_keys
-from cat_lm.ops.convolution.maps import sum_over_maps
+from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
 
 # Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
 QUERY_BLOCK = 128
@@ -88,7 +88,7 @@ def attend_mixing_maps(
     """
     time = query.shape[2]
     visible = visible_keys(attention_mask, query, key)
-    place = None if visible is None else _places_of_real_keys(visible[:, 0, -1])
+    place = None if visible is None else places_of_real_keys(visible[:, 0, -1])
     outputs, maps = [], []
     for start in range(0, time, QUERY_BLOCK):
         rows = slice(start, min(start + QUERY_BLOCK, time))
@@ -105,23 +105,16 @@ def attend_mixing_maps(
 
 
 def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
-    """A' of A [B, H, T, S]; `place` [B, S] as `_places_of_real_keys` gives it."""
-    batch, heads, time, keys = maps.shape
+    """A' of A [B, H, T, S]; `place` [B, S] as `places_of_real_keys` gives it."""
+    batch, _, time, _ = maps.shape
     if place is not None:
         # m+j counts real keys: padding that a prompt ended in does not stand between them.
-        place = place[:, None, None, :].expand(batch, heads, time, keys)
-        closed_up = maps.new_zeros(batch, heads, time, keys + 1)
-        maps = closed_up.scatter(3, place, maps)[..., :keys]
+        maps = closed_up(maps, place)
     windows = F.pad(maps, (0, filters.shape[0] - 1)).transpose(1, 2).flatten(0, 1)
     # conv1d correlates: tap j meets the map at m + j.
     mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
     mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
-    return mixed if place is None else F.pad(mixed, (0, 1)).gather(3, place)
-
-
-def _places_of_real_keys(is_real: Tensor) -> Tensor:
-    """Each real key's number among the real ones; S for the others. [B, S] bool to [B, S]."""
-    return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
+    return mixed if place is None else opened(mixed, place)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:

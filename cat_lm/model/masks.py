@@ -14,6 +14,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention.documents import computing_dtype, document_attention
 from cat_lm.model.settings import AttentionSettings, refuse
 from cat_lm.ops.documents import document_borders, document_positions, document_runs
+from cat_lm.ops.landmark.layout import interior_padding
 
 
 @dataclass
@@ -73,6 +74,9 @@ def sequence_layout(
         position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
     attention_kwargs: dict[str, Any] = {}
+    if config.masks_keys:
+        check_maskless(config, attention_mask, padding_mask, documents)
+        return SequenceLayout(position_ids, None, padding_mask, documents)
     same_document = positions = None
     if documents is not None:
         positions = document_positions(documents).int()
@@ -107,6 +111,34 @@ def sequence_layout(
 def check_attention(config: AttentionSettings) -> None:
     """Raise ValueError for an attention function that cannot serve the configuration."""
     refuse(attention.implementation_problems(config, config._attn_implementation))
+
+
+def check_maskless(
+    config: AttentionSettings,
+    attention_mask: Any,
+    padding_mask: Tensor | None,
+    documents: Tensor | None,
+) -> None:
+    """Check that a pattern which masks keys itself can know all that it has to.
+
+    Args:
+        padding_mask, documents: [B, T], of the new tokens.
+
+    Raises:
+        ValueError: a prepared mask, or padding between tokens of a document.
+    """
+    title = attention.pattern(config).title
+    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+        raise ValueError(
+            f"attention_mask: {title} takes [B, S] with 1 at real tokens, not a prepared mask"
+        )
+    if padding_mask is None or torch.compiler.is_compiling():
+        return
+    if interior_padding(padding_mask, documents).any():
+        raise ValueError(
+            f"attention_mask: {title} takes no padding between the tokens of a row; "
+            "pad rows at their beginning or their end"
+        )
 
 
 def documents_of(

@@ -18,6 +18,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 
 from cat_lm.model.attention.core import AttentionMixin, SequenceContext
 from cat_lm.model.cache import state_of
+from cat_lm.model.canon import CanonBlock, Reading
 from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.convolution import PackedConvolution
@@ -112,6 +113,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             heads = self.config.num_attention_heads
             # Before heads and time change places: the backward pass joins the three as they lie.
             streams = projected.view(*projected.shape[:2], heads, 3, -1).unbind(dim=3)
+            streams = self._normalized(*streams)
             if rotary is None:
                 return streams
             query, key, value = (stream.transpose(1, 2) for stream in streams)
@@ -125,16 +127,38 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             state_of(cache, self.layer_idx),
             self._continues(cache),
             document_positions,
+            self.qk_norm,
         )
 
 
-class CatLayer(GPTNeoXLayer):
-    """GPT-NeoX's layer with `CatAttention`."""
+class CatLayer(CanonBlock, GPTNeoXLayer):
+    """GPT-NeoX's layer with `CatAttention`, and Canon layers where the configuration says."""
 
     def __init__(self, config: CatConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.attention = CatAttention(config, layer_idx)
         self.mlp.dense_4h_to_h.writes_residual = True
+        self._add_canon(config, config.intermediate_size)
+
+    def forward(
+        self, hidden_states: Tensor, layer_past: Cache | None = None, **arguments: Any
+    ) -> Tensor:
+        """Compute the layer, [B, T, C]; arguments as of `CatAttention`."""
+        if self.canon is None:
+            return super().forward(hidden_states, layer_past=layer_past, **arguments)
+        reading = Reading(
+            arguments.get("padding_mask"),
+            arguments.get("document_ids"),
+            arguments.get("document_positions"),
+            state_of(layer_past, self.attention.layer_idx),
+        )
+        read = self._with_canon("A", self.input_layernorm(hidden_states), reading)
+        attended, _ = self.attention(read, layer_past=layer_past, **arguments)
+        stream = self.post_attention_dropout(attended) + hidden_states
+        base = hidden_states if self.use_parallel_residual else stream
+        read = self._with_canon("C", self.post_attention_layernorm(base), reading)
+        inner = self._with_canon("D", self.mlp.dense_h_to_4h(read), reading)
+        return stream + self.post_mlp_dropout(self.mlp.dense_4h_to_h(self.mlp.act(inner)))
 
 
 class CatPreTrainedModel(PreTrainedMixin, GPTNeoXPreTrainedModel):

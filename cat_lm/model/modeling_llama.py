@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
@@ -19,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
 
 from cat_lm.model.attention.core import AttentionMixin, SequenceContext
 from cat_lm.model.cache import state_of
+from cat_lm.model.canon import CanonBlock, Reading
 from cat_lm.model.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.configuration_llama import CatLlamaConfig
 from cat_lm.model.convolution import SeparateConvolution
@@ -92,10 +94,10 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         query, key, value = (getattr(self, f"{stream}_proj")(hidden_states) for stream in STREAMS)
         if self.convolution is None:
             # [B, T, H, D] to [B, H, T, D]
-            query, key, value = (
-                projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                for projected in (query, key, value)
+            streams = self._normalized(
+                *(x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
             )
+            query, key, value = (stream.transpose(1, 2) for stream in streams)
             if position_embeddings is not None:
                 query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
             streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
@@ -109,6 +111,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
                 document_ids,
                 state_of(past_key_values, self.layer_idx),
                 document_positions,
+                self.qk_norm,
             )
         output, maps = self._meet(
             streams,
@@ -119,8 +122,8 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         return self.o_proj(output.flatten(2).contiguous()), maps
 
 
-class CatLlamaLayer(LlamaDecoderLayer):
-    """Llama's layer with `CatLlamaAttention`."""
+class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
+    """Llama's layer with `CatLlamaAttention`, and Canon layers where the configuration says."""
 
     def __init__(self, config: CatLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -128,6 +131,34 @@ class CatLlamaLayer(LlamaDecoderLayer):
         self.mlp.down_proj.writes_residual = True
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        self._add_canon(config, 2 * config.intermediate_size)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Cache | None = None, **arguments: Any
+    ) -> Tensor:
+        """Compute the layer, [B, T, C]; arguments as of `CatLlamaAttention`."""
+        if self.canon is None:
+            return super().forward(hidden_states, past_key_values=past_key_values, **arguments)
+        reading = Reading(
+            arguments.get("padding_mask"),
+            arguments.get("document_ids"),
+            arguments.get("document_positions"),
+            state_of(past_key_values, self.self_attn.layer_idx),
+        )
+        read = self._with_canon("A", self.input_layernorm(hidden_states), reading)
+        attended, _ = self.self_attn(read, past_key_values=past_key_values, **arguments)
+        stream = hidden_states + attended
+        read = self._with_canon("C", self.post_attention_layernorm(stream), reading)
+        return stream + self._feed_forward(read, reading)
+
+    def _feed_forward(self, hidden_states: Tensor, reading: Reading) -> Tensor:
+        """Compute the MLP, whose gate and values pass the Canon layer side by side."""
+        mlp = self.mlp
+        if "D" not in self.canon:
+            return mlp(hidden_states)
+        both = torch.cat([mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)], dim=-1)
+        gate, values = self._with_canon("D", both, reading).chunk(2, dim=-1)
+        return mlp.down_proj(mlp.act_fn(gate) * values)
 
 
 class CatLlamaPreTrainedModel(PreTrainedMixin, LlamaPreTrainedModel):

@@ -19,6 +19,7 @@ from cat_lm.model.rope_scaling import (
 from cat_lm.ops.convolution import kinds
 
 STREAMS = "qkv"
+CANON_PLACES = "ACD"
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
 _ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
@@ -127,16 +128,91 @@ def convolution_problems(model: Any) -> list[str]:
 
 def is_streams(value: Any) -> bool:
     """Tell whether a value names some of the streams, each once."""
-    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(STREAMS))
+    return is_some_of(value, STREAMS)
+
+
+def is_some_of(value: Any, letters: str) -> bool:
+    """Tell whether a value is a word of some of the letters, each at most once."""
+    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
+
+
+def norm_problems(model: Any) -> list[str]:
+    """Say which keys of normalisation say nothing."""
+    problems, convolved = [], model.conv_type != "none"
+    if model.conv_norm != "none" and not convolved:
+        problems.append(f"conv_norm={model.conv_norm}: there are no filters with conv_type=none")
+    if model.qk_norm_place == "before" and model.qk_norm == "none":
+        problems.append("qk_norm_place=before: says nothing with qk_norm=none; choose l2 or rms")
+    elif model.qk_norm_place == "before" and not (convolved and set(model.conv_streams) & {*"qk"}):
+        problems.append(
+            "qk_norm_place=before: needs a convolution of q or k (conv_type, conv_streams); "
+            "without one there is only qk_norm_place=after"
+        )
+    return problems
+
+
+# Of a head, that flash attention's kernels take.
+_MOST_FLASH_CHANNELS = 256
+
+
+def rank_problems(model: Any) -> list[str]:
+    """Say what a kernel of scores of more than rank 1 needs and has not."""
+    rank = model.conv_rank
+    if rank == 1:
+        return []
+    named = f"conv_rank={rank}"
+    if model.conv_type != "head" or not {*"qk"} <= {*model.conv_streams}:
+        return [
+            f"{named}: needs conv_type=head and the streams q and k, whose filters make the "
+            f"kernel, not conv_type={model.conv_type} and conv_streams={model.conv_streams}"
+        ]
+    problems = []
+    if rank > model.conv_window:
+        problems.append(
+            f"{named}: is above conv_window={model.conv_window}; a kernel of W x W taps has at "
+            "most rank W"
+        )
+    if model.qk_norm != "none" and model.qk_norm_place == "after":
+        problems.append(
+            f"{named}: qk_norm={model.qk_norm} after the convolution would make all ranks as "
+            "large; use qk_norm_place=before"
+        )
+    if model.conv_norm != "none":
+        problems.append(f"{named}: conv_norm={model.conv_norm} is for rank 1; use conv_norm=none")
+    width = rank * head_width(model)
+    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
+    if is_flash and width > _MOST_FLASH_CHANNELS:
+        problems.append(
+            f"{named}: makes heads of {width} channels, and attn_implementation=flash_attention_2 "
+            f"takes at most {_MOST_FLASH_CHANNELS}"
+        )
+    return problems
+
+
+def canon_problems(model: Any) -> list[str]:
+    """Say whether `canon` names places of Canon layers, each once."""
+    places = model.canon
+    if places == "none" or is_some_of(places, CANON_PLACES):
+        return []
+    what = f"canon={short(places)}: must be none or some of A, C and D, each once, as in ACD"
+    if isinstance(places, str) and is_some_of(places, f"{CANON_PLACES}B"):
+        what += "; B is conv_type=depthwise with conv_window=4 and conv_init=residual"
+    return [what]
+
+
+def canon_places(model: Any) -> str:
+    """Give the places that have Canon layers, in their order; "" for none."""
+    return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
 
 
 def window_problems(model: Any, context_length: int) -> list[str]:
     """Say whether a filter's last taps would read nothing."""
-    if model.conv_type == "none" or model.conv_window <= context_length:
-        return []
+    used = {"conv_window": model.conv_type != "none", "canon_window": bool(canon_places(model))}
     return [
-        f"conv_window={model.conv_window}: is beyond data.context_length={context_length}; its "
+        f"{key}={getattr(model, key)}: is beyond data.context_length={context_length}; its "
         "last taps would read nothing"
+        for key, is_used in used.items()
+        if is_used and getattr(model, key) > context_length
     ]
 
 
@@ -190,5 +266,9 @@ def mixes_maps(model: Any) -> bool:
 
 def attention_channels(model: Any) -> int:
     """Count the channels of all heads of queries."""
-    heads = model.num_attention_heads
-    return heads * (getattr(model, "head_dim", None) or model.hidden_size // heads)
+    return model.num_attention_heads * head_width(model)
+
+
+def head_width(model: Any) -> int:
+    """Count the channels of a head."""
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads

@@ -23,12 +23,25 @@ from cat_lm.limits import (
     Range,
 )
 from cat_lm.model import attention
-from cat_lm.model.rules import STREAMS, convolution_problems, head_problems, mixes_maps
+from cat_lm.model.rules import (
+    STREAMS,
+    canon_places,
+    canon_problems,
+    convolution_problems,
+    head_problems,
+    mixes_maps,
+    norm_problems,
+    rank_problems,
+)
 from cat_lm.ops.convolution import kinds
 
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
-CONV_INITS = ("identity", "uniform")
+CONV_INITS = ("identity", "uniform", "residual")
+CANON_INITS = ("uniform", "zero")
+CONV_NORMS = ("none", "l1")
+QK_NORMS = ("none", "l2", "rms")
+QK_NORM_PLACES = ("after", "before")
 POSITION_EMBEDDINGS = ("rope", "none")
 WHOLE_NUMBERS = {
     "hidden_size": HIDDEN_SIZE,
@@ -38,6 +51,8 @@ WHOLE_NUMBERS = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": CONTEXT,
     "conv_window": WINDOW,
+    "conv_rank": WINDOW,
+    "canon_window": WINDOW,
 }
 NUMBERS = {"attention_temperature": TEMPERATURE, "attention_dropout": FRACTION}
 SWITCHES = ("tie_word_embeddings", "attention_bias", "use_cache")
@@ -66,6 +81,13 @@ class AttentionSettings:
     conv_mixing: str = "embeddings"
     conv_activation: str = "none"
     conv_init: str = "identity"
+    conv_norm: str = "none"
+    conv_rank: int = 1
+    qk_norm: str = "none"
+    qk_norm_place: str = "after"
+    canon: str = "none"
+    canon_window: int = 4
+    canon_init: str = "uniform"
     position_embedding: str = "rope"
     attention_temperature: float | int = 1.0
     temperature_scope: str = "logits"
@@ -115,6 +137,8 @@ class AttentionSettings:
         """Tell whether a cache must hold more than keys and values."""
         if self.embedding_streams and self.conv_window > 1:
             return True
+        if canon_places(self) and self.canon_window > 1:
+            return True
         entries = attention.pattern(self), attention.value_transform(self)
         return any(entry is not None and entry.holds_state(self) for entry in entries)
 
@@ -124,20 +148,36 @@ class AttentionSettings:
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
+    def cache_layers(self) -> tuple[type, type] | None:
+        """Give the classes of cache layers that the pattern of attention brings, if it does."""
+        return attention.pattern(self).cache_layers()
+
+    @property
+    def masks_keys(self) -> bool:
+        """Tell whether the pattern of attention takes padding and documents, and no mask."""
+        return attention.pattern(self).masks_keys
+
+    @property
     def reads_padding(self) -> bool:
-        """Tell whether anything beside attention reads earlier tokens and must know padding."""
-        convolves = bool(self.convolved_streams) or self.value_transform != "none"
-        return convolves or self.reads_positions
+        """Tell whether anything but a mask must know padding."""
+        convolves = bool(self.convolved_streams or canon_places(self))
+        convolves = convolves or self.value_transform != "none"
+        return convolves or self.reads_positions or self.masks_keys
 
     def check_attention_settings(self) -> None:
         """Check the fields above, but for the temperature. Raises ValueError."""
         if self.conv_type != "none":
             check_choice("conv_init", self.conv_init, CONV_INITS)
+        check_choice("canon_init", self.canon_init, CANON_INITS)
         check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
         check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        refuse(convolution_problems(self))
+        check_choice("conv_norm", self.conv_norm, CONV_NORMS)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
+        refuse([*convolution_problems(self), *norm_problems(self), *rank_problems(self)])
+        refuse(canon_problems(self))
         attention.check_names(self)
         refuse(attention.problems(self))
 

@@ -17,6 +17,7 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
 from cat_lm.training.bf16_step import Bf16Step
@@ -27,6 +28,8 @@ from cat_lm.training.steps import LaunchedStep, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from cat_lm.model.causal_lm import CausalOutput
 
 Batch = dict[str, np.ndarray]
 
@@ -59,13 +62,17 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
     model.set_mixer_backend(config.train.mixer_backend)
+    train_landmarks(model, config.train.landmark_loss, config.train.landmark_rows or 64)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """Say what will compute the convolutions of this run, and why.
+def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torch.device) -> str:
+    """Say what will compute convolutions and attention of this run, and why.
+
+    Args:
+        model: the model's own configuration.
 
     Raises:
         UserError: the backend that the configuration names cannot serve.
@@ -76,19 +83,19 @@ def convolution_backend(config: RunConfig, model: PreTrainedModel, device: torch
 def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
     """Say what will compute the recurrences of this run, and why; "" without any. As above."""
     describe = config.architecture.describe_mixer_backend
-    return _backend(config, model, device, "mixer_backend", describe)
+    return _backend(config, model.config, device, "mixer_backend", describe)
 
 
 def _backend(
     config: RunConfig,
-    model: PreTrainedModel,
+    model: PreTrainedConfig,
     device: torch.device,
     key: str,
     describe: Callable[[PreTrainedConfig, torch.device, torch.dtype, str], str],
 ) -> str:
     backend = getattr(config.train, key)
     try:
-        return describe(model.config, device, _dtype(config), backend)
+        return describe(model, device, _dtype(config), backend)
     except ValueError as error:
         raise UserError(f"train.{key}={backend}: {error}") from error
 
@@ -150,6 +157,7 @@ class Engine:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
+        self._auxiliary_weight = config.train.landmark_weight or 0.3
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"
@@ -203,10 +211,14 @@ class Engine:
         share = scored.clamp(min=1) / (self.ranks.world_size * self.accumulation_steps)
         share = share.squeeze()
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        norm = total
+        norm, auxiliary = total, torch.zeros_like(total)
         for number, micro_batch in enumerate(micro_batches, start=1):
-            loss = self._loss(micro_batch, num_items_in_batch=share.float())
-            total += loss.detach().double() * share
+            outputs = self._outputs(micro_batch, num_items_in_batch=share.float())
+            loss = self._objective(outputs)
+            total += outputs.loss.detach().double() * share
+            if outputs.auxiliary_loss is not None:
+                passes = self.ranks.world_size * self.accumulation_steps
+                auxiliary += outputs.auxiliary_loss.detach().double() / passes
             if number == self.accumulation_steps:
                 # One rank's bad loss makes every rank's gradient norm bad, so all skip the step;
                 # no rank has to wait for the others' losses here.
@@ -217,9 +229,10 @@ class Engine:
             self.deepspeed.step()
         if not self._plain:
             norm = torch.as_tensor(self.deepspeed.get_global_grad_norm())
-        sums = self._summed(total, *flags)
+        own = (auxiliary,) if self.model.collects_losses else ()
+        sums = self._summed(total, *own, *flags)
         numbers = torch.cat((scored, norm.to(sums).reshape(1), sums))
-        return LaunchedStep(numbers, self.deepspeed.was_step_applied())
+        return LaunchedStep(numbers, self.deepspeed.was_step_applied(), bool(own))
 
     def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
         """Sum each number over all ranks, in float64 on the device, which the host goes on from."""
@@ -235,22 +248,28 @@ class Engine:
         self.deepspeed.eval()
         total, scored, one = 0.0, 0, torch.ones((), device=self.ranks.device)
         for micro_batch in self._micro_batches(batch):
-            total += self._loss(micro_batch, num_items_in_batch=one).item()
+            total += self._outputs(micro_batch, num_items_in_batch=one).loss.item()
             scored += int((micro_batch["shift_labels"] != IGNORE_INDEX).sum())
         self.deepspeed.train()
         return total, scored
 
-    def _loss(
+    def _outputs(
         self, micro_batch: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute the loss of a micro-batch.
+    ) -> CausalOutput:
+        """Compute the losses of a micro-batch.
 
         Args:
             num_items_in_batch: a tensor, as torch.compile makes a graph for each plain number.
         """
         return self.deepspeed(
             **micro_batch, num_items_in_batch=num_items_in_batch, skip_logits=True, use_cache=False
-        ).loss
+        )
+
+    def _objective(self, outputs: CausalOutput) -> torch.Tensor:
+        """Give what a micro-batch is trained on: its loss, and the layers' own."""
+        if outputs.auxiliary_loss is None:
+            return outputs.loss
+        return outputs.loss + self._auxiliary_weight * outputs.auxiliary_loss
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         size = self.config.train.micro_batch_size

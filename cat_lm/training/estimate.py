@@ -18,7 +18,7 @@ from cat_lm.training.devices import known_device
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a rank really took was within this factor of the estimate wherever it was measured: in 39
+# What a rank really took was within this factor of the estimate wherever it was measured: in 41
 # runs on CPUs, of all stages, both precisions and every kind of model (tests/distributed has some).
 MEMORY_ACCURACY = 1.25
 # DeepSpeed's defaults, in elements: the bucket that gradients are reduced in (reduce_bucket_size),
@@ -39,15 +39,21 @@ def lookup_parameters(config: PreTrainedConfig) -> int:
     return architecture.lookup_parameters(architecture.section(config))
 
 
-def flops_per_token(config: PreTrainedConfig, parameters: int, context_length: int) -> float:
+def flops_per_token(
+    config: PreTrainedConfig, parameters: int, context_length: int, run: RunConfig | None = None
+) -> float:
     """Floating-point operations of forward and backward per token.
 
     6 per parameter that multiplies once (all but the embedding that is only looked up and those
     that belong to no matrix, such as filters), and what mixes positions: see the architecture's
     `mixing_flops`.
+
+    Args:
+        run: whose steps are counted; by default those of a model that trains as it is.
     """
     architecture = architectures.of_config(config)
     section = architecture.section(config)
+    section = section if run is None else run.as_trained(section)
     return architecture.flops_per_token(section, parameters, context_length)
 
 
@@ -187,7 +193,8 @@ def _activations(config: RunConfig) -> float:
 
     The architecture counts the tensors of [B, T, C] and the maps of [B, T, T] of a layer.
     """
-    model, train, architecture = config.model, config.train, config.architecture
+    train, architecture = config.train, config.architecture
+    model = config.as_trained(config.model)
     bf16 = train.precision == "bf16"
     compute = 2.0 if bf16 else 4.0
     # Under autocast (stage 0) the residual stream and the norms stay fp32.

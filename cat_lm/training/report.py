@@ -31,7 +31,8 @@ class Report:
         self.parameters = count_parameters(model)
         self.vocab_size = model.config.vocab_size
         self.computing = self.parameters - lookup_parameters(model.config)
-        self.flops = flops_per_token(model.config, self.parameters, config.data.context_length)
+        length = config.data.context_length
+        self.flops = flops_per_token(model.config, self.parameters, length, config)
         self.peak = peak_flops(config, ranks.device)
         self._mean_seconds: float | None = None
 
@@ -78,14 +79,18 @@ class Report:
             "data_seconds": waited,
             "step_seconds": seconds,
         }
+        if result.auxiliary is not None:
+            record["landmark_loss"] = result.auxiliary
         return {**record, "skipped": True} if result.skipped else record
 
     def line(self, record: dict[str, Any]) -> str:
         """A step's line in the log."""
         steps, mfu = self.config.total_steps, record["mfu"]
+        own = record.get("landmark_loss")
         left = (steps - record["step"]) * self._mean_seconds
         return (
-            f"step {record['step']}/{steps}: loss {record['loss']:.4f}, gradient norm "
+            f"step {record['step']}/{steps}: loss {record['loss']:.4f}, "
+            f"{'' if own is None else f'landmark loss {own:.4f}, '}gradient norm "
             f"{record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
             f"{record['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}, "

@@ -45,6 +45,9 @@ def read_filters(model: Path) -> Filters | None:
     names = skeleton(model, config).state_dict()
     places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
     tensors = load_weights(model, config, places.keys())
+    if getattr(config, "conv_norm", "none") == "l1":  # filters are shown as they are used
+        kind = kinds.get(config.conv_type)
+        tensors = {name: kind.normalized(taps.float()) for name, taps in tensors.items()}
     layers: dict[str, dict[int, np.ndarray]] = {}
     for name, match in places.items():
         layers.setdefault(match[2], {})[int(match[1])] = tensors[name].float().numpy()

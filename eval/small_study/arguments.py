@@ -122,10 +122,24 @@ def study_of(arguments: argparse.Namespace) -> Study:
             raise UserError(f"--models {clipped(model)}: is not of {known}")
     if TUNING_SEED in arguments.seeds and arguments.rates:
         raise UserError(f"--seeds {TUNING_SEED}: chooses the rates, and is not reported")
+    study = _named(arguments, tuple(model for model in asked.models if model in models))
+    for job in study.jobs()[: len(study.models)]:
+        config = study.config(job)
+        for problem in config.architecture.problems(config.model, max(study.lengths())):
+            raise UserError(
+                f"--size {size.name} --question {arguments.question}: {job.model} is to be read up "
+                f"to {max(study.lengths())} tokens; {problem}"
+            )
+    return study
+
+
+def _named(arguments: argparse.Namespace, models: tuple[str, ...]) -> Study:
+    """The study of some models, in its folders."""
+    size = SIZES[arguments.size]
     suffix = "" if arguments.question == "variants" else f"-{arguments.question}"
     return Study(
         size=size,
-        models=tuple(model for model in asked.models if model in models),
+        models=models,
         seeds=arguments.seeds,
         out=_from_root(arguments.out or ROOT / f"runs/small_study-{size.name}{suffix}"),
         data=_from_root(arguments.data or ROOT / f"data/small_study_text-{size.name}"),

@@ -15,6 +15,7 @@ from eval.common.models import folder_sha256
 from eval.common.provenance import provenance
 from eval.common.result_files import read_sweep
 from eval.common.runs import Run, read_run, unigram_loss
+from eval.small_study.attention import attention_of
 from eval.small_study.execute import commands, read_result, result_path, sweep_folder, unfinished
 from eval.small_study.plan import TUNING_SEED, Job, Study
 from eval.small_study.questions import MODELS
@@ -56,12 +57,29 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "missing": sorted(missing),
         "diverged": [job.name for job in diverged],
         "models": [_model(model, jobs, runs, records, rates) for model in study.models],
+        "attention": _attention(study, finished) if study.asked.attention else [],
         "rule": RULE,
         **texts.pop(""),
         "held_out": texts,
         "commands": {job.name: _typed(study, job) for job in jobs},
         **provenance(),
     }
+
+
+def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """How sharply each model attends: mean and spread over seeds, and every run."""
+    measured = {job: attention_of(study, job) for job in jobs}
+    found = []
+    for model in study.models:
+        own = {job.seed: one for job, one in measured.items() if job.model == model}
+        if not own:
+            continue
+        line: dict[str, Any] = {"model": model, "runs": own}
+        for key in ("entropy", "largest_logit"):
+            summary = comparison.summarise([one[key] for one in own.values()])
+            line[key] = dataclasses.asdict(summary)
+        found.append(line)
+    return found
 
 
 def _text(study: Study, name: str, jobs: Sequence[Job], trained: int) -> dict[str, Any]:
@@ -165,25 +183,39 @@ def _comparisons(
     All of them, at both lengths and on all texts, are the comparisons that are made together.
     """
     lengths = list(dict.fromkeys((trained, max(study.lengths()))))
-    made = len(study.contrasts) * len(lengths) * len(study.texts())
-    cells = {
-        (job.model, job.seed, row["length"]): row
-        for job, rows in swept.items()
-        for row in rows
-        if row["method"] == "none" and row["loss"] is not None
-    }
+    asked = len(study.contrasts) + len(study.interactions)
+    made = asked * len(lengths) * len(study.texts())
+    cells: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # by seed
+    for job, rows in swept.items():
+        for row in rows:
+            if row["method"] == "none" and row["loss"] is not None:
+                cells.setdefault((job.model, row["length"]), {})[job.seed] = row
     found = []
     for length in lengths:
-        for a, b in study.contrasts:
-            ours, theirs = (
-                {seed: row for (name, seed, at), row in cells.items() if (name, at) == (m, length)}
-                for m in (a, b)
-            )
+        at = {model: cells.get((model, length), {}) for model in study.models}
+        sides = [(a, b, at[a], at[b]) for a, b in study.contrasts]
+        # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
+        sides += [
+            (f"{a} − {b}", f"{c} − {d}", _sums(at[a], at[d]), _sums(at[c], at[b]))
+            for (a, b), (c, d) in study.interactions
+        ]
+        for a, b, ours, theirs in sides:
             losses = ({seed: row["loss"] for seed, row in side.items()} for side in (ours, theirs))
             difference = comparison.compare(*losses, made, _document_error(ours, theirs))
             if difference:
                 pair = {"model": a, "minus": b, "length": length}
                 found.append(pair | dataclasses.asdict(difference))
+    return found
+
+
+def _sums(a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+    """Add the losses of two models, of seeds that both have, as of one row."""
+    found = {}
+    for seed in a.keys() & b.keys():
+        row = dict(a[seed], loss=a[seed]["loss"] + b[seed]["loss"])
+        both = a[seed].get("document_nlls"), b[seed].get("document_nlls")
+        row["document_nlls"] = None if None in both else [x + y for x, y in zip(*both, strict=True)]
+        found[seed] = row
     return found
 
 

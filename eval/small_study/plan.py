@@ -10,11 +10,11 @@ from typing import Any
 from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import read_object, read_yaml
 from eval.small_study.questions import QUESTIONS, Question
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
-CONFIGS = Path("configs/study")  # a file for each model, and one base for each size
+CONFIGS = Path("configs/study")  # a file for each model, and bases for each size
 SEEDS = (0, 1, 2)
 TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
 METHODS = {"paper": 1, "all": 3}  # of eval.length_sweep -> those beside none for rotary positions
@@ -113,12 +113,23 @@ class Study:
         """Those of the question that have both of their models here."""
         return [pair for pair in self.asked.contrasts if {*pair} <= {*self.models}]
 
+    @property
+    def interactions(self) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Those of the question that have all of their models here."""
+        asked = self.asked.interactions
+        return [pair for pair in asked if {*pair[0], *pair[1]} <= {*self.models}]
+
     def texts(self) -> dict[str, Path]:
         """What a sweep is called in a run's folder -> the prepared data whose text it scores."""
         return {"": self.data} | {folder.name: folder for folder in self.held_out}
 
     def config_file(self, model: str) -> Path:
         return CONFIGS / f"{model}.yaml"
+
+    def base_file(self, model: str) -> Path:
+        """Name the model's base of this size, which its own file names for a CPU."""
+        own = read_yaml(ROOT / self.config_file(model), "configuration file")["base"]
+        return CONFIGS / f"{own.removesuffix('_cpu.yaml')}_{self.size.name}.yaml"
 
     def overrides(self, job: Job) -> list[str]:
         """Set the study's values on top of the model's file."""
@@ -127,7 +138,7 @@ class Study:
             # The warm-up keeps its share of the run.
             budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
             budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
-        base = f"base={CONFIGS / f'base_{self.size.name}.yaml'}"
+        base = f"base={self.base_file(job.model)}"
         rate = job.rate or self.chosen.get(job.model)
         if rate is not None:
             own = load_config(ROOT / self.config_file(job.model), [base]).optimizer
@@ -180,6 +191,7 @@ class Study:
         return {
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],
+            "interactions": [[list(one) for one in pair] for pair in self.asked.interactions],
             "size": self.size.name,
             "configs": configs,
             "data_fingerprint": fingerprint,

@@ -33,6 +33,34 @@ MODELS = {
     "cat_w4": "CAT, W=4, RoPE",
     "cat_w4_nope": "CAT, W=4, NoPE",
     "canon_b": "depthwise W=4, RoPE",
+    "canon_acd": "Canon ACD, RoPE",
+    "canon_abcd": "Canon ABCD, RoPE",
+    "cat_canon_acd": "CAT + Canon ACD, RoPE",
+    "kv_shift": "CAT on k and v, W=2 (as KV shifting), RoPE",
+    "tfpp": "TF++",
+    "tfpp_cat": "TF++ + CAT",
+    "tfpp_canon_abcd": "TF++ + Canon ABCD",
+    "tfpp_cat_canon_acd": "TF++ + CAT + Canon ACD",
+    "qk_l2": "Pythia, l2 norm of q and k",
+    "qk_rms": "Pythia, rms norm of q and k",
+    **{
+        f"{name}_{norm}": f"{streams}, {words}"
+        for name, streams in (
+            ("cat_k", "CAT on k only"),
+            ("cat_qk", "CAT on q and k"),
+            ("cat", "CAT"),
+        )
+        for norm, words in (
+            ("l2", "l2 norm after"),
+            ("rms", "rms norm after"),
+            ("rms_before", "rms norm before"),
+        )
+    },
+    "cat_l1": "CAT, filters of l1 norm 1",
+    "cat_qk_r2": "CAT on q and k, rank 2",
+    "cat_qk_r4": "CAT on q and k, rank 4",
+    "mta": "multi-token attention",
+    "mta_kernel": "multi-token attention, heads not mixed",
 }
 # Per position: the names of the same model with rotary positions and without.
 _PLAIN, _CAT, _MULTIHEAD = (
@@ -50,11 +78,15 @@ class Question:
         text: the question.
         contrasts: (model, minus): one's loss minus the other's.
         factors: lengths at which models are read, of the training length.
+        interactions: pairs of differences, one of which is taken from the other.
+        attention: whether the entropy of attention and its largest logit are measured.
     """
 
     text: str
     contrasts: tuple[tuple[str, str], ...]
     factors: tuple[float, ...] = (0.5, 1, 2, 4, 8)
+    interactions: tuple[tuple[tuple[str, str], tuple[str, str]], ...] = ()
+    attention: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -74,6 +106,10 @@ def _pairs(*contrasts: tuple[tuple[str, str], tuple[str, str]]) -> tuple[tuple[s
 
 _V, _K, _QK, _KV, _W4 = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_w4"))
 _MH_V, _MAPS, _MAPS_V = map(_both, ("mh_cat_v", "mh_maps", "mh_maps_v"))
+
+# Convolved streams -> the model without a norm, and the names of those with one.
+_NORMED = {"cat_k": "cat_k", "cat_qk": "cat_qk", "cat_rope": "cat"}
+_RANKS = ("cat_qk_r2", "cat_qk_r4")
 
 QUESTIONS = {
     "variants": Question(
@@ -110,5 +146,52 @@ QUESTIONS = {
             *_pairs((_CAT, _PLAIN), (_CAT, _W4), (_CAT, _V)),
         ),
         factors=(1, 2, 4, 8, 16, 32),
+    ),
+    "canon": Question(
+        "do Canon layers differ from CAT, and does either add to the other, in both families?",
+        (
+            *((model, "pythia") for model in ("cat_rope", "kv_shift", "canon_acd", "canon_abcd")),
+            ("canon_abcd", "cat_rope"),
+            ("canon_abcd", "canon_acd"),
+            ("cat_canon_acd", "cat_rope"),
+            ("cat_canon_acd", "canon_abcd"),
+            ("cat_rope", "kv_shift"),
+            ("tfpp_cat", "tfpp"),
+            ("tfpp_canon_abcd", "tfpp"),
+            ("tfpp_canon_abcd", "tfpp_cat"),
+            ("tfpp_cat_canon_acd", "tfpp_cat"),
+            ("tfpp_cat_canon_acd", "tfpp_canon_abcd"),
+        ),
+    ),
+    "qk_norm": Question(
+        "does normalising queries and keys change what their convolution gives?",
+        (
+            ("qk_l2", "pythia"),
+            ("qk_rms", "pythia"),
+            *((plain, "pythia") for plain in _NORMED),
+            *(
+                (f"{name}_{norm}", plain)
+                for plain, name in _NORMED.items()
+                for norm in ("l2", "rms", "rms_before")
+            ),
+            ("cat_l1", "cat_rope"),
+        ),
+        interactions=tuple(
+            ((f"{name}_{norm}", plain), (f"qk_{norm}", "pythia"))
+            for plain, name in _NORMED.items()
+            for norm in ("l2", "rms")
+        ),
+        attention=True,
+    ),
+    "rank": Question(
+        "what does a kernel of scores gain with its rank, and is full rank better?",
+        (
+            *((model, "pythia") for model in ("cat_qk", *_RANKS, "mta_kernel", "mta")),
+            *((model, "cat_qk") for model in (*_RANKS, "mta_kernel")),
+            ("cat_qk_r4", "cat_qk_r2"),
+            ("mta_kernel", "cat_qk_r4"),
+            ("mta", "mta_kernel"),
+        ),
+        factors=(0.5, 1, 2, 4),  # rows of multi-token attention have at most 512 tokens
     ),
 }

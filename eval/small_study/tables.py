@@ -50,7 +50,7 @@ def markdown(summary: dict[str, Any]) -> str:
             parts.append(f"Text of {text['data']} ({_scored(text)}):")
         parts += [_main_table(summary, text), _comparison_table(summary, text)]
         parts.append(_scaled_table(summary, text))
-    parts.append(_rule(summary))
+    parts += [_attention_table(summary), _rule(summary)]
     if summary["missing"]:
         parts.append(f"Not finished: {', '.join(summary['missing'])}.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -115,10 +115,35 @@ def _comparison_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
     pairs = {(p["model"], p["minus"], p["length"]): p for p in text["comparisons"]}
     head = ["loss of", "minus", *(part for n in lengths for part in (f"at {n:,}", ""))]
     lines = [
-        [labels[a], labels[b], *(part for n in lengths for part in _said(pairs.get((a, b, n))))]
+        [
+            _label(labels, a),
+            _label(labels, b),
+            *(part for n in lengths for part in _said(pairs.get((a, b, n)))),
+        ]
         for a, b in dict.fromkeys((a, b) for a, b, _ in pairs)
     ]
     return markdown_table(head, lines)
+
+
+def _label(labels: dict[str, str], name: str) -> str:
+    """A model's label, or both of a difference of two."""
+    return " − ".join(labels[model] for model in name.split(" − "))
+
+
+def _attention_table(summary: dict[str, Any]) -> str:
+    """How sharply the models attend, where the question asks."""
+    if not summary.get("attention"):
+        return ""
+    labels = {model["model"]: model["label"] for model in summary["models"]}
+    lines = [
+        [labels[one["model"]], _value(one["entropy"], 3), _value(one["largest_logit"], 1)]
+        for one in summary["attention"]
+    ]
+    table = markdown_table(["model", "entropy / ln t", "largest logit"], lines)
+    return (
+        "Attention at the training length, mean over queries, heads and layers (1: all earlier "
+        f"tokens are read alike), and the largest logit of any:\n\n{table}"
+    )
 
 
 def _said(pair: dict[str, Any] | None) -> tuple[str, str]:

@@ -70,10 +70,11 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
 def run_convolutions(config: RunConfig) -> Iterator[Finding]:
     """Name the backend of the model's convolutions in the run's precision."""
-    from cat_lm.training.engine import convolution_backend
+    from cat_lm.training.engine import convolution_backend, model_config
 
     config = config.with_precision(precision_here(config))
-    backend = convolution_backend(config, _model(config), _device())
+    model = model_config(config, vocabulary(config)[0])
+    backend = convolution_backend(config, model, _device())
     yield Finding("run convolutions", backend, "convolutions", backend)
 
 

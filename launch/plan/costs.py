@@ -120,7 +120,7 @@ class Run:
 
         model, length = model_config(config, vocab_size), config.data.context_length
         parameters = config.num_parameters(vocab_size)
-        return cls(config, model, parameters, flops_per_token(model, parameters, length))
+        return cls(config, model, parameters, flops_per_token(model, parameters, length, config))
 
 
 @dataclass(frozen=True)

@@ -176,12 +176,14 @@ class InfiniteOnLastRank:
     """The engine's loss, but infinite on the last rank while `bad`."""
 
     def __init__(self, engine, ranks):
-        self.loss, self.bad = engine._loss, False
+        self.outputs, self.bad = engine._outputs, False
         self.is_last = ranks.rank == ranks.world_size - 1
 
     def __call__(self, micro_batch, num_items_in_batch):
-        value = self.loss(micro_batch, num_items_in_batch)
-        return value * math.inf if self.bad and self.is_last else value
+        outputs = self.outputs(micro_batch, num_items_in_batch)
+        if self.bad and self.is_last:
+            outputs.loss = outputs.loss * math.inf
+        return outputs
 
 
 def bad_steps(ranks, precision):
@@ -190,7 +192,7 @@ def bad_steps(ranks, precision):
     for stage in (0, 1, 2, 3):
         config = make_config(stage, 2, precision)
         engine = Engine(build_model(config, VOCAB), config, ranks)
-        engine._loss = last = InfiniteOnLastRank(engine, ranks)
+        engine._outputs = last = InfiniteOnLastRank(engine, ranks)
         engine.train_step(rows_of(global_batch(0), ranks), 1e-2)
         before = full_precision_weights(engine)
         last.bad = True
@@ -220,7 +222,6 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size, precision
 def option_losses(ranks, options, stages):
     """Losses of three steps with each set of options at each stage; and what dropout draws."""
     losses, draws = {}, []
-    plain = build_model(make_config(0, 2), VOCAB)
     for name, (model, data, train) in options.items():
         for stage in (0, 1) if name == "compiled" else (0, *stages):
             values = make_config(stage, 2).model_dump()
@@ -228,9 +229,11 @@ def option_losses(ranks, options, stages):
             values["data"] |= data
             values["train"] |= train
             config = RunConfig.model_validate(values)
-            engine = Engine(build_model(config, VOCAB), config, ranks)
+            built = build_model(config, VOCAB)
+            names = {n for n, _ in built.named_parameters()}
+            engine = Engine(built, config, ranks)
             draws.append(torch.rand(1).item())
-            assert set(full_precision_weights(engine)) <= {n for n, _ in plain.named_parameters()}
+            assert set(full_precision_weights(engine)) <= names
             steps = []
             for step in range(3):
                 batch = rows_of(global_batch(step), ranks)
@@ -249,6 +252,10 @@ def test_options_act_the_same_under_every_stage(stages):
         "tied": ({"tie_word_embeddings": True}, {}, {}),
         "masked": ({}, {"mask_documents": True}, {}),
         "multihead": ({"conv_type": "multihead", "conv_init": "uniform"}, {}, {}),
+        "parts": (
+            {"canon": "ACD", "conv_rank": 2, "qk_norm": "l2", "qk_norm_place": "before"},
+            *({}, {}),
+        ),
         "compiled": ({}, {}, {"compile": True}),
         "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
     }

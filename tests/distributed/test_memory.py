@@ -23,8 +23,7 @@ from tests.runs import run_values
 def case(world_size: int, model: dict, length: int, rows: int, vocab: int, **train) -> dict:
     values = run_values("unused", "unused", micro_batch_size=rows, max_steps=2, **train)
     values["train"]["global_batch_size"] = 2 * rows * world_size
-    values["model"] = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4} | model
-    values["model"]["vocab_size"] = vocab
+    values["model"] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": vocab} | model
     values["data"]["context_length"] = length
     return values
 
@@ -71,19 +70,23 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
     return taken, memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu=False)
 
 
+ATTENDING = {"num_attention_heads": 4, "conv_window": 4}
+HEAD = ATTENDING | {"conv_type": "head"}
 STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf16"}
 
 
 @pytest.mark.parametrize(
     ("world_size", "model", "shape", "train"),
     [
-        (1, {}, (1024, 1, 8000), {"zero_stage": 1}),
+        (1, HEAD, (1024, 1, 8000), {"zero_stage": 1}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                (1, {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
-                (2, {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
-                (1, {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+                (1, ATTENDING | {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
+                (2, ATTENDING | {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
+                (1, HEAD | {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+                (1, {"architecture": "mamba"}, (512, 2, 8000), {"zero_stage": 1}),
+                (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
             )
         ),
     ],
@@ -92,7 +95,7 @@ def test_the_estimate_is_what_runs_take(world_size, model, shape, train, monkeyp
     # Every larger block is the system's own and goes back when it is freed, as on a GPU. The system
     # reads this when an interpreter starts.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    values = case(world_size, {"conv_type": "head", "conv_window": 4} | model, *shape, **train)
+    values = case(world_size, model, *shape, **train)
     for taken, estimate in run_on_ranks(measured, world_size, values, preloaded=False):
         ratio = estimate.total / taken
         assert 1 / MEMORY_ACCURACY < ratio < MEMORY_ACCURACY, f"{taken / 2**30:.2f}: {estimate}"

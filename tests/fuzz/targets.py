@@ -294,6 +294,13 @@ TARGETS = (
         line_weight=2,
     ),
     Target(
+        *("sparsify", "cat_lm.sparsify", "torch"),
+        ("model", "out", "--block", "4", "--top-k", "2"),
+        needs=("model",),
+        files=tuple(f"model/{name}" for name in MODEL_FILES),
+        line_weight=2,
+    ),
+    Target(
         *("sweep", "eval.length_sweep", "torch", ("model", "--data", "data", *_SWEEP)),
         needs=("model", *DATA),
         files=(*_RECORDS, *_SHARDS, "model/*.json", "model/*.safetensors"),

@@ -17,6 +17,7 @@ from tests.unit.test_packaging import REPOSITORY, source_files
 LAYERS = {
     "": (("train",), ("launch",), ("eval",), ("data_prep",), ("cat_lm",)),
     "cat_lm": (
+        ("sparsify",),
         ("upcycle",),
         ("export", "generate"),
         ("training",),

@@ -119,6 +119,11 @@ def test_llama_there_and_back(kind, tokenizer_folder, tmp_path):
 def test_the_rows_of_tfpp_have_their_sizes():
     folder = Path(__file__).parents[2] / "configs/pretrain"
     rows = {"tfpp": 373_867_520, "tfpp_cat": 373_891_712, "pythia": 367_847_424}
+    # Canon layers of 4 taps: at A, C and D 589,824 (gated 761,856), at B 294,912.
+    rows |= {"canon_abcd": rows["pythia"] + 589_824 + 294_912}
+    rows |= {"cat_canon_acd": rows["pythia"] + 24_192 + 589_824}
+    rows |= {"tfpp_canon_abcd": rows["tfpp"] + 1_032_192}
+    rows |= {"tfpp_cat_canon_acd": rows["tfpp_cat"] + 1_032_192 - 294_912}
     for name, parameters in rows.items():
         config = load_config(folder / f"{name}.yaml")
         assert config.num_parameters(0) == parameters

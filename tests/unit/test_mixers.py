@@ -39,6 +39,7 @@ SPECIFICATIONS = [
     "gated-deltanet:streams=kv,expand_v=1.0",
     "gla:heads=2,expand_k=1.0",
     "mamba:window=1,state=3",
+    "multi-token:heads=2,query_window=3,key_window=5,head_mixing=both",
 ]
 
 
@@ -57,7 +58,8 @@ def built(specification: str, layer: int = 0) -> nn.Module:
     module = make_mixer(specification).build(Setting(WIDTH, layer, 2)).eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.endswith("bias"):
+            # Kernels of scores start as the identity.
+            if name.endswith("bias") or name in ("kernel", "before", "after"):
                 parameter.add_(torch.randn_like(parameter))  # so that padding must be put to zero
     return module
 

@@ -282,7 +282,7 @@ REFUSED = [
     ({"value_transform": "box2"}, "value_transform=[\"']box2[\"']: must be one of none, box"),
     (
         {"attention": "linear"},
-        "attention=[\"']linear[\"']: must be one of softmax, map_mixing, sigmoid",
+        "attention=[\"']linear[\"']: must be one of softmax, map_mixing, .*sigmoid",
     ),
     (
         {**DECAY, "score_options": {"slope": 1}},

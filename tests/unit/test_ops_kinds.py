@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cat_lm import architectures, ops
-from cat_lm.model.convolution import describe_backend
+from cat_lm.model.conv_backends import describe_backend
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import load_model
 from tests.unit.tiny_models import cat_model, random_ids

@@ -30,6 +30,7 @@ from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
+from eval.small_study.attention import attention_of
 from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
@@ -43,7 +44,21 @@ DEFINITION = {
     "cat_nope": ("head", "qkv", 21, "none"),
     "mh_cat_rope": ("multihead", "qkv", 21, "rope"),
     "mh_cat_nope": ("multihead", "qkv", 21, "none"),
-    "canon_b": ("depthwise", "qkv", 4, "rope"),
+    **dict.fromkeys(("canon_b", "canon_abcd", "tfpp_canon_abcd"), ("depthwise", "qkv", 4, "rope")),
+    **dict.fromkeys(("canon_acd", "tfpp"), ("none", None, None, "rope")),
+    **dict.fromkeys(
+        ("cat_canon_acd", "tfpp_cat", "tfpp_cat_canon_acd"), ("head", "qkv", 21, "rope")
+    ),
+    "kv_shift": ("head", "kv", 2, "rope"),
+    **dict.fromkeys(("qk_l2", "qk_rms"), ("none", None, None, "rope")),
+    **{
+        f"{name}_{norm}": ("head", streams, 21, "rope")
+        for name, streams in (("cat_k", "k"), ("cat_qk", "qk"), ("cat", "qkv"))
+        for norm in ("l2", "rms", "rms_before")
+    },
+    "cat_l1": ("head", "qkv", 21, "rope"),
+    **dict.fromkeys(("cat_qk_r2", "cat_qk_r4"), ("head", "qk", 21, "rope")),
+    **dict.fromkeys(("mta", "mta_kernel"), ("none", None, None, "rope")),
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
@@ -74,13 +89,30 @@ class TestPlan:
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
             own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
-            assert own.keys() == {"base", "model", "train"} and own["base"] == "base_cpu.yaml"
+            family = "tfpp_" if model.startswith("tfpp") else ""
+            assert own.keys() == {"base", "model", "train"}
+            assert own["base"] == f"base_{family}cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding"),
-                "conv_mixing",
+                *("conv_mixing", "conv_init", "canon", "conv_norm", "qk_norm", "qk_norm_place"),
+                *("conv_rank", "attention", "attention_options", "attn_implementation"),
             }
-            config = load_config(ROOT / CONFIGS / f"{model}.yaml", [f"base={base_file}"])
+            study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
+            config = study.config(study.jobs()[0])
+            assert config.model.canon == ("ACD" if "_a" in model else "none")
+            norm = re.search("_(l2|rms)", model)
+            assert config.model.qk_norm == (norm[1] if norm else "none")
+            assert (config.model.qk_norm_place == "before") == model.endswith("_before")
+            assert (config.model.conv_norm == "l1") == model.endswith("_l1")
+            rank = re.search("_r([24])$", model)
+            assert config.model.conv_rank == (int(rank[1]) if rank else 1)
+            assert (config.model.attention == "multi_token") == model.startswith("mta")
+            if "abcd" in model:
+                assert config.model.conv_init == "residual"
+            # A Canon layer has more than a filter for each head.
+            pythia = 1_317_632 if size == "cpu" else 33_608_704
+            assert abs(config.num_parameters(SIZES[size].vocabulary) / pythia - 1) < 0.02
             assert config.model.conv_type == conv_type
             assert config.model.position_embedding == positions
             mixing = "maps" if model.startswith("mh_maps") else "embeddings"
@@ -88,13 +120,22 @@ class TestPlan:
             if conv_type != "none":
                 assert (config.model.conv_streams, config.model.conv_window) == (streams, window)
             assert config.model.hidden_size == base["model"]["hidden_size"]
-            found.append(config.train.output_dir)
+            found.append(own["train"]["output_dir"])
         assert len(set(found)) == len(MODELS)
 
     def test_questions_compare_models_that_differ_as_they_say(self):
-        assert list(QUESTIONS) == ["variants", "streams", "maps", "length"]
+        assert list(QUESTIONS) == [
+            "variants",
+            "streams",
+            "maps",
+            "length",
+            "canon",
+            "qk_norm",
+            "rank",
+        ]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
-        assert sizes == {"variants": 9, "streams": 12, "maps": 10, "length": 8}
+        first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
+        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
@@ -110,7 +151,8 @@ class TestPlan:
         text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
         table = text.split("<!-- questions -->\n")[1].split("<!-- /questions -->")[0]
         lines = [
-            f"| `{name}` | {asked.text} | {len(asked.models)} | {len(asked.contrasts)} |"
+            f"| `{name}` | {asked.text} | {len(asked.models)} | "
+            f"{len(asked.contrasts) + len(asked.interactions)} |"
             for name, asked in QUESTIONS.items()
         ]
         assert table.splitlines()[2:] == lines
@@ -187,6 +229,11 @@ class TestPlan:
             (
                 ["--models", "pythia,cats"],
                 "--models cats: is not of --question variants, which has pythia",
+            ),
+            (
+                ["--question", "rank", "--size", "gpu"],
+                "mta is to be read up to 2048 tokens; attention=multi_token: reads rows of at most "
+                "512 tokens, not of 2048",
             ),
         ],
     )
@@ -368,6 +415,43 @@ class TestStudy:
             assert len(list(csv.DictReader(file))) == 3 * 2 * 5
         for name in ("small_study.png", "small_study.svg", "report/index.html"):
             assert (folder / name).stat().st_size > 5000
+
+    def test_differences_of_differences_and_attention(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        class Normed(Imitation):
+            LOSS: ClassVar = {"pythia": 4.0, "qk_l2": 3.99, "cat_rope": 3.8, "cat_l2": 3.7}
+
+        measured = []
+
+        def imitated(study: Study, job: Job) -> dict[str, object]:
+            measured.append(job.name)
+            entropy = 0.5 + 0.1 * job.seed
+            layer = {"entropy": entropy, "largest_logit": 7.0}
+            return layer | {"layers": [layer]}
+
+        monkeypatch.setattr("eval.small_study.attention._measured", imitated)
+        chosen = ["--question", "qk_norm", "--models", ",".join(Normed.LOSS), "--seeds", "0,1"]
+        arguments = [*arguments[:4], *arguments[6:], *chosen, "--parallel", 1]
+        assert run_study(monkeypatch, capsys, Normed(), *arguments)[0] == 0
+        assert len(measured) == 8
+        folder = tmp_path / "out"
+        summary = json.loads((folder / "summary.json").read_text())
+        pairs = {(p["model"], p["minus"]): p for p in summary["comparisons"] if p["length"] == 128}
+        assert len(pairs) == 4 and {p["comparisons"] for p in pairs.values()} == {8}
+        difference = pairs["cat_l2 − cat_rope", "qk_l2 − pythia"]
+        assert difference["mean"] == pytest.approx(-0.09) and difference["verdict"] == "lower"
+        table = (folder / "small_study.md").read_text(encoding="utf-8")
+        label = "| CAT, l2 norm after − CAT, RoPE | Pythia, l2 norm of q and k − Pythia (RoPE) |"
+        assert f"{label} -0.090 [" in table
+        assert "| CAT, RoPE | 0.550 ± 0.071 | 7.0 ± 0.0 |" in table
+        # Weights that were measured are not measured again.
+        job = Job("cat_l2", 1, folder / "runs/cat_l2-seed1")
+        study = Study(SIZES["cpu"], ("cat_l2",), (1,), folder, tmp_path, question="qk_norm")
+        assert attention_of(study, job)["entropy"] == 0.6 and len(measured) == 8
+        (job.folder / "attention.json").write_text('{"model_sha256": "x"}')
+        with pytest.raises(UserError, match=r"attention\.json: .*entropy"):
+            attention_of(study, job)
 
     def test_rates_are_chosen_on_a_seed_that_is_not_reported(
         self, arguments, tmp_path, monkeypatch, capsys

@@ -105,7 +105,7 @@ def test_there_and_back(kind, pythia, tmp_path):
 
 def test_the_stock_library_opens_what_came_back(pythia, tmp_path):
     """In a process that knows nothing of cat_lm, which torch would load where it is installed."""
-    upcycle(pythia, tmp_path / "cat", Convolution(window=3))
+    upcycle(pythia, tmp_path / "cat", Convolution(window=3, rank=2, canon="D"))
     upcycle(tmp_path / "cat", tmp_path / "back", Convolution("none"))
     code = (
         "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -209,6 +209,10 @@ def test_refusals(pythia, tmp_path):
         upcycle(pythia, tmp_path / "out", Convolution("none"))
     with pytest.raises(UserError, match="--activation silu"):
         upcycle(pythia, tmp_path / "out", Convolution("depthwise", activation="silu"))
+    with pytest.raises(UserError, match="--qk-norm l2: normalised queries and keys change"):
+        upcycle(pythia, tmp_path / "out", Convolution(qk_norm="l2"))
+    with pytest.raises(UserError, match="conv_rank=2: needs conv_type=head and the streams q and"):
+        upcycle(pythia, tmp_path / "out", Convolution(streams="k", rank=2))
     with pytest.raises(UserError, match="conv_window=0"):
         upcycle(pythia, tmp_path / "out", Convolution(window=0))
     with pytest.raises(UserError, match="--window 100000000000: the model reads at most"):
@@ -216,9 +220,9 @@ def test_refusals(pythia, tmp_path):
     with pytest.raises(UserError, match="conv_mixing=maps: needs"):
         upcycle(pythia, tmp_path / "out", Convolution(mixing="maps"))
     other = Path(shutil.copytree(pythia, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"model_type": "mamba"}
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "gpt2"}
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="model_type is 'mamba'"):
+    with pytest.raises(UserError, match="model_type is 'gpt2'"):
         upcycle(other, tmp_path / "out", Convolution())
     other = Path(shutil.copytree(pythia, tmp_path / "not a number"))
     (other / "generation_config.json").write_text('{"use_cache": NaN}')
@@ -299,6 +303,10 @@ def test_command(pythia, tmp_path):
     assert again.stderr.startswith("error: OUT") and again.stderr.count("\n") == 1
     idle = run(tmp_path / "cat", tmp_path / "back", "--conv", "none", "--window", 3)
     assert idle.returncode == 2 and "--window: says nothing" in idle.stderr
+    with pytest.raises(UserError, match="--canon-window: says nothing without --canon"):
+        upcycle_module._refuse_idle("head", {"canon_window": 3})
+    with pytest.raises(UserError, match="--rank: says nothing with --conv none"):
+        upcycle_module._refuse_idle("none", {"canon": "A", "rank": 2})
 
 
 def test_the_model_section_describes_the_same_model(pythia, tmp_path):

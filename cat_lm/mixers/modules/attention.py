@@ -35,7 +35,7 @@ def softmax_attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     real = padding_mask
     if state is not None:
-        k, v, real = _with_past(k, v, real, state)
+        k, v, real = with_past(k, v, real, state)
     time, past = q.shape[2], k.shape[2] - q.shape[2]
     mask = None
     if real is not None or document_ids is not None or (past and time > 1):
@@ -52,7 +52,7 @@ def softmax_attention(
     return y.transpose(1, 2)
 
 
-def _with_past(
+def with_past(
     k: Tensor, v: Tensor, real: Tensor | None, state: State
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Join the keys and values [B, H, S, D] with those before, and say which are no padding."""

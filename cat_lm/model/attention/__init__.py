@@ -21,7 +21,8 @@ from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
 __all__ += ["check_parameters"]
-__all__ += ["implementation_problems", "names", "pattern", "problems", "register"]
+__all__ += ["implementation_problems", "length_problems", "names", "pattern", "problems"]
+__all__ += ["register", "usual_implementation"]
 __all__ += ["score_transform", "value_transform"]
 
 # The key that chooses an entry, and the one that holds its options, by the entries' class.
@@ -30,7 +31,7 @@ _KEYS = {
     ScoreTransform: ("score_transform", "score_options"),
     ValueTransform: ("value_transform", "value_options"),
 }
-_BUILT_IN = ("softmax", "map_mixing")  # modules here with an ENTRY
+_BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark")  # modules here with an ENTRY
 
 _ENTRIES: dict[type[Entry], dict[str, Entry]] = {kind: {} for kind in _KEYS}
 
@@ -105,14 +106,17 @@ def problems(model: Any, implementation: str | None = None) -> list[str]:
         model: a section or configuration whose names are known.
         implementation: `attn_implementation`; None where it is not decided.
     """
+    if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
+        return [f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax"]
     found = _option_problems(model)
     if found:
         return found
     chosen, score, value = pattern(model), score_transform(model), value_transform(model)
     if chosen.name == "map_mixing" and not mixes_maps(model):
         found.append("attention=map_mixing: is chosen by conv_type=multihead and conv_mixing=maps")
-    if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
-        found.append(f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax")
+    rank = getattr(model, "conv_rank", 1)
+    if rank > 1 and not chosen.takes_ranks:
+        found.append(f"conv_rank={rank}: cannot be combined with {chosen.title}")
     for key, entry in (("score_transform", score), ("value_transform", value)):
         if entry is not None and not chosen.takes_transforms:
             found.append(f"{key}={entry.name}: cannot be combined with {chosen.title}")
@@ -129,6 +133,24 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
                 f"({key}={entry.name}); use one of {', '.join(entry.implementations)}"
             )
     return found
+
+
+def usual_implementation(model: Any) -> str | None:
+    """Give what computes a model's attention where nothing is asked for; None for the usual one."""
+    chosen = (entry for entry in (pattern(model), score_transform(model)) if entry is not None)
+    served = [set(entry.implementations) for entry in chosen if entry.implementations is not None]
+    able = set.intersection(*served) if served else {"sdpa"}
+    return None if "sdpa" in able else min(able, default=None)  # eager is the first by its name
+
+
+def length_problems(model: Any, length: int) -> list[str]:
+    """Say whether a model's pattern is for rows of fewer tokens than `length`."""
+    chosen = pattern(model)
+    if chosen.longest is None or length <= chosen.longest:
+        return []
+    return [
+        f"attention={chosen.name}: reads rows of at most {chosen.longest} tokens, not of {length}"
+    ]
 
 
 def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:

@@ -76,15 +76,34 @@ class Pattern(Entry):
 
     Attributes:
         takes_transforms: whether scores and values may be transformed.
+        takes_ranks: whether queries and keys may be wider than values (`conv_rank`).
         reads_positions: whether its module asks for the positions of keys.
+        masks_keys: whether its module itself leaves out padding and other documents' keys, which
+            `call` tells it, so that no mask is made; one that was prepared is refused.
+        longest: the most tokens that a row may have; None for any number.
     """
 
     takes_transforms: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False
+    masks_keys: ClassVar[bool] = False
+    longest: ClassVar[int | None] = None
 
     def build(self, config: Any) -> nn.Module:
         """Make a layer's module."""
         raise NotImplementedError
+
+    def describe_backend(self, config: Any) -> str:
+        """Say what will compute it; "" where `attn_implementation` says it all."""
+        return ""
+
+    def cache_layers(self) -> tuple[type, type] | None:
+        """Import the classes of a layer's cache, one that grows and one of fixed length.
+
+        They extend `StateDynamicLayer` and `StateStaticLayer` of `cat_lm.model.cache`, which serve
+        where this is None. Only for a pattern that `holds_state`.
+        """
+        return None
 
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make what the module takes as `call.mask`; transformers' causal mask by default.

@@ -21,14 +21,16 @@ class AttentionCall:
         attend: the configuration's attention function with its transform of scores: takes query
             [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
             maps or None.
-        mask: what `Pattern.mask` made.
+        mask: what `Pattern.mask` made; None for a pattern that masks keys itself.
         scaling: of q·k, 1 / (t sqrt(D)).
         dropout: the part of the maps to drop, 0 outside training.
         continues: whether there are keys that are not among the new ones.
         state: the layer's named states, see `cat_lm.model.cache`; None without a cache.
         documents: [B, T]; None where rows are not packed.
+        padding: [B, T] bool, False at padding; None where there is none.
         query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
             transform reads positions.
+        losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -38,8 +40,10 @@ class AttentionCall:
     continues: bool
     state: LayerStateMixin | None
     documents: Tensor | None
+    padding: Tensor | None
     query_positions: Tensor | None
     key_positions: Tensor | None
+    losses: list[Tensor] | None = None
 
 
 class SoftmaxCore(nn.Module):

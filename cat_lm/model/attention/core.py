@@ -19,8 +19,12 @@ from cat_lm.model.attention.documents import attend_within_borders
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
+from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.settings import AttentionSettings
+
+# Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
+_OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
 
 
 @dataclass
@@ -60,6 +64,7 @@ class AttentionMixin:
     def _add_parts(self, config: AttentionSettings) -> None:
         """Give the module what lies between its projections, and the temperature."""
         self.scaling /= logit_temperature(config)
+        self.qk_norm = None if config.qk_norm == "none" else QueryKeyNorm(config)
         pattern = attention.pattern(config)
         score, value = attention.score_transform(config), attention.value_transform(config)
         self.core = pattern.build(config)
@@ -77,6 +82,12 @@ class AttentionMixin:
     def _take_earlier_names(self) -> None:
         """Read the library's and earlier versions' names of what the convolution holds now."""
         self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+
+    def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Normalise queries and keys [B, T, heads, D] of a model without convolutions."""
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
+        return query, key, value
 
     def _continues(self, cache: Cache | None) -> bool:
         return follows_cache(cache, self.layer_idx)
@@ -113,7 +124,9 @@ class AttentionMixin:
             continues,
             state,
             context.document_ids,
+            context.padding_mask,
             *positions,
+            context.arguments.get("auxiliary_losses"),
         )
         return self.core(query, key, value, extra[0] if extra else None, call)
 
@@ -152,12 +165,17 @@ class AttentionMixin:
                 implementation, self.score_transform, query, key, value, context.mask,
                 query_positions, key_positions, self.scaling, self._dropout, self.training,
             )  # fmt: skip
+        width = value.shape[-1]
+        wider = key.shape[-1] - width
+        if wider > 0 and implementation in _OF_ONE_WIDTH:
+            value = F.pad(value, (0, wider))
         borders = context.arguments.get("document_borders")
         if borders is not None:
             dropout = self._dropout
-            return attend_within_borders(query, key, value, borders, self.scaling, dropout), None
+            output = attend_within_borders(query, key, value, borders, self.scaling, dropout)
+            return output[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
-        return function(
+        output, maps = function(
             self if self.score_form is None else _Ungrouped(self),
             query,
             key,
@@ -167,6 +185,7 @@ class AttentionMixin:
             dropout=self._dropout,
             **context.arguments,
         )
+        return (output[..., :width] if output.shape[-1] > width else output), maps
 
 
 def _rename_earlier_parameters(

@@ -16,10 +16,15 @@ class Softmax(Pattern):
 
     name = "softmax"
     title = "softmax attention"
+    takes_ranks = True
 
     def flops(self, model: Any, context_length: int) -> float:
-        """Count 12·T·C over the full square (Chowdhery et al., 2022, appendix B)."""
-        return 12 * context_length * attention_channels(model)
+        """Count 12·T·C over the full square (Chowdhery et al., 2022, appendix B).
+
+        Half of it is the scores', of queries and keys that `conv_rank` makes R times as wide.
+        """
+        rank = getattr(model, "conv_rank", 1)
+        return 6 * (1 + rank) * context_length * attention_channels(model)
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""

@@ -64,6 +64,12 @@ class Kind:
         """Read W off filters."""
         return filters.shape[self.window_axis]
 
+    def normalized(self, filters: Tensor) -> Tensor:
+        """Divide filters by the sum of the magnitudes of the taps that an output reads."""
+        axes = [number for number, axis in enumerate(self.filter_axes) if axis in "WI"]
+        # Not by zero: a filter of zeros stays one.
+        return filters / filters.abs().sum(axes, keepdim=True).clamp(min=1e-12)
+
     def identity(self, heads: int, head_dim: int, window: int) -> Tensor:
         """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere."""
         import torch

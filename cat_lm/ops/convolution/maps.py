@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cat_lm.ops.convolution.api import convolve
 
@@ -33,6 +34,23 @@ def mixed_values(
         for taps in filters.permute(2, 1, 0).unbind(0)  # for each h: [H_out, W]
     ]
     return torch.stack(mixed, dim=2).flatten(3)
+
+
+def places_of_real_keys(is_real: Tensor) -> Tensor:
+    """Each real key's number among the real ones; S for the others. [B, S] bool to [B, S]."""
+    return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
+
+
+def closed_up(maps: Tensor, place: Tensor) -> Tensor:
+    """Maps [B, H, T, S] with the keys at their places, as if what is no real key were not there."""
+    batch, heads, time, keys = maps.shape
+    place = place[:, None, None, :].expand(batch, heads, time, keys)
+    return maps.new_zeros(batch, heads, time, keys + 1).scatter(3, place, maps)[..., :keys]
+
+
+def opened(maps: Tensor, place: Tensor) -> Tensor:
+    """Undo `closed_up`; zeros at what is no real key."""
+    return F.pad(maps, (0, 1)).gather(3, place[:, None, None, :].expand(maps.shape))
 
 
 def sum_over_maps(output: Tensor) -> Tensor:

@@ -202,7 +202,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        return None, *_ScanBackward.apply(ctx.backend, *ctx.saved_tensors, grad, grad_last)
+        # The function is for vmap; torch.compile takes none inside another.
+        run = _backward if torch.compiler.is_compiling() else _ScanBackward.apply
+        return None, *run(ctx.backend, *ctx.saved_tensors, grad, grad_last)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], backend: str, *tensors: Tensor) -> Any:

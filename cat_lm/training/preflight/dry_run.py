@@ -78,7 +78,8 @@ def _skipped_step(engine: Engine, batch: dict) -> str:
     (micro_batch,) = engine._micro_batches(batch)
     # One micro-batch is the whole step, so that gradients are reduced and then dropped.
     deepspeed.set_gradient_accumulation_boundary(True)
-    loss = engine._loss(micro_batch, num_items_in_batch=torch.ones((), device=engine.ranks.device))
+    one = torch.ones((), device=engine.ranks.device)
+    loss = engine._objective(engine._outputs(micro_batch, num_items_in_batch=one))
     attention = attention_kernels(loss)
     deepspeed.backward(loss * math.nan)
     if engine.config.train.zero_stage == 0:

@@ -64,7 +64,7 @@ def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
     say("building the model")
     model = build_model(config, config.model.vocab_size)
     parameters, vocab_size = count_parameters(model), model.config.vocab_size
-    backend = convolution_backend(config, model, ranks.device)
+    backend = convolution_backend(config, model.config, ranks.device)
     flops = flops_per_token(model.config, parameters, config.data.context_length)
     engine = Engine(model, config, ranks)
     if not on_gpu:

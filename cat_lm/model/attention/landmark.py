@@ -1,0 +1,136 @@
+"""Attention to the blocks of keys that their landmarks find (Landmark CAT)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cat_lm.io.readers import short
+from cat_lm.model.attention.base import Pattern
+from cat_lm.model.rules import attention_channels
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FILTERS = ("box", "exponential", "learned")
+SHARES = ("head", "layer")
+COMBINES = ("flat", "grouped")
+
+
+class Landmark(Pattern):
+    """softmax(q Kᵀ / (t sqrt(D))) V over the keys near the query and those of `top_k` blocks.
+
+    A complete block of `block` tokens has a landmark, its keys' sum by a filter (`filter`); the
+    blocks whose landmarks have the highest products with the query are attended to, beside the
+    query's own block and those before it (`local` together). See `cat_lm.model.landmark`.
+    """
+
+    name = "landmark"
+    title = "landmark attention"
+    words = "landmark attention"
+    implementations = ("eager", "sdpa")
+    takes_transforms = False
+    masks_keys = True
+    options: ClassVar[dict[str, Any]] = {
+        "block": 64,
+        "top_k": 8,
+        "local": 2,
+        "sink": False,
+        "filter": "box",
+        "share": "head",
+        "combine": "flat",
+    }
+
+    def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
+        """Say what is wrong with the options, and which say nothing with the others."""
+        found = _value_problems(options)
+        if found:
+            return found
+        if options["top_k"] == 0:
+            for key, usual in (("filter", "box"), ("share", "head"), ("combine", "flat")):
+                if options[key] != usual and not (key == "combine" and options["sink"]):
+                    found.append(
+                        f"attention_options.{key}={options[key]}: says nothing with top_k=0, which "
+                        f"chooses no blocks; leave it {usual}"
+                    )
+        return found
+
+    def parameters(self, model: Any) -> int:
+        """Count the filters [heads of keys, b] and the blocks' sharpness [H]."""
+        options = self.resolved(model.attention_options)
+        is_learned = options["filter"] == "learned"
+        filters = _key_heads(model) * options["block"] if is_learned else 0
+        is_sharp = is_learned or options["combine"] == "grouped"
+        return filters + (model.num_attention_heads if is_sharp else 0)
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count 12·C for each key read, as softmax, and 2·C for each landmark, 6·C if grouped.
+
+        Without a gradient, a landmark's product is computed once, and its sum once.
+        """
+        options = self.resolved(model.attention_options)
+        blocks = options["top_k"] + options["local"] + options["sink"]
+        read = min(context_length, blocks * options["block"])
+        passes = 6 if options["combine"] == "grouped" else 2
+        landmarks = passes * (context_length // options["block"] + 1) if options["top_k"] else 0
+        return (12 * read + landmarks) * attention_channels(model)
+
+    def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
+        """Count the landmarks of complete blocks."""
+        channels = attention_channels(model) // model.num_attention_heads * _key_heads(model)
+        return length // self.resolved(model.attention_options)["block"] * channels * itemsize
+
+    def holds_state(self, model: Any) -> bool:
+        """Tell that decoding keeps landmarks."""
+        return True
+
+    def describe_backend(self, config: Any) -> str:
+        """Name the backends of whole rows and of decoding, see `cat_lm.ops.landmark.dispatch`."""
+        from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend
+
+        length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
+        row, step = choose_backend(by, length, length, 0.0), choose_backend(by, 1, length, 0.0)
+        return (
+            f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
+            f"{step} ({MEANINGS[step]})"
+        )
+
+    def cache_layers(self) -> tuple[type, type]:
+        """Import the layers that keep landmarks."""
+        from cat_lm.model.landmark_cache import LandmarkDynamicLayer, LandmarkStaticLayer
+
+        return LandmarkDynamicLayer, LandmarkStaticLayer
+
+    def saved_maps(self, model: Any) -> int:
+        """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped."""
+        grouped = self.resolved(model.attention_options)["combine"] == "grouped"
+        return model.num_attention_heads * (3 if grouped else 1)
+
+    def build(self, config: Any) -> nn.Module:
+        """Make the module."""
+        from cat_lm.model.landmark import LandmarkCore
+
+        return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _value_problems(options: dict[str, Any]) -> list[str]:
+    found = []
+    for key, least in (("block", 1), ("top_k", 0), ("local", 1)):
+        value = options[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            least_said = f"must be a whole number of at least {least}"
+            found.append(f"attention_options.{key}={short(value)}: {least_said}")
+    if not isinstance(options["sink"], bool):
+        found.append(f"attention_options.sink={short(options['sink'])}: must be true or false")
+    for key, known in (("filter", FILTERS), ("share", SHARES), ("combine", COMBINES)):
+        if options[key] not in known:
+            found.append(
+                f"attention_options.{key}={short(options[key])}: must be one of {', '.join(known)}"
+            )
+    return found
+
+
+def _key_heads(model: Any) -> int:
+    return getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+
+
+ENTRY = Landmark()

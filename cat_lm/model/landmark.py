@@ -1,0 +1,173 @@
+"""Landmark attention's module: landmarks of the keys, the choice of blocks, attention to them.
+
+Of query t of a document, with blocks of b tokens, c(t) its own block and K̄_j the landmark of block
+j (`cat_lm.ops.landmark.keys`):
+
+    S_t = the `top_k` blocks j ≤ c(t) − local with the highest q_t·K̄_j, and those after
+          c(t) − local, and with `sink` the first block.
+
+Query t attends to {m ≤ t : m is in a block of S_t}, with `flat` in one softmax, which is the
+paper's definition (CAT, section 5) with two corrections: the blocks to choose from lie before the
+query, and the keys attended to are not the filtered ones. MoBA with k blocks is `filter: box`,
+`local: 1`, `top_k: k − 1`. With `grouped`, a chosen block is weighed as a whole by
+exp(θ_h) q·K̄_j / (t sqrt(D)), and its keys share that: the landmarks then get a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cat_lm.model.attention.call import AttentionCall
+from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys, next_landmarks
+from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
+from cat_lm.ops.landmark.select import Choice, choose_blocks
+from cat_lm.ops.landmark.step import attend_one
+from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
+
+if TYPE_CHECKING:
+    from cat_lm.model.settings import AttentionSettings
+
+
+class LandmarkCore(nn.Module):
+    """Attends to the blocks that landmarks find.
+
+    Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned; `sharpness` θ [H] if
+    blocks are weighed as wholes or the filter is learned; else θ is ln(D) / 2.
+
+    Attributes:
+        training_by: what is computed in training, see `train_landmarks`.
+        rows: the queries of a row on which landmarks are taught.
+    """
+
+    no_decay = ("filter", "sharpness")
+
+    def __init__(self, config: AttentionSettings, options: dict[str, Any]):
+        super().__init__()
+        self.config = config
+        self.block = options["block"]
+        self.filter_name = options["filter"]
+        self.is_grouped = options["combine"] == "grouped"
+        self.training_by, self.rows = "hard", 0
+        self.choice = Choice(options["top_k"], options["local"], options["sink"], options["share"])
+        for name, values in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(values))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Give the parameters as they start: the filter as the box, θ = ln(D) / 2."""
+        values = {}
+        if self.filter_name == "learned":
+            box = block_weights("box", self.block).float()
+            values["filter"] = box.expand(self.config.stream_heads("k"), -1).clone()
+        if self.is_grouped or self.filter_name == "learned":
+            sharp = 0.5 * math.log(self.config.head_width)
+            values["sharpness"] = torch.full((self.config.num_attention_heads,), sharp)
+        return values
+
+    def weights(self, device: torch.device) -> Tensor:
+        """Give the filter [1 or heads of keys, b], lag 0 first."""
+        if self.filter_name == "learned":
+            # A copy, because an engine may take the parameter away after this forward.
+            return self.filter.clone()
+        return block_weights(self.filter_name, self.block).to(device)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
+        if call.state is not None:
+            output, maps = self._continue(query, key, value, call)
+            return output.transpose(1, 2).contiguous(), maps
+        layout = sequence_blocks(
+            query.shape[2], self.block, call.documents, call.padding, key.device
+        )
+        carries = self.filter_name == "exponential"
+        landmarks = landmark_keys(key, self.weights(key.device), layout, carries)
+        way = self.training_by if self.training else "hard"
+        if way == "guided" and call.losses is not None:
+            call.losses.append(self._guided_loss(query, key, landmarks, layout, call.scaling))
+        if way in ("dense", "guided"):
+            is_plain = call.documents is None and call.padding is None
+            output = attend_densely(query, key, value, layout, call.scaling, call.dropout, is_plain)
+            return output.transpose(1, 2).contiguous(), None
+        choice = replace(self.choice, top_k=key.shape[2]) if way == "grouped" else self.choice
+        output, maps = self._attend(query, key, value, landmarks, layout, choice, call)
+        return output.transpose(1, 2).contiguous(), maps
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        landmarks: Tensor,
+        layout: BlockLayout,
+        choice: Choice,
+        call: AttentionCall,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Choose blocks and attend to them: [B, H, T, D], and maybe the maps."""
+        selected, scores = choose_blocks(query, landmarks, layout, choice)
+        logits = None
+        if self.is_grouped:
+            logits = scores * (self.sharpness.exp()[:, None, None] * call.scaling)
+        return attend_blocks(
+            self.config._attn_implementation, query, key, value, selected, layout,
+            choice.local, call.scaling, call.dropout, logits,
+        )  # fmt: skip
+
+    def _continue(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to the keys of a cache [B, H, S, D], whose newest are the queries' own."""
+
+        def summary(blocks: Tensor, previous: Tensor | None) -> Tensor:
+            carries = self.filter_name == "exponential"
+            return next_landmarks(blocks, self.weights(blocks.device), carries, previous)
+
+        time = query.shape[2]
+        past, padding = call.state.add_landmarks(time, call.padding, self.block, summary)
+        landmarks = call.state.landmarks
+        if landmarks is None:  # no block is complete
+            landmarks = key[:, :, :0]
+        by = self.config._attn_implementation
+        name = choose_backend(by, time, key.shape[2], call.dropout)
+        if name == "gather" and time == 1 and len(padding) == 1 and not self.is_grouped:
+            begins = int(padding[0])
+            if begins <= past:
+                output = attend_one(
+                    query, key, value, landmarks, past, begins, self.block, self.choice,
+                    call.scaling,
+                )  # fmt: skip
+                if output is not None:
+                    return output, None
+        layout = cached_blocks(past, time, self.block, padding.to(key.device))
+        landmarks = landmarks[:, :, : layout.numbers.shape[1]]
+        return self._attend(query, key, value, landmarks, layout, self.choice, call)
+
+    def _guided_loss(
+        self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
+    ) -> Tensor:
+        learned = self.filter_name == "learned" or self.is_grouped
+        sharpness = self.sharpness.exp() if learned else math.sqrt(self.config.head_width)
+        return guided_loss(
+            query, key, landmarks, layout, self.choice.local, scaling, sharpness, self.rows
+        )
+
+
+def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
+    """Say how a model with landmark attention computes while it is trained.
+
+    Args:
+        way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the
+            loss of `cat_lm.ops.landmark.teaching`, which the model's outputs then have as
+            `auxiliary_loss`; "grouped", weighing all blocks as wholes.
+        rows: for how many queries of each row the loss is computed.
+    """
+    for module in model.modules():
+        if isinstance(module, LandmarkCore):
+            module.training_by, module.rows = way, rows
+    model.collects_losses = way == "guided"

@@ -1,0 +1,239 @@
+"""Filters of queries, keys and values, what they make of one stream, and how they start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.qk_norm import QueryKeyNorm
+from cat_lm.model.rules import STREAMS
+from cat_lm.model.settings import AttentionSettings
+from cat_lm.ops import convolve, rotate
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.reference import check_kind
+from cat_lm.ops.convolution.step import can_step, convolve_step
+
+RANK_START = 2.0**-6  # exact in half precision too
+
+
+def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
+    """Make a stream's filters that change nothing, of the shape of their kind.
+
+    Raises:
+        ValueError: the kind is none that there can be.
+    """
+    kind = kinds.get(config.conv_type)
+    check_kind(kind)
+    return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
+
+
+def rank_start(config: AttentionSettings, stream: str) -> Tensor:
+    """Make the filters of a kernel's further ranks as they start, [R−1, H, W].
+
+    The keys' are zeros, so that the scores are those of rank 1. The queries' are small, and another
+    tap in each rank, so that gradients tell the ranks apart.
+    """
+    kind, heads = kinds.HEAD, config.stream_heads(stream)
+    shape = kind.filter_shape(heads, config.head_width, config.conv_window)
+    start = torch.zeros(config.conv_rank - 1, *shape)
+    if stream == "q":
+        start.diagonal(offset=1, dim1=0, dim2=2).fill_(RANK_START)
+    return start
+
+
+class StreamConvolution(nn.Module):
+    """Hold the filters and biases of a layer's queries, keys and values, and convolve them.
+
+    For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
+    for each head (`conv_type: head`):
+
+        y_s[b,t,h,:] = bias_{s,h} + sum_j F_s[h,j] x_s[b,t−j,h,:],   x_s = hidden · Wᵀ_{s,h}
+
+    which is (F_s * X) W_s + b of the paper's definition: a filter that the channels of a head share
+    commutes with the projection, and the bias is added after the convolution. With one filter for
+    each pair of heads (`conv_type: multihead`), which has to follow the projection, as before it
+    all heads read the same X:
+
+        y_s[b,t,i,:] = bias_{s,i} + sum_h sum_j F_s[j,i,h] x_s[b,t−j,h,:]
+
+    (`conv_mixing: maps` uses the values' filters otherwise: see `cat_lm.model.map_mixing`.) With
+    one filter for each channel (`conv_type: depthwise`), and with `conv_activation: silu` its SiLU:
+
+        y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]
+
+    With `conv_rank: R` (`head`) queries and keys are filtered R times, by `…_rank_filter` beyond
+    the first, and set side by side, [B, T, H, R·D]. Their scores are then q·k / sqrt(D) convolved
+    over queries and keys with a kernel of rank R: for all f, g and S[i,j] = q_i·k_j,
+
+        (f * q)_i · (g * k)_j = sum_ab f[a] g[b] S[i−a, j−b]
+
+    as in multi-token attention (Golovneva et al., 2025), whose kernel has full rank and meets
+    masked scores. Only the first rank has biases. With `conv_norm: l1` a filter is divided by its
+    magnitudes' sum, `Kind.normalized`.
+
+    Queries and keys are then rotated. The projections stay plain linear layers, so that what
+    replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model. This
+    module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
+    projections' biases, and its forward reads no other parameters: whoever gathers a module's
+    parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
+
+    Args:
+        biases: of the projections, by the names that they get here; None where there is none.
+    """
+
+    no_decay = (
+        "bias",
+        *(f"{stream}_bias" for stream in STREAMS),
+        *(f"{stream}_filter" for stream in STREAMS),
+        *(f"{stream}_rank_filter" for stream in "qk"),
+    )
+
+    def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
+        super().__init__()
+        self.conv_type = config.conv_type
+        self.window = config.conv_window
+        self.streams = config.convolved_streams
+        self.embedding_streams = config.embedding_streams
+        self.activation = config.conv_activation
+        self.head_width, self.rank = config.head_width, config.conv_rank
+        self.normalizes = config.conv_norm == "l1"
+        self.norm_comes_first = config.qk_norm_place == "before"
+        self.conv_backend = "auto"
+        for name, bias in biases.items():
+            self.register_parameter(name, bias)
+        for stream in self.streams:
+            filters = nn.Parameter(identity_filters(config, stream))
+            self.register_parameter(f"{stream}_filter", filters)
+        for stream in "qk" if self.rank > 1 else "":
+            filters = nn.Parameter(rank_start(config, stream))
+            self.register_parameter(f"{stream}_rank_filter", filters)
+
+    def filters(self) -> dict[str, nn.Parameter]:
+        """Give the filters of the streams that have them, in the order q, k, v."""
+        return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
+
+    def taps(self, stream: str) -> Tensor | None:
+        """Give a stream's filters as they are used; None where it has none."""
+        filters = getattr(self, f"{stream}_filter", None)
+        if filters is None or not self.normalizes:
+            return filters
+        return kinds.get(self.conv_type).normalized(filters)
+
+    def biases(self) -> list[nn.Parameter]:
+        """Give the projections' biases that there are."""
+        return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
+
+    def _stream(
+        self,
+        stream: str,
+        inputs: Tensor,
+        bias: Tensor | None,
+        document_ids: Tensor | None,
+        positions: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> Tensor:
+        """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
+        if stream not in self.embedding_streams:
+            return inputs if bias is None else inputs + bias.to(inputs.dtype)
+        outputs = convolve(
+            self.conv_type,
+            inputs,
+            self.taps(stream),
+            bias,
+            document_ids=document_ids,
+            positions=positions,
+            initial_state=initial_state,
+            backend=self.conv_backend,
+        )
+        return F.silu(outputs) if self.activation == "silu" else outputs
+
+    def _ranked(
+        self,
+        stream: str,
+        first: Tensor,
+        inputs: Tensor,
+        document_ids: Tensor | None,
+        positions: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> Tensor:
+        """Set what the further ranks' filters make beside the first's, [B, T, H, R·D]."""
+        if self.rank == 1 or stream == "v":
+            return first
+        others = [
+            convolve(
+                self.conv_type,
+                inputs,
+                taps,
+                document_ids=document_ids,
+                positions=positions,
+                initial_state=initial_state,
+                backend=self.conv_backend,
+            )
+            for taps in getattr(self, f"{stream}_rank_filter").unbind(0)
+        ]
+        return torch.cat([first, *others], dim=-1)
+
+    def _turned(
+        self,
+        query: Tensor,
+        key: Tensor,
+        norm: QueryKeyNorm | None,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate queries and keys."""
+        if norm is not None:
+            query, key = norm(query, key)
+        if rotary is not None:
+            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
+        return query, key
+
+    def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate [B, T, H, R·D], every rank alike."""
+        if self.rank == 1:
+            return rotate(x, *rotary)
+        ranks = x.unflatten(3, (self.rank, self.head_width)).flatten(2, 3)
+        return rotate(ranks, *rotary).unflatten(2, (-1, self.rank)).flatten(3)
+
+    def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
+        """Tell whether inputs [B, T, H, …, D] are a token that one kernel convolves."""
+        return (
+            inputs.shape[1] == 1
+            and padding_mask is None
+            and bool(self.embedding_streams)
+            and self.rank == 1
+            and can_step(self.conv_type, inputs, self.window, self.conv_backend)
+        )
+
+    def _step(
+        self,
+        inputs: Sequence[Tensor],
+        past: Sequence[Tensor | None],
+        biases: Sequence[Tensor | None],
+        following: Sequence[Tensor | None],
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of one token, rotated; `past` and `following` by stream."""
+        return convolve_step(
+            self.conv_type,
+            inputs,
+            past,
+            [self.taps(stream) if stream in self.embedding_streams else None for stream in STREAMS],
+            biases,
+            following,
+            window=self.window,
+            rotary=rotary,
+            silu=self.activation == "silu",
+        )
+
+
+def inputs_before(
+    state: LayerStateMixin, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None
+) -> Tensor | None:
+    """Exchange the inputs; None where there were none, as convolutions then read zeros."""
+    is_first = name not in state.inputs
+    before = state.exchange_inputs(name, inputs, window, padding_mask)
+    return None if is_first else before

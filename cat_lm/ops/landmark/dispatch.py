@@ -1,0 +1,73 @@
+"""The backends of attention to chosen blocks, and which of them computes a call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cat_lm.ops.landmark.blocks import attend_block_major
+from cat_lm.ops.landmark.gather import attend_gathered
+from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.landmark.reference import attend_flat, attend_grouped
+
+# Queries whose blocks are copied together; of more, the copies are the greater part of the work.
+FEW_QUERIES = 16
+# Keys from which on the masks cost more than what they save.
+MANY_KEYS = 4096
+
+MEANINGS = {
+    "reference": "masks of [B, H, T, S], and the maps",
+    "sdpa-mask": "masks of [B, H, T, S], in parts",
+    "gather": "copies of the chosen blocks, for decoding",
+    "blocks": "a block and the queries that chose it at a time, for long rows",
+}
+
+_SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
+
+
+def choose_backend(implementation: str, queries: int, keys: int, dropout: float) -> str:
+    """Name the backend, one of MEANINGS, for T queries and S keys.
+
+    Args:
+        implementation: `attn_implementation`: eager or sdpa.
+    """
+    if implementation == "eager":
+        return "reference"
+    if dropout > 0:
+        return "sdpa-mask"
+    if queries <= FEW_QUERIES and queries < keys:
+        return "gather"
+    return "blocks" if keys > MANY_KEYS else "sdpa-mask"
+
+
+def attend_blocks(
+    implementation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selected: Tensor,
+    layout: BlockLayout,
+    local: int,
+    scaling: float,
+    dropout: float,
+    block_logits: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to local keys and chosen blocks, by the backend that `choose_backend` names.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H or fewer, S, D].
+        selected: places of blocks [B, G, T, m], see `cat_lm.ops.landmark.select`.
+        block_logits: [B, H, T, m], by which those blocks are weighed as wholes; None where all
+            keys are in one softmax.
+
+    Returns:
+        [B, H, T, D], and from the reference the maps [B, H, T, S].
+    """
+    name = choose_backend(implementation, query.shape[2], key.shape[2], dropout)
+    if name in _SPARSE:
+        given = (query, key, value, selected, layout, local, scaling, block_logits)
+        return _SPARSE[name](*given), None
+    rest = (selected, layout, local, scaling, dropout, name == "reference")
+    if block_logits is not None:
+        return attend_grouped(query, key, value, block_logits, *rest)
+    return attend_flat(query, key, value, *rest)

@@ -1,0 +1,79 @@
+"""Landmarks: one key for each complete block, a filter's sum of the block's own keys.
+
+    K̄_j = sum_{w<b} F[w] k_{e−w},     e the last token of block j,
+
+which is the causal convolution of the keys with F (CAT, section 5), read at the ends of blocks.
+`box` is F = 1/b, `exponential` F[w] = ρ^w / sum_{w<b} ρ^w with ρ = e^{−1/b}, which goes on beyond
+the block: K̄_j also has e^{−1} K̄_{j−1} of the same document.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.landmark.layout import BlockLayout, take_slots
+
+
+def block_weights(name: str, block: int) -> Tensor:
+    """Give F of `box` or `exponential`, [1, b], lag 0 first, in double precision."""
+    if name == "box":
+        return torch.full((1, block), 1 / block, dtype=torch.float64)
+    weights = torch.exp(-torch.arange(block, dtype=torch.float64) / block)
+    return (weights / weights.sum())[None]
+
+
+def landmark_keys(key: Tensor, weights: Tensor, layout: BlockLayout, carries: bool) -> Tensor:
+    """Make the landmarks of all complete blocks.
+
+    Args:
+        key: [B, H, S, D].
+        weights: F [1 or H, b], lag 0 first.
+        carries: whether e^{−1} of the landmark before goes into the next one of its document.
+
+    Returns:
+        [B, H, n, D], zeros where a row has fewer blocks.
+    """
+    is_there = (layout.numbers >= 0)[:, None, :, None]
+    slots = torch.where(layout.numbers[:, :, None] >= 0, layout.block_slots(), 0)
+    sums = weighted_sums(take_slots(key, slots), weights) * is_there
+    return carried(sums, layout.numbers) if carries else sums
+
+
+def next_landmarks(
+    blocks: Tensor, weights: Tensor, carries: bool, previous: Tensor | None
+) -> Tensor:
+    """Make the landmarks of blocks [B, H, m, b, D] that follow each other, as `landmark_keys`.
+
+    Args:
+        previous: the landmark before them [B, H, D]; None at the beginning.
+    """
+    sums = weighted_sums(blocks, weights)
+    if not carries:
+        return sums
+    before = sums[:, :, :0] if previous is None else previous[:, :, None]
+    sums = torch.cat([before, sums], dim=2)
+    numbers = torch.arange(sums.shape[2], device=sums.device)[None]
+    return carried(sums, numbers)[:, :, before.shape[2] :]
+
+
+def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
+    """Sum blocks [B, H, n, b, D] with weights [1 or H, b], lag 0 first: [B, H, n, D]."""
+    weights = weights.flip(1).to(blocks.dtype).expand(blocks.shape[1], -1)
+    return torch.einsum("bhnwd,hw->bhnd", blocks, weights)
+
+
+def carried(sums: Tensor, numbers: Tensor) -> Tensor:
+    """K̄_j = S_j + e^{−1} K̄_{j−1} within documents, of S [B, H, n, D] and block numbers [R, n].
+
+    By doubling: after a pass a landmark holds twice as many blocks before it.
+    """
+    reach = 1
+    while reach < sums.shape[2]:
+        follows = (numbers[:, reach:] >= reach)[:, None, :, None]
+        earlier = sums[:, :, :-reach] * follows * math.exp(-reach)
+        sums = torch.cat([sums[:, :, :reach], sums[:, :, reach:] + earlier], dim=2)
+        reach *= 2
+    return sums

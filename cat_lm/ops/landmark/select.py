@@ -1,0 +1,117 @@
+"""The choice of blocks by their landmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.landmark.layout import BlockLayout
+
+# Queries whose scores are held at a time.
+QUERY_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Say how a query's blocks are chosen.
+
+    Attributes:
+        top_k: how many blocks beside those near the query.
+        local: how many blocks near the query are attended to, its own being the first.
+        sink: whether the first block of the document always is.
+        share: "head": each head of keys has a choice of its own; "layer": all heads have one.
+    """
+
+    top_k: int
+    local: int = 2
+    sink: bool = False
+    share: str = "head"
+
+
+def landmark_scores(query: Tensor, landmarks: Tensor) -> Tensor:
+    """q·K̄ in at least fp32: query [B, H, T, D], landmarks [B, H or fewer, n, D] to [B, H, T, n]."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    time = query.shape[2]
+    grouped = query.unflatten(1, (landmarks.shape[1], -1)).flatten(2, 3).to(dtype)
+    scores = grouped @ landmarks.to(dtype).mT
+    return scores.unflatten(2, (-1, time)).flatten(1, 2)
+
+
+def choose_blocks(
+    query: Tensor, landmarks: Tensor, layout: BlockLayout, choice: Choice
+) -> tuple[Tensor, Tensor]:
+    """Choose blocks for queries [B, H, T, D] by landmarks [B, H or fewer, n, D], in parts.
+
+    Returns:
+        `select_blocks`' places [B, G, T, m], and of these the scores q·K̄ [B, H, T, m], to which
+        gradients reach; those of places that are −1 are none's.
+    """
+    places, found = [], []
+    groups = 1 if choice.share == "layer" else landmarks.shape[1]
+    for start in range(0, query.shape[2], QUERY_CHUNK):
+        part = slice(start, start + QUERY_CHUNK)
+        scores = landmark_scores(query[:, :, part], landmarks)
+        selected = select_blocks(scores.detach(), layout.of_queries(part), choice, groups)
+        places.append(selected)
+        own = selected.clamp(min=0).long().repeat_interleave(scores.shape[1] // groups, dim=1)
+        found.append(scores.gather(3, own))
+    return torch.cat(places, dim=2), torch.cat(found, dim=2)
+
+
+def select_blocks(scores: Tensor, layout: BlockLayout, choice: Choice, groups: int) -> Tensor:
+    """Choose each query's blocks of its document, all before those near it.
+
+    Ties go to the earlier block. Heads that share a choice sum their softmax over the candidates.
+
+    Args:
+        scores: [B, H, T, n], of all heads of queries.
+        groups: G, the number of choices, which divides H.
+
+    Returns:
+        Places in `layout.starts` [B, G, T, m] int32, ascending, −1 behind the last; m at most
+        top_k, and one more with a sink.
+    """
+    old = candidates_of(layout, choice.local)
+    is_first = (layout.numbers == 0)[:, None, None]
+    candidates = old & ~is_first if choice.sink else old
+    scores = scores.masked_fill(~candidates, -torch.inf)
+    if groups != scores.shape[1]:
+        # Not a number where there is no candidate: none of them is chosen anyway.
+        shares = scores.softmax(dim=-1).nan_to_num(0.0).unflatten(1, (groups, -1)).sum(dim=2)
+        scores = shares.masked_fill(~candidates, -torch.inf)
+    chosen = _highest(scores, candidates, choice.top_k)
+    if choice.sink:
+        chosen = chosen | (old & is_first)
+    return _places(chosen, choice.top_k + choice.sink)
+
+
+def candidates_of(layout: BlockLayout, local: int) -> Tensor:
+    """Tell which blocks end before those near a query, in its document. [R, 1, T, n] bool."""
+    own = layout.positions.div(layout.block, rounding_mode="floor")
+    numbers = layout.numbers[:, None]
+    found = (numbers >= 0) & (numbers <= own[:, :, None] - local)
+    if layout.documents is not None:
+        found = found & (layout.documents[:, :, None] == layout.block_documents[:, None])
+    return found[:, None]
+
+
+def _highest(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
+    """Tell the `top_k` highest candidates of scores [B, G, T, n], of equal ones the first."""
+    if top_k >= scores.shape[-1]:
+        return candidates.expand_as(scores)
+    if top_k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = scores.topk(top_k, dim=-1).values[..., -1:]
+    above, level = scores > least, (scores == least) & candidates
+    room = top_k - above.sum(dim=-1, keepdim=True)
+    return above | (level & (level.cumsum(dim=-1) <= room))
+
+
+def _places(chosen: Tensor, most: int) -> Tensor:
+    """Give the numbers of the True ones [B, G, T, n], ascending, −1 behind them: [B, G, T, m]."""
+    count = chosen.shape[-1]
+    numbers = torch.where(chosen, torch.arange(count, device=chosen.device), count)
+    places = numbers.topk(min(most, count), dim=-1, largest=False, sorted=True).values
+    return places.masked_fill(places == count, -1).int()

@@ -1,0 +1,256 @@
+"""`python -m cat_lm.sparsify FOLDER OUT --block B --top-k K`: landmark attention for a dense model.
+
+The weights stay as they are: queries then attend to the blocks that landmarks find, see
+`cat_lm.model.landmark`. `--filter learned --calibrate DATA` learns the landmarks' filters, and
+nothing else. Before OUT appears, the logits of the new model with all blocks chosen are compared
+with the original's. Tensors keep their dtype, the tokenizer comes along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cat_lm import architectures
+from cat_lm.cli import Parser, add_skip_checksums, whole
+from cat_lm.errors import UserError, command
+from cat_lm.export import refuse_checkpoints
+from cat_lm.export_record import comparing_files
+from cat_lm.io.folders import atomic_folder, check_output
+from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
+from cat_lm.limits import CONTEXT, TOKENS, Range
+from cat_lm.model.attention.landmark import FILTERS, SHARES
+from cat_lm.model_card import describe_model
+from cat_lm.pretrained import load_model, model_config, model_folder, quiet_transformers
+from cat_lm.upcycle import copy_tokenizer, refuse_used
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# In the names of landmark attention's parameters, and of no others.
+_IS_OWN = ".core."
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What filters are learned from: a prepared folder, and how many of its tokens."""
+
+    data: Path | str
+    tokens: int
+
+
+def sparsify(
+    folder: Path | str,
+    out: Path | str,
+    options: dict[str, Any],
+    calibration: Calibration | None = None,
+) -> tuple[Path, float, tuple[float, float] | None]:
+    """Write the model in `folder` with landmark attention to `out`.
+
+    Args:
+        folder: a transformers folder of a model with softmax attention over all keys, or with
+            landmark attention in one softmax, which gets other options.
+        out: a new folder, or an empty one.
+        options: `attention_options`.
+        calibration: for learned filters; without it they are those of `folder`.
+
+    Returns:
+        The path of `out`; how far the logits with all blocks chosen are from those of softmax
+        attention, in parts of the largest; and the filters' loss before and after calibration.
+
+    Raises:
+        UserError: `out` is not empty; `folder` holds no such model; options that are wrong, or
+            filters that come from nowhere; data that do not serve; or the logits differ.
+    """
+    check_output(out, "OUT")
+    out = Path(out)
+    refuse_checkpoints(out)
+    refuse_used(out)
+    folder = model_folder(folder)
+    source = model_config(folder)
+    dense = _with_attention(folder, source, "softmax", None)
+    target = _with_attention(folder, source, "landmark", options)
+    _check_filters(folder, source, options, calibration)
+    dtype = str(source.dtype or "float32").removeprefix("torch.")
+    weights = load_model(folder, dtype=dtype, device="cpu").state_dict()
+    losses = None
+    if calibration is not None:
+        losses = _calibrate(target, weights, calibration)
+    every = _with_attention(
+        folder, source, "landmark", options | {"top_k": source.max_position_embeddings}
+    )
+    difference = difference_of_logits(_logits(every, weights), _logits(dense, weights))
+    if not difference <= TOLERANCE:  # also where it is NaN
+        raise UserError(
+            f"model {folder}: with all blocks chosen, its logits differ from those of all keys by "
+            f"{difference:.1e} of the largest, more than {TOLERANCE:.0e}; {out} was not written"
+        )
+    with atomic_folder(out) as new:
+        _model(target, weights).save_pretrained(new)
+        copy_tokenizer(folder, new)
+    return out, difference, losses
+
+
+def _calibrate(
+    target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
+) -> tuple[float, float]:
+    """Learn filters; put them among the weights, in their dtype. The losses as `calibrate`."""
+    from cat_lm.landmark_calibration import calibrate
+
+    dtype = next(iter(weights.values())).dtype
+    model = _model(target, weights).float()
+    losses = calibrate(model, calibration.data, calibration.tokens, target.max_position_embeddings)
+    own = {name: x for name, x in model.state_dict().items() if _IS_OWN in name}
+    weights.update({name: x.to(dtype) for name, x in own.items()})
+    return losses
+
+
+def _check_filters(
+    folder: Path,
+    source: PreTrainedConfig,
+    options: dict[str, Any],
+    calibration: Calibration | None,
+) -> None:
+    """Refuse filters that are learned from nothing, and data from which nothing is learned."""
+    if options.get("filter") != "learned":
+        if calibration is not None:
+            raise UserError(
+                f"--calibrate {calibration.data}: says nothing with --filter "
+                f"{options.get('filter', 'box')}; give --filter learned"
+            )
+        return
+    theirs = getattr(source, "attention_options", None) or {}
+    same = theirs.get("filter") == "learned" and theirs.get("block", 64) == options.get("block")
+    if calibration is None and not same:
+        raise UserError(
+            f"--filter learned: model {folder} has no learned filters of "
+            f"{options.get('block')} tokens; give --calibrate DATA to learn them"
+        )
+
+
+def _model(config: PreTrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
+    """A model with these weights; its landmarks' parameters, if it has any, as they start."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.random.fork_rng(devices=[]):
+        model = architectures.of_config(config).classes_of(config).causal_lm(config).eval()
+    dtype = next(iter(weights.values())).dtype
+    shared = {name: x for name, x in weights.items() if _IS_OWN not in name}
+    for name, module in model.named_modules():
+        for key, values in getattr(module, "initial_values", dict)().items():
+            given = weights.get(f"{name}.{key}")
+            is_same = given is not None and given.shape == values.shape
+            shared[f"{name}.{key}"] = given if is_same else values.to(dtype)
+    model.load_state_dict(shared, assign=True)
+    model.tie_weights()
+    return model
+
+
+def _logits(config: PreTrainedConfig, weights: dict[str, Tensor]) -> Tensor:
+    import torch
+
+    with torch.inference_mode():
+        ids = checked_ids(config.vocab_size, config.max_position_embeddings)
+        return _model(config, weights).float()(ids, use_cache=False).logits
+
+
+def _with_attention(
+    folder: Path, source: PreTrainedConfig, pattern: str, options: dict[str, Any] | None
+) -> PreTrainedConfig:
+    """The configuration of a model with another pattern of attention, of which nothing is lost."""
+    architecture = architectures.find(source)
+    if architecture is None or "attention_options" not in architecture.Section.model_fields:
+        able = [
+            kind
+            for name in architectures.names()
+            if "attention_options" in architectures.get(name).Section.model_fields
+            for kind in architectures.get(name).model_types
+        ]
+        raise UserError(
+            f"model {folder}: model_type is {source.model_type!r}; only models of "
+            f"{', '.join(able)} have attention that can be made sparse"
+        )
+    # The library's models have no convolutions; our configurations have them by default.
+    is_plain = source.model_type != architecture.model_type
+    unchanged = {"conv_type": "none"} if is_plain else {}
+    own = architecture.own_config(source, **unchanged)
+    entry = architecture.attention_entries(own)[0]
+    is_grouped = (own.attention_options or {}).get("combine") == "grouped"
+    if entry.name not in ("softmax", "landmark") or is_grouped:
+        raise UserError(
+            f"model {folder}: has {entry.title}{' of blocks as wholes' if is_grouped else ''} "
+            f"(attention={entry.name}); only what is in one softmax can be made sparse"
+        )
+    try:
+        changes = {"attention": pattern, "attention_options": options}
+        return architecture.own_config(source, **unchanged, **changes)
+    except ValueError as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+@command
+def main() -> None:
+    parser = Parser(
+        prog="python -m cat_lm.sparsify",
+        description="Gives a trained model landmark attention: each query reads its own block of "
+        "keys, those before it, and those that their landmarks say matter to it.",
+    )
+    parser.add_argument("folder", help="transformers folder of the model")
+    parser.add_argument("out", help="folder to write; must be new or empty")
+    parser.add_argument("--block", type=whole(CONTEXT), required=True, help="tokens of a block")
+    parser.add_argument(
+        "--top-k",
+        type=whole(Range(0, CONTEXT.high)),
+        required=True,
+        help="blocks that a query chooses; 0 reads the nearest ones alone",
+    )
+    parser.add_argument(
+        "--local",
+        type=whole(CONTEXT),
+        default=2,
+        help="blocks near the query that it always reads, its own being one (default: 2)",
+    )
+    parser.add_argument("--sink", action="store_true", help="always read the first block too")
+    parser.add_argument(
+        "--filter", choices=FILTERS, default="box", help="sums a block's keys (default: box)"
+    )
+    parser.add_argument(
+        "--calibrate", metavar="DATA", help="prepared folder that --filter learned is learned from"
+    )
+    parser.add_argument(
+        "--tokens", type=whole(TOKENS.at_least(1)), help="of DATA to read (default: 1,000,000)"
+    )
+    parser.add_argument(
+        "--share",
+        choices=SHARES,
+        default="head",
+        help="who chooses blocks: each head of keys, or the layer (default: head)",
+    )
+    add_skip_checksums(parser)
+    arguments = parser.parse_args()
+    names = ("block", "top_k", "local", "sink", "filter", "share")
+    options = {name: getattr(arguments, name) for name in names}
+    if arguments.tokens is not None and arguments.calibrate is None:
+        raise UserError(f"--tokens {arguments.tokens}: says nothing without --calibrate")
+    calibration = None
+    if arguments.calibrate is not None:
+        calibration = Calibration(arguments.calibrate, arguments.tokens or 1_000_000)
+    quiet_transformers()
+    with comparing_files(skip=arguments.skip_checksums):
+        out, difference, losses = sparsify(arguments.folder, arguments.out, options, calibration)
+    config = model_config(out)
+    print(f"{out}: {describe_model(config)}")
+    print(f"with all blocks chosen, logits equal the original's to {difference:.1e} of the largest")
+    if losses is not None:
+        print(f"landmark loss {losses[0]:.4f} at first, {losses[1]:.4f} at last")
+    blocks = arguments.top_k + arguments.local + arguments.sink
+    length = config.max_position_embeddings
+    share = min(1.0, blocks * arguments.block / length)
+    print(f"a query at {length} tokens reads at most {share:.0%} of the keys")
+
+
+if __name__ == "__main__":
+    main()

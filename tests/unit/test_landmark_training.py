@@ -1,0 +1,150 @@
+"""The training of landmark attention: what is computed, what learns, and what says nothing."""
+
+import pytest
+import torch
+
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.model.landmark import train_landmarks
+from tests.runs import run_values, write_config
+from tests.unit.test_model_landmark import KINDS, each_family, landmark_model
+from tests.unit.tiny_models import cat_model, random_ids
+
+
+def naive_guided_loss(model, ids, documents):
+    """Of the first layer, by loops: dense weights of blocks against the softmax of landmarks."""
+    module, seen = model.gpt_neox.layers[0].attention, {}
+
+    def keep(module, given):
+        seen.update(query=given[0], key=given[1], scaling=given[4].scaling)
+
+    handle = module.core.register_forward_pre_hook(keep)
+    model(ids, document_ids=documents)
+    handle.remove()
+    query, key = seen["query"], seen["key"]
+    losses = []
+    for row in range(2):
+        for head in range(4):
+            weighted = total = 0.0
+            for t in range(ids.shape[1]):
+                start = int((documents[row] == documents[row, t]).nonzero()[0])
+                logits = key[row, head, start : t + 1] @ query[row, head, t] * seen["scaling"]
+                mass = logits.softmax(0)[: max(0, (t - start) // 4 - 1) * 4].view(-1, 4).sum(1)
+                if len(mass) == 0:
+                    continue
+                marks = key[row, head, start : start + 4 * len(mass)].view(-1, 4, 8).mean(1)
+                guess = (marks @ query[row, head, t] * seen["scaling"] * 8**0.5).log_softmax(0)
+                aim = (mass / mass.sum()).detach()
+                weight = mass.sum().detach()
+                weighted = weighted + weight * (aim * (aim.log() - guess)).sum()
+                total = total + weight
+            losses.append(weighted / total)
+    return torch.stack(losses).mean()
+
+
+def test_guided_training_is_dense_and_teaches_the_landmarks():
+    ids = random_ids(2, 37)
+    documents = (torch.arange(37) // torch.tensor([[30], [25]])).expand(2, -1)
+    model = landmark_model(num_hidden_layers=1).train()
+    train_landmarks(model, "guided", rows=99)
+    dense = cat_model(num_hidden_layers=1, conv_window=3).train()
+    dense.load_state_dict(model.state_dict())
+    output = model(ids, labels=ids, document_ids=documents)
+    expected = dense(ids, labels=ids, document_ids=documents).loss
+    torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
+    theirs = naive_guided_loss(model, ids, documents)
+    torch.testing.assert_close(output.auxiliary_loss, theirs, rtol=1e-4, atol=1e-6)
+    weights = [p for n, p in model.named_parameters() if "query_key_value" in n or "q_filter" in n]
+    for ours, wanted in zip(
+        torch.autograd.grad(output.auxiliary_loss, weights),
+        torch.autograd.grad(theirs, weights),
+        strict=True,
+    ):
+        assert wanted.abs().max() > 1e-4
+        torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-6)
+    # Without labels, in evaluation and by another way there is no such loss.
+    assert model.eval()(ids, labels=ids).auxiliary_loss is None
+    train_landmarks(model.train(), "dense", rows=99)
+    plain = model(ids, labels=ids, document_ids=documents)
+    assert plain.auxiliary_loss is None
+    torch.testing.assert_close(plain.loss, expected, rtol=1e-5, atol=1e-6)
+    train_landmarks(model, "hard", rows=99)
+    assert not model(ids, labels=ids, document_ids=documents).loss.isclose(expected, rtol=1e-4)
+
+
+@each_family
+def test_learned_filters_learn_when_guided_and_checkpointed(family):
+    ids, found = random_ids(2, 40), []
+    for checkpoints in (False, True):
+        model = landmark_model(family, filter="learned").train()
+        train_landmarks(model, "guided", rows=16)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        output = model(ids, labels=ids)
+        (output.loss + output.auxiliary_loss).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+        if ".core." in name:
+            assert gradient.abs().min() > 0
+    assert sum(".core." in name for name in found[0]) == 4
+
+
+def test_all_blocks_are_weighed_in_grouped_training():
+    ids = random_ids(2, 40)
+    few, every = (landmark_model(**KINDS["grouped"], top_k=k).train() for k in (1, 99))
+    train_landmarks(few, "grouped", rows=0)
+    torch.testing.assert_close(few(ids, labels=ids).loss, every(ids, labels=ids).loss)
+    train_landmarks(few, "hard", rows=0)
+    assert not few(ids, labels=ids).loss.isclose(every(ids, labels=ids).loss, rtol=1e-4)
+
+
+def test_rows_without_a_block_to_choose_give_no_loss():
+    model = landmark_model(filter="learned").train()
+    train_landmarks(model, "guided", rows=16)
+    for time in (1, 3, 11):
+        ids = random_ids(2, time)
+        output = model(ids, labels=ids)
+        assert output.auxiliary_loss == 0
+        (output.loss + output.auxiliary_loss).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+LEARNED = {"filter": "learned"}
+GROUPED = {"combine": "grouped"}
+# Changes of `train:`, the options of attention (None for softmax attention), and what is said.
+SAID = [
+    ({"landmark_loss": "guided"}, None, "landmark_loss=guided: needs model.attention=landmark"),
+    ({"landmark_rows": 8}, {}, "landmark_rows=8: says nothing with train.landmark_loss=hard"),
+    ({"landmark_weight": 0.1}, None, "landmark_weight=0.1: says nothing"),
+    ({}, LEARNED, "landmark_loss=hard: gives the landmarks' parameters no gradient"),
+    ({"landmark_loss": "dense"}, GROUPED, "landmark_loss=dense: gives the landmarks' parameters"),
+    ({"landmark_loss": "grouped"}, {}, "landmark_loss=grouped: needs model.attention_options"),
+    ({"landmark_loss": "guided"}, {"top_k": 0}, "landmark_loss=guided: says nothing with"),
+]
+
+
+@pytest.mark.parametrize(("train", "options", "said"), SAID)
+def test_keys_that_say_nothing_or_teach_nothing(train, options, said, tmp_path):
+    values = run_values(tmp_path, tmp_path / "out", **train)
+    if options is not None:
+        values["model"] |= {"attention": "landmark", "attention_options": options}
+    with pytest.raises(UserError) as error:
+        load_config(write_config(tmp_path, values))
+    assert f"train.{said}" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "options"),
+    [
+        ({}, {"top_k": 0}),
+        ({}, GROUPED),
+        ({"landmark_loss": "guided", "landmark_weight": 1.0}, LEARNED),
+        ({"landmark_loss": "grouped"}, GROUPED | LEARNED),
+    ],
+)
+def test_keys_that_go_together(train, options, tmp_path):
+    values = run_values(tmp_path, tmp_path / "out", **train)
+    values["model"] |= {"attention": "landmark", "attention_options": options}
+    load_config(write_config(tmp_path, values))

@@ -1,0 +1,364 @@
+"""Landmark attention in the models of both families: whole rows, decoding, and what is refused."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+from cat_lm import architectures
+from cat_lm.model import attention
+from cat_lm.model.cache import CatCache
+from cat_lm.model.configuration import CatConfig
+from cat_lm.model.landmark import train_landmarks
+from cat_lm.ops.landmark import dispatch, select
+from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, each_model, random_ids
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+OPTIONS = {"block": 4, "top_k": 2, "local": 2}
+OPTION_NAMES = attention.pattern(CatConfig(attention="landmark")).options.keys()
+FAMILIES = {"gpt_neox": VARIANTS["head"], "llama": GROUPED | {"conv_type": "none"}}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+# One of each filter, of each share and of each way to combine.
+KINDS = {
+    "box": {},
+    "exponential": {"filter": "exponential", "share": "layer", "sink": True},
+    "grouped": {"filter": "learned", "combine": "grouped"},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def landmark_model(family="gpt_neox", **options):
+    own = {name: options.pop(name) for name in OPTION_NAMES & options.keys()}
+    fields = {"conv_window": 3, **FAMILIES[family], **options}
+    model = cat_model(attention="landmark", attention_options=OPTIONS | own, **fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query_key_value.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(4)  # so that the choice of blocks matters
+    return model
+
+
+def chunks(model, ids, lengths, cache=None, mask=None):
+    """The logits of rows that are given in parts."""
+    cache, outputs, start = cache or CatCache(model.config), [], 0
+    for length in lengths:
+        stop = start + length
+        given = None if mask is None else mask[:, :stop]
+        output = model(ids[:, start:stop], attention_mask=given, past_key_values=cache)
+        outputs.append(output.logits)
+        start = stop
+    return torch.cat(outputs, dim=1), cache
+
+
+@each_model("maps")
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_all_blocks_are_the_softmax_model_with_its_gradients(variant, position):
+    fields = variant | {"position_embedding": position}
+    dense = cat_model(**fields)
+    sparse = cat_model(
+        **fields, attention="landmark", attention_options={"block": 4, "top_k": 9, "local": 1}
+    )
+    sparse.load_state_dict(dense.state_dict())
+    ids = random_ids(2, 23)
+    for model in (dense, sparse):
+        model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(ids).logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
+    for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+@each_family
+@each_kind
+def test_packed_padded_and_cached_rows_equal_rows_alone(kind, family):
+    model = landmark_model(family, **KINDS[kind])
+    dense = landmark_model(family, **KINDS[kind] | {"top_k": 99})
+    lengths = (21, 1, 4, 33)
+    alone = [random_ids(1, length, seed=length) for length in lengths]
+    expected = [model(ids, use_cache=False).logits for ids in alone]
+    assert not expected[3].allclose(dense(alone[3]).logits, **CLOSE)  # blocks are left out
+    ids = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None]
+    packed = model(torch.cat(alone, dim=1), document_ids=ids).logits
+    torch.testing.assert_close(packed, torch.cat(expected, dim=1), **CLOSE)
+    for left in (True, False):
+        rows, mask = torch.zeros(4, 33, dtype=torch.long), torch.zeros(4, 33, dtype=torch.long)
+        for row, length in enumerate(lengths):
+            span = slice(33 - length, 33) if left else slice(0, length)
+            rows[row, span], mask[row, span] = alone[row], 1
+        for use_cache in (False, True):
+            logits = model(rows, attention_mask=mask, use_cache=use_cache).logits
+            assert logits.isfinite().all()
+            for row, wanted in enumerate(expected):
+                torch.testing.assert_close(logits[row][mask[row].bool()], wanted[0], **CLOSE)
+
+
+@torch.no_grad()
+@each_family
+@each_kind
+def test_parts_equal_the_whole_in_every_cache(kind, family):
+    model, ids = landmark_model(family, **KINDS[kind]), random_ids(2, 70)
+    whole = model(ids, use_cache=False).logits
+    static = StaticCache(config=model.config, max_cache_len=80)
+    for lengths, cache in (
+        ([33, *[1] * 18, 19], None),
+        ([2, 17, 18, 5, 28], DynamicCache()),
+        ([10, 19, *[1] * 9, 32], static),
+    ):
+        found, _ = chunks(model, ids, lengths, cache)
+        torch.testing.assert_close(found, whole, **CLOSE)
+    eager = landmark_model(family, attn_implementation="eager", **KINDS[kind])
+    torch.testing.assert_close(chunks(eager, ids, [33, 30, 7])[0], whole, **CLOSE)
+    maps = eager(ids, use_cache=False, output_attentions=True).attentions[0]
+    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(2, 4, 70))
+    assert ((maps > 0).sum(dim=-1) <= 3 * 4 + 2 * 4).all()
+
+
+@torch.no_grad()
+@each_family
+@pytest.mark.parametrize("static", [False, True])
+def test_left_padded_prompts_go_on_as_if_alone(static, family):
+    """In parts, the first of which is all padding in a row."""
+    model = landmark_model(family, filter="exponential")
+    alone = [random_ids(1, length, seed=length) for length in (40, 29, 34)]
+    rows, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
+    for row, ids in enumerate(alone):
+        rows[row, 40 - ids.shape[1] :], mask[row, 40 - ids.shape[1] :] = ids, 1
+    cache = StaticCache(config=model.config, max_cache_len=64) if static else None
+    found, cache = chunks(model, rows, [8, 22, *[1] * 10], cache, mask)
+    for row, ids in enumerate(alone):
+        expected = model(ids, use_cache=False).logits
+        torch.testing.assert_close(found[row][mask[row].bool()], expected[0], **CLOSE)
+    cache.reset()
+    found, _ = chunks(model, rows[:, -20:], [9, 11], cache)
+    torch.testing.assert_close(found, model(rows[:, -20:], use_cache=False).logits, **CLOSE)
+
+
+@torch.no_grad()
+@each_family
+def test_rows_are_reordered_chosen_repeated_and_taken_back(family):
+    model, ids = landmark_model(family, filter="exponential"), random_ids(3, 41)
+    ids[0, :5] = 0
+    mask = (ids != 0).long()
+    _, cache = chunks(model, ids[:, :26], [26], mask=mask)
+    cache.activate_past_recording()
+    order = torch.tensor([2, 0, 0, 1])
+    cache.reorder_cache(order[:3])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    rows = torch.tensor([2, 0])
+    # Drafts that fill blocks, and are taken back.
+    for drafted, kept in ((9, 0), (6, 4), (3, 1)):
+        past = cache.get_seq_length()
+        draft = random_ids(2, drafted, seed=drafted)
+        draft[:, :kept] = ids[rows, past : past + kept]
+        given = torch.cat([mask[rows, :past], torch.ones(2, drafted, dtype=torch.long)], dim=1)
+        model(draft, attention_mask=given, past_key_values=cache)
+        cache.crop(kept - drafted)
+    past = cache.get_seq_length()
+    assert past == 31
+    output = model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits
+    expected = model(ids[rows], attention_mask=mask[rows], use_cache=False).logits
+    torch.testing.assert_close(output, expected[:, past:], **CLOSE)
+
+
+GENERATION = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "static": {"cache_implementation": "static"},
+}
+
+
+@each_family
+@pytest.mark.parametrize("how", GENERATION)
+def test_generation_equals_full_passes(how, family):
+    model, how = landmark_model(family), GENERATION[how]
+    ids = random_ids(2, 19)[: 1 if "prompt_lookup_num_tokens" in how else 2]
+    mask = torch.ones_like(ids)
+    if len(ids) > 1:
+        ids[0, :6] = mask[0, :6] = 0
+    options = {"max_new_tokens": 14, "do_sample": False, "attention_mask": mask}
+    beams = {"num_beams": how.get("num_beams", 1)}
+    expected = model.generate(ids, use_cache=False, **options, **beams)
+    assert torch.equal(model.generate(ids, **options, **how), expected)
+
+
+@each_family
+def test_an_assistant_drafts(family):
+    model, assistant = landmark_model(family), landmark_model(family, top_k=1)
+    options = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+    for one in (model, assistant):
+        one.generation_config.pad_token_id = None
+    ids = random_ids(1, 19)
+    expected = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operators write into new tensors, all and those of the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        found = function(*args, **kwargs or {})
+        for x in found if isinstance(found, tuple) else (found,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.numbers += x.numel()
+                self.largest = max(self.largest, x.numel())
+        return found
+
+
+@torch.no_grad()
+def test_a_token_copies_nothing_of_the_past():
+    """Beside what is done for each landmark, a step at 1,600 tokens does what it does at 400."""
+
+    def step(model, tokens):
+        ids = random_ids(1, tokens + 2)
+        _, cache = chunks(model, ids, [tokens, 1])
+        with Written() as written:
+            model(ids[:, -1:], past_key_values=cache)
+        return written.numbers
+
+    fields = {"num_hidden_layers": 1, "max_position_embeddings": 2048, "block": 16}
+    model = landmark_model(**fields)
+    short, long = step(model, 400), step(model, 1600)
+    blocks = (1600 - 400) // 16
+    assert long - short < 60 * blocks < (1600 - 400) * 32  # about ten numbers a head and landmark
+    dense = cat_model(conv_type="none", num_hidden_layers=1, max_position_embeddings=2048)
+    assert step(dense, 1600) - step(dense, 400) >= 2 * (1600 - 400) * 32  # keys and values
+
+
+@torch.no_grad()
+@each_family
+def test_long_rows_are_read_by_blocks(family, monkeypatch):
+    """By the same definition, padded and in a cache, in memory that grows with their length."""
+    model, ids = landmark_model(family, max_position_embeddings=512), random_ids(2, 400)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    expected = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=False).logits
+    monkeypatch.setattr(dispatch, "MANY_KEYS", 64)
+    monkeypatch.setattr(select, "QUERY_CHUNK", 32)
+    for use_cache in (False, True):
+        found = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=use_cache).logits
+        real = mask[:, :90].bool()
+        torch.testing.assert_close(found[real], expected[real], **CLOSE)
+    largest = []
+    for time in (200, 400):
+        with Written() as written:
+            model(ids[:, :time], logits_to_keep=1, use_cache=True)
+        largest.append(written.largest)
+    assert largest[1] <= 2.1 * largest[0]
+
+
+@each_kind
+def test_bfloat16(kind):
+    """Weights in bf16, and autocast over fp32 ones; training by every way."""
+    whole, ids = landmark_model(**KINDS[kind]), random_ids(2, 41)
+    half = landmark_model(**KINDS[kind]).bfloat16()
+    with torch.no_grad():
+        logits, _ = chunks(half, ids, [30, 1, 1, 9])
+        # Rounding may choose other blocks.
+        wrong = (logits.float() - whole(ids, use_cache=False).logits).abs() > 0.2
+        assert logits.dtype == torch.bfloat16 and wrong.float().mean() < 0.1
+    for model in (half, whole):
+        for way in ("hard", "dense", "guided"):
+            train_landmarks(model.train(), way, rows=8)
+            with torch.autocast("cpu", torch.bfloat16, enabled=model is whole):
+                output = model(ids, labels=ids)
+            loss = output.loss if way != "guided" else output.loss + output.auxiliary_loss
+            loss.backward()
+            assert loss.isfinite() and loss > 4
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@each_family
+def test_the_parameters_are_counted_start_as_they_should_and_learn(family):
+    model, ids = landmark_model(family, **KINDS["grouped"]), random_ids(2, 40)
+    known = architectures.get(family)
+    section = known.section(model.config)
+    assert known.num_parameters(section, 0) == sum(p.numel() for p in model.parameters())
+    heads = model.config.stream_heads("k")
+    fresh = known.classes().causal_lm(model.config).state_dict()
+    cores = [name for name in fresh if ".core." in name]
+    assert len(cores) == 4
+    for name in cores:
+        assert fresh[name].shape == ((heads, 4) if name.endswith("filter") else (4,))
+        start = 0.25 if name.endswith("filter") else 0.5 * torch.tensor(8.0).log()
+        assert (fresh[name] == start).all()
+    gradients = []
+    for name in ("eager", "sdpa"):
+        model.config._attn_implementation = name
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for n, p in model.named_parameters() if ".core." in n])
+    for eager, sdpa in zip(*gradients, strict=True):
+        assert eager.abs().min() > 0
+        torch.testing.assert_close(sdpa, eager, rtol=1e-4, atol=1e-7)
+
+
+def test_checkpointing_changes_no_gradient():
+    ids, found = random_ids(2, 30), []
+    for checkpoints in (False, True):
+        model = landmark_model(**KINDS["grouped"]).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(
+            ids, labels=ids, document_ids=torch.arange(30)[None].expand(2, -1) // 13
+        ).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+WRONG = {
+    "block=0: must be a whole number of at least 1": {"block": 0},
+    "top_k='eight': must be a whole number of at least 0": {"top_k": "eight"},
+    "local=true: must be a whole number of at least 1": {"local": True},
+    "sink=1: must be true or false": {"sink": 1},
+    "filter='gauss': must be one of box, exponential, learned": {"filter": "gauss"},
+    "share='model': must be one of head, layer": {"share": "model"},
+    "filter=exponential: says nothing with top_k=0": {"top_k": 0, "filter": "exponential"},
+    "share=layer: says nothing with top_k=0": {"top_k": 0, "share": "layer"},
+    "combine=grouped: says nothing with top_k=0": {"top_k": 0, "combine": "grouped"},
+    "blocks: unknown with attention=landmark; known: block, top_k": {"blocks": 2},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_options_that_are_wrong_or_say_nothing(said):
+    with pytest.raises(ValueError) as error:
+        CatConfig(**SIZES, attention="landmark", attention_options=WRONG[said])
+    assert f"attention_options.{said}" in str(error.value).replace('"', "'")
+
+
+def test_what_cannot_serve_is_refused():
+    with pytest.raises(ValueError, match=r"flex_attention: cannot compute landmark attention"):
+        landmark_model(attn_implementation="flex_attention")
+    config = CatConfig(attention="landmark")
+    (said,) = attention.implementation_problems(config, "flash_attention_2")
+    assert said.endswith("(attention=landmark); use one of eager, sdpa")
+    with pytest.raises(ValueError, match=r"attention=landmark: not with conv_mixing=maps"):
+        landmark_model(**VARIANTS["maps"])
+    with pytest.raises(ValueError, match="score_transform"):
+        landmark_model(score_transform="decay")
+    model, ids = landmark_model(conv_type="none"), random_ids(2, 9)
+    filled = DynamicCache()
+    for layer in range(2):
+        filled.update(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 8), layer)
+    with pytest.raises(ValueError, match=r"this cache holds keys and values without .*landmarks"):
+        model(ids, past_key_values=filled)
+    prepared = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="not a prepared mask"):
+        model(ids, attention_mask=prepared, padding_mask=torch.ones(2, 9))
+    gap = torch.ones(2, 9)
+    gap[1, 4] = 0
+    with pytest.raises(ValueError, match="no padding between the tokens of a row"):
+        model(ids, attention_mask=gap)
+    ends = torch.ones(2, 10)
+    ends[1, 7:9] = 0
+    output = model(ids, attention_mask=ends[:, :9], use_cache=True)
+    with pytest.raises(ValueError, match="tokens follow padding at the end of a row"):
+        model(ids[:, :1], attention_mask=ends, past_key_values=output.past_key_values)

@@ -1,0 +1,225 @@
+"""Normalised queries, keys and filters: what they compute, where, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from cat_lm import architectures
+from cat_lm.errors import UserError
+from cat_lm.library_model import library_model
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.convolution import kinds
+from eval.common.filters import read_filters
+from eval.small_study.attention import attention_statistics
+from tests.unit.exactness import check_decoding, check_sequences
+from tests.unit.tiny_models import cat_model, random_ids
+
+NONE = {"conv_type": "none"}
+LLAMA = {"family": "llama", "num_key_value_heads": 2, "attention_bias": True}
+BEFORE = {"qk_norm_place": "before", "conv_window": 5}
+MODELS = {
+    "none, l2": NONE | {"qk_norm": "l2"},
+    "head, l2": {"qk_norm": "l2", "conv_window": 5},
+    "head, rms before": {"qk_norm": "rms", "conv_streams": "k"} | BEFORE,
+    "maps, rms": {"conv_type": "multihead", "conv_mixing": "maps", "qk_norm": "rms"},
+    "l1": {"conv_norm": "l1", "conv_type": "multihead", "conv_window": 3},
+    "Llama, none, rms": LLAMA | NONE | {"qk_norm": "rms"},
+    "Llama, depthwise, l2 before": LLAMA | {"conv_type": "depthwise", "qk_norm": "l2"} | BEFORE,
+}
+each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+
+
+def normed(**fields):
+    """A model whose norms are not at their start."""
+    model = cat_model(**fields)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qk_norm" in name:
+                parameter *= 1 + torch.rand(parameter.shape, generator=generator)
+    return model
+
+
+def core_inputs(model, ids):
+    """What the first layer's attention is given: q and k [B, H, T, D], and its scaling."""
+    found = []
+    layer = model.base_model.layers[0]
+    attention = getattr(layer, "self_attn", None) or layer.attention
+    hook = attention.core.register_forward_pre_hook(lambda _, given: found.append(given))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    query, key, _, _, call = found[0]
+    return query, key, call.scaling, attention
+
+
+@each_model
+def test_sequences_and_decoding_are_exact(fields):
+    check_sequences(fields)
+    check_decoding(fields)
+
+
+@pytest.mark.parametrize("fields", [NONE, {"conv_window": 3}, LLAMA | {"conv_window": 3}])
+def test_l2_bounds_every_logit(fields):
+    model = normed(**fields, qk_norm="l2", attention_temperature=0.5)
+    query, key, scaling, attention = core_inputs(model, random_ids(2, 30))
+    scale = attention.qk_norm.logit_scale / 0.5  # the temperature divides the logits
+    assert scale.min() > 2 * math.sqrt(8) and scale.shape == (4,)
+    logits = query @ key.repeat_interleave(4 // key.shape[1], dim=1).mT * scaling
+    assert (logits.abs() <= scale[:, None, None] * (1 + 1e-5)).all()
+    own = logits.diagonal(dim1=2, dim2=3)
+    assert (own.abs().amax((0, 2)) > 0.3 * scale).all(), "the bound is nearly met"
+
+
+@pytest.mark.parametrize("fields", [NONE, {"conv_window": 3}])
+def test_the_temperature_of_yarn_survives_the_norm(fields):
+    """It makes what is rotated longer, which a norm after the rotation would undo."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = normed(family="llama", qk_norm="l2", rope_parameters=yarn, **fields)
+    query, _, _, attention = core_inputs(model, random_ids(2, 30))
+    longer = 0.1 * math.log(4) + 1
+    expected = longer * attention.qk_norm.logit_scale[:, None].expand(4, 30)
+    torch.testing.assert_close(query.norm(dim=-1), expected.expand(2, 4, 30), rtol=1e-3, atol=0)
+
+
+def test_rms_is_the_norm_of_what_is_convolved_or_of_what_is_projected():
+    """By hand, for one head of Llama without positions."""
+    for place in ("after", "before"):
+        model = normed(
+            family="llama", attention_bias=True, position_embedding="none", qk_norm="rms",
+            qk_norm_place=place, conv_window=3,
+        )  # fmt: skip
+        ids = random_ids(1, 9)
+        query, key, _, attention = core_inputs(model, ids)
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[0]
+        for stream, found in (("q", query), ("k", key)):
+            filters = getattr(attention.convolution, f"{stream}_filter")
+            weight = getattr(attention.qk_norm, f"{stream}_weight")
+            bias = getattr(attention.convolution, f"{stream}_bias").view(4, 8)
+            streams = getattr(attention, f"{stream}_proj")(x).view(9, 4, 8)
+
+            def norm(values, weight=weight):
+                return values / (values.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+            def convolve(values, filters=filters):
+                rows = [
+                    sum(filters[:, j, None] * values[t - j] for j in range(min(3, t + 1)))
+                    for t in range(9)
+                ]
+                return torch.stack(rows)
+
+            if place == "after":
+                expected = norm(convolve(streams) + bias)
+            else:
+                expected = convolve(norm(streams + bias))
+            torch.testing.assert_close(found[0].transpose(0, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", kinds.BUILT_IN)
+def test_filters_of_norm_one(kind):
+    model = cat_model(conv_type=kind, conv_norm="l1", conv_window=4)
+    convolution = model.gpt_neox.layers[0].attention.convolution
+    taps = convolution.taps("k")
+    read = [n for n, axis in enumerate(kinds.get(kind).filter_axes) if axis in "WI"]
+    torch.testing.assert_close(taps.abs().sum(read), torch.ones_like(taps.abs().sum(read)))
+    doubled = cat_model(conv_type=kind, conv_norm="l1", conv_window=4)
+    with torch.no_grad():
+        for name, parameter in doubled.named_parameters():
+            parameter *= 3 if name.endswith("_filter") else 1
+        ids = random_ids(1, 9)
+        torch.testing.assert_close(model(ids).logits, doubled(ids).logits, rtol=1e-4, atol=1e-5)
+        convolution.k_filter.zero_()
+        assert not convolution.taps("k").any() and model(ids).logits.isfinite().all()
+
+
+def test_filters_are_read_as_they_are_used(tmp_path):
+    model = cat_model(conv_norm="l1", conv_window=4)
+    model.save_pretrained(tmp_path)
+    taps = read_filters(tmp_path).streams["v"]
+    expected = model.gpt_neox.layers[1].attention.convolution.taps("v").detach()
+    torch.testing.assert_close(torch.as_tensor(taps[1]), expected)
+    assert not torch.allclose(expected, model.gpt_neox.layers[1].attention.convolution.v_filter)
+
+
+@each_model
+def test_counts_are_those_of_the_model(fields):
+    model = cat_model(**fields)
+    family = architectures.of_config(model.config)
+    section = family.section(model.config)
+    assert family.num_parameters(section, 97) == sum(p.numel() for p in model.parameters())
+    own = [p for name, p in model.named_parameters() if "qk_norm" in name or "_filter" in name]
+    assert family.elementwise_parameters(section) == sum(p.numel() for p in own)
+    exempt = {id(p) for p in parameters_by_decay(model)[1]}
+    assert {id(p) for p in own} <= exempt
+    words = family.words(section)
+    assert ("norm of q and k" in words) == (section.qk_norm != "none")
+    assert ("l1-normalised" in words) == (section.conv_norm == "l1")
+    if section.qk_norm != "none" and section.conv_type == "none":
+        with pytest.raises(
+            UserError, match=f"--library: the model has qk_norm='{section.qk_norm}'"
+        ):
+            library_model(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm": "l3"}, "qk_norm='l3' is not supported; choose one of none, l2, rms"),
+        ({"qk_norm": "l2", "qk_norm_place": "inside"}, "qk_norm_place='inside' is not supported"),
+        ({"qk_norm_place": "before"}, "qk_norm_place=before: says nothing with qk_norm=none"),
+        (NONE | {"qk_norm": "l2", "qk_norm_place": "before"}, "needs a convolution of q or k"),
+        ({"qk_norm": "l2", "conv_streams": "v"} | BEFORE, "needs a convolution of q or k"),
+        (NONE | {"conv_norm": "l1"}, "conv_norm=l1: there are no filters with conv_type=none"),
+        ({"conv_norm": "l2"}, "conv_norm='l2' is not supported"),
+    ],
+)
+def test_what_says_nothing_is_one_line(fields, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        cat_model(**fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_norm_is_not_added_to_a_trained_model():
+    family = architectures.get("llama")
+    plain, normalised = (
+        family.section_values(cat_model(family="llama", **NONE, qk_norm=norm).config)
+        for norm in ("none", "rms")
+    )
+    assert family.differences(plain, normalised) == ["model.qk_norm is 'none' there and 'rms' here"]
+
+
+class TestStatistics:
+    def test_equal_logits_have_an_entropy_of_one(self):
+        model = cat_model(**NONE)
+        with torch.no_grad():
+            for layer in model.gpt_neox.layers:
+                layer.attention.query_key_value.weight.zero_()
+                layer.attention.query_key_value.bias.zero_()
+        found = attention_statistics(model, random_ids(20, 12))
+        assert found["entropy"] == pytest.approx(1, abs=1e-5) and found["largest_logit"] == 0
+        assert len(found["layers"]) == 2
+
+    @pytest.mark.parametrize("fields", [NONE, LLAMA | NONE])
+    def test_they_are_those_of_the_maps(self, fields):
+        model = cat_model(**fields, attn_implementation="eager")
+        ids = random_ids(3, 7)
+        found = attention_statistics(model, ids)
+        with torch.no_grad():
+            maps = model(ids, output_attentions=True, use_cache=False).attentions[1]
+        entropies = [
+            -(maps[:, :, t, : t + 1] * maps[:, :, t, : t + 1].log()).sum(-1) / math.log(t + 1)
+            for t in range(1, 7)
+        ]
+        expected = torch.stack(entropies).mean().item()
+        assert found["layers"][1]["entropy"] == pytest.approx(expected, rel=1e-4)
+
+    def test_l2_bounds_the_largest_logit(self):
+        model = cat_model(qk_norm="l2")
+        found = attention_statistics(model, random_ids(2, 12))
+        assert 0 < found["largest_logit"] <= math.sqrt(8) * (1 + 1e-5)
+
+    def test_other_attention_is_refused(self):
+        model = cat_model(conv_type="multihead", conv_mixing="maps")
+        with pytest.raises(UserError, match="softmax attention, not of mixed attention maps"):
+            attention_statistics(model, random_ids(2, 12))

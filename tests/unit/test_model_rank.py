@@ -1,0 +1,350 @@
+"""Kernels of scores: rank R against the score map convolved by loops, and multi-token attention."""
+
+import math
+
+import pytest
+import torch
+
+from cat_lm import architectures, mixers
+from cat_lm.errors import UserError
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.stream_convolution import RANK_START
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.multi_token import identity_start, multi_token_attention
+from cat_lm.pretrained import load_model
+from cat_lm.upcycle import Convolution, upcycle
+from tests.unit.exactness import check_decoding, check_sequences
+from tests.unit.tiny_models import cat_model, random_ids, stock_model
+
+LLAMA = {"family": "llama", "num_key_value_heads": 2, "attention_bias": True}
+RANK = {"conv_type": "head", "conv_window": 5, "conv_rank": 3}
+RANKS = {
+    "packed": RANK,
+    "qk, norm before": RANK | {"conv_streams": "kq", "qk_norm": "rms", "qk_norm_place": "before"},
+    "Llama": LLAMA | RANK,
+}
+TOKENS = {"attention": "multi_token", "attn_implementation": "eager"}
+BOTH = {"query_window": 3, "key_window": 5, "head_mixing": "both"}
+MULTI = {
+    "plain": TOKENS | {"conv_type": "none", "attention_options": BOTH},
+    "Llama, convolved": LLAMA | TOKENS | {"conv_type": "head", "conv_window": 4},
+}
+
+
+def multi_token(**fields):
+    """A model whose kernels and weights between heads are random."""
+    model = cat_model(**fields | {"attn_implementation": "eager"})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".core." in name:
+                parameter.normal_(std=0.5)
+    return model
+
+
+def first_attention(model):
+    layer = model.base_model.layers[0]
+    return getattr(layer, "self_attn", None) or layer.attention
+
+
+def streams_of(model, ids):
+    """What the first layer's attention is given: q, k [B, H, T, R D], v, and its maps."""
+    found = []
+    attention = first_attention(model)
+    hook = attention.core.register_forward_hook(lambda _, given, out: found.append((given, out)))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    (query, key, value, _, call), (_, maps) = found[0]
+    return query, key, value, call.scaling, maps
+
+
+def convolved(scores, kernel, reads):
+    """Z[i,j] = sum_ab kernel[a,b] S[i−a, j−b] of scores [T, T], by loops over those in `reads`."""
+    time = scores.shape[0]
+    total = torch.zeros_like(scores)
+    for i in range(time):
+        for j in range(time):
+            for a, b in reads:
+                if i - a >= 0 and 0 <= j - b < time:
+                    total[i, j] += kernel[a, b] * scores[i - a, j - b]
+    return total
+
+
+@pytest.mark.parametrize("family", [{}, {"family": "llama"}])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rank_r_is_the_score_map_convolved(family, implementation):
+    """In double precision: the scores of R·D channels, and attention with the convolved map."""
+    window = 4
+    fields = family | RANK | {"conv_window": window, "position_embedding": "none"}
+    model = cat_model(**fields, attn_implementation=implementation).double()
+    attention, ids = first_attention(model), random_ids(1, 11)
+    filters = attention.convolution
+    with torch.no_grad():
+        for bias in filters.biases():
+            bias.zero_()  # the map is that of projections alone; test_biases has them
+    query, key, value, scaling, _ = streams_of(model, ids)
+    assert query.shape[3] == 3 * value.shape[3] == 24 and scaling == 8**-0.5
+    norm = model.base_model.layers[0].input_layernorm
+    x = norm(model.get_input_embeddings()(ids))
+    if family:
+        projected = [getattr(attention, f"{s}_proj")(x).view(11, 4, 8) for s in "qk"]
+    else:
+        packed = attention.query_key_value(x).view(11, 4, 3, 8)
+        projected = [packed[:, :, 0], packed[:, :, 1]]
+    reads = [(a, b) for a in range(window) for b in range(window)]
+    for head in range(4):
+        q, k = (x[:, head] for x in projected)
+        kernel = torch.outer(filters.q_filter[head], filters.k_filter[head])
+        for rank in range(2):
+            kernel += torch.outer(
+                filters.q_rank_filter[rank, head], filters.k_rank_filter[rank, head]
+            )
+        assert torch.linalg.matrix_rank(kernel) == 3
+        expected = convolved((q @ k.T).detach() / math.sqrt(8), kernel, reads)
+        found = query[0, head] @ key[0, head].T * scaling
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
+        maps = expected.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf).softmax(-1)
+        if implementation == "sdpa":  # eager's softmax is transformers' own, in fp32
+            _check_output(attention, model, ids, head, maps @ value[0, head])
+
+
+def _check_output(attention, model, ids, head, expected):
+    outputs = []
+    output = getattr(attention, "o_proj", None) or attention.dense
+    hook = output.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    found = outputs[0].view(11, 4, 8)[:, head]
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("fields", RANKS.values(), ids=RANKS)
+def test_sequences_of_rank_r_are_exact(fields, implementation):
+    check_sequences(fields, implementation)
+    if implementation == "sdpa":
+        check_decoding(fields)
+
+
+def test_ranks_turn_alike():
+    """With rotary positions every rank is an attention of its own, whose scores are summed."""
+    fields = RANK | {"conv_rank": 2, "attn_implementation": "eager"}
+    model, ids = cat_model(**fields), random_ids(1, 9)
+    query, key, _, scaling, _ = streams_of(model, ids)
+    total = 0
+    for rank in range(2):
+        single = cat_model(**fields | {"conv_rank": 1})
+        single.load_state_dict(model.state_dict(), strict=False)
+        own, convolution = first_attention(single).convolution, first_attention(model).convolution
+        if rank:
+            with torch.no_grad():
+                for stream in "qk":
+                    taps = getattr(convolution, f"{stream}_rank_filter")[0]
+                    getattr(own, f"{stream}_filter").copy_(taps)
+                own.bias.zero_()
+        q, k, *_ = streams_of(single, ids)
+        total = total + q @ k.mT * scaling
+    torch.testing.assert_close(query @ key.mT * scaling, total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_it_starts_as_rank_one(family, tmp_path):
+    stock_model(family=family).save_pretrained(tmp_path / "plain")
+    convolution = Convolution("head", 5, "qk", rank=3)
+    out, difference = upcycle(tmp_path / "plain", tmp_path / "ranked", convolution)
+    assert difference <= 1e-5
+    model = load_model(out, device="cpu")
+    filters = first_attention(model).convolution
+    assert not filters.k_rank_filter.any() and model.config.conv_rank == 3
+    expected = torch.zeros(2, 4, 5)
+    expected[0, :, 1] = expected[1, :, 2] = RANK_START
+    assert torch.equal(filters.q_rank_filter, expected)
+    loss = model.train()(random_ids(2, 20), labels=random_ids(2, 20)).loss
+    loss.backward()
+    assert (filters.k_rank_filter.grad[0] != filters.k_rank_filter.grad[1]).all(), "ranks differ"
+    back, _ = upcycle(out, tmp_path / "back", Convolution("none"))
+    assert load_model(back, device="cpu").config.model_type == family
+    config = architectures.get(family).config_class()
+    torch.manual_seed(0)
+    drawn = type(model)(config(**model.config.to_dict() | {"conv_init": "uniform"}))
+    assert torch.equal(first_attention(drawn).convolution.q_rank_filter, expected)
+
+
+@pytest.mark.parametrize("fields", [*RANKS.values(), *MULTI.values()], ids=[*RANKS, *MULTI])
+def test_counts_are_those_of_the_model(fields):
+    model = cat_model(**fields)
+    family = architectures.of_config(model.config)
+    section = family.section(model.config)
+    assert family.num_parameters(section, 97) == sum(p.numel() for p in model.parameters())
+    own = [
+        p for name, p in model.named_parameters() if "_filter" in name or "norm.q" in name
+        or "norm.k" in name or ".core." in name
+    ]  # fmt: skip
+    assert family.elementwise_parameters(section) == sum(p.numel() for p in own)
+    assert {id(p) for p in own} <= {id(p) for p in parameters_by_decay(model)[1]}
+    with torch.no_grad():
+        cache = model(random_ids(1, 30), use_cache=True).past_key_values
+    held = sum(
+        4 * tensor.numel()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values, *layer.inputs.values())
+    )
+    assert family.state_bytes(section, 30, 4) == held
+    if section.conv_rank > 1:
+        single = section.model_copy(update={"conv_rank": 1})
+        extra = family.mixing_flops(section, 64) - family.mixing_flops(single, 64)
+        taps = family.elementwise_parameters(section) - family.elementwise_parameters(single)
+        # Two more ranks of scores over 64 keys, and of filters on the channels of a head.
+        assert extra == 2 * (6 * 64 * 32 * 2) + 6 * taps * 8
+        assert "rank 3" in family.words(section)
+    else:
+        assert "multi-token attention" in family.words(section)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conv_rank": 2, "conv_streams": "k"}, "conv_rank=2: needs conv_type=head and the stre"),
+        ({"conv_rank": 2, "conv_type": "depthwise"}, "needs conv_type=head .* conv_type=depthwise"),
+        ({"conv_rank": 2, "conv_type": "none"}, "needs conv_type=head"),
+        (RANK | {"conv_rank": 6}, "conv_rank=6: is above conv_window=5; .* at most rank W"),
+        (RANK | {"conv_rank": 0}, "conv_rank=0: must be from 1"),
+        (RANK | {"qk_norm": "l2"}, "use qk_norm_place=before"),
+        (RANK | {"conv_norm": "l1"}, "conv_norm=l1 is for rank 1"),
+        (RANK | TOKENS, "conv_rank=3: cannot be combined with multi-token attention"),
+        (TOKENS | {"attn_implementation": "sdpa"}, "cannot compute multi-token attention"),
+        (TOKENS | {"attention_options": {"key_window": 4}}, "attention_options.key_window=4: must"),
+        (TOKENS | {"attention_options": {"head_mixing": "x"}}, "head_mixing='x': must be one of n"),
+        (TOKENS | {"attention_options": {"query_window": True}}, "query_window=True: must be a wh"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(fields, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        cat_model(**fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_flash_attention_takes_heads_of_256_channels():
+    family = architectures.get("gpt_neox")
+    section = family.section(cat_model(**RANK).config)
+    wide = section.model_copy(
+        update={"hidden_size": 512, "attn_implementation": "flash_attention_2", "conv_rank": 2}
+    )
+    assert family.problems(wide, 128) == []
+    found = family.problems(wide.model_copy(update={"conv_rank": 3}), 128)
+    assert found == [
+        "conv_rank=3: makes heads of 384 channels, and attn_implementation=flash_attention_2 takes "
+        "at most 256"
+    ]
+
+
+class TestMultiToken:
+    def by_loops(self, q, k, v, kernel, before, after):
+        """The equations for one row [H, T, D], with nothing but loops over scores."""
+        heads, time, width = q.shape
+        _, rows, columns = kernel.shape
+        half = columns // 2
+        causal = torch.ones(time, time).tril().bool()
+        scores = (q @ k.mT / math.sqrt(width)).masked_fill(~causal, 0.0)
+        reads = [(a, b) for a in range(rows) for b in range(columns)]
+        # kernel[a, half + b] meets j + b, so that the loops' j − c have c = −b.
+        found = torch.stack(
+            [
+                convolved(
+                    scores[h], {(a, half - c): kernel[h, a, c] for a, c in reads},
+                    [(a, half - c) for a, c in reads],
+                )
+                for h in range(heads)
+            ]
+        )  # fmt: skip
+        if before is not None:
+            found = (before @ found.flatten(1)).view_as(found)
+        maps = found.masked_fill(~causal, -torch.inf).softmax(-1)
+        if after is not None:
+            maps = (after @ maps.flatten(1)).view_as(maps)
+        return maps @ v
+
+    @pytest.mark.parametrize("time", [1, 2, 9])
+    @pytest.mark.parametrize("mixing", ["none", "both"])
+    def test_it_is_its_definition(self, time, mixing):
+        generator = torch.Generator().manual_seed(time)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        q, k, v = (random(3, time, 4) for _ in range(3))
+        start = identity_start(3, 4, 5, mixing)
+        parts = {name: random(*values.shape) for name, values in start.items()}
+        weights = [parts.get(name) for name in ("before", "after")]
+        found, _ = multi_token_attention(
+            q[None], k[None], v[None], parts["kernel"], *weights,
+            visible=torch.ones(1, 1, time, time).tril().bool(),
+            positions=torch.arange(time)[None], scaling=0.5,
+        )  # fmt: skip
+        expected = self.by_loops(q, k, v, parts["kernel"], *weights)
+        torch.testing.assert_close(found[0].transpose(0, 1), expected, rtol=0, atol=1e-10)
+
+    def test_it_starts_as_softmax_attention(self):
+        plain = cat_model(conv_type="none", attn_implementation="eager")
+        model = cat_model(**MULTI["plain"])
+        model.load_state_dict(plain.state_dict(), strict=False)
+        ids = random_ids(2, 30)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("fields", MULTI.values(), ids=MULTI)
+    def test_sequences_and_decoding_are_exact(self, fields, monkeypatch):
+        for module in ("exactness", "test_model_edges", "test_model_decode"):
+            monkeypatch.setattr(f"tests.unit.{module}.cat_model", multi_token)
+        fields = {key: value for key, value in fields.items() if key != "attn_implementation"}
+        check_sequences(fields, "eager")
+        check_decoding(fields)
+
+    def test_what_is_loaded_is_computed_by_what_can(self, tmp_path):
+        model = multi_token(**MULTI["plain"])
+        model.save_pretrained(tmp_path)
+        loaded = load_model(tmp_path, device="cpu")  # config.json does not say what computes it
+        assert loaded.config._attn_implementation == "eager"
+        ids = random_ids(1, 9)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+        plain = cat_model(conv_type="none", attn_implementation=None)
+        assert plain.config._attn_implementation == "sdpa"
+
+    def test_rows_beyond_512_are_one_line(self):
+        model = cat_model(**MULTI["plain"], max_position_embeddings=1024)
+        with pytest.raises(UserError, match="rows of at most 512 tokens, not of 513"):
+            model(random_ids(1, 513))
+        family = architectures.get("gpt_neox")
+        section = family.section(model.config).model_copy(update={"attn_implementation": "eager"})
+        assert family.problems(section, 512) == []
+        assert family.problems(section, 513) == [
+            "attention=multi_token: reads rows of at most 512 tokens, not of 513"
+        ]
+        mixer = make_mixer("multi-token").build(Setting(4))
+        with pytest.raises(UserError, match="mixer multi-token: reads rows of at most 512"):
+            mixer(torch.zeros(1, 513, 4))
+
+    def test_the_mixer_is_the_pattern(self):
+        """With the weights of Llama's attention, one layer of it."""
+        model = multi_token(
+            family="llama", attention_bias=True, position_embedding="none", **MULTI["plain"]
+        )
+        attention = first_attention(model)
+        options = ",".join(f"{key}={value}" for key, value in BOTH.items())
+        mixer = make_mixer(f"multi-token:heads=4,dropout=0,{options}").build(Setting(32))
+        with torch.no_grad():
+            for name in ("kernel", "before", "after"):
+                getattr(mixer, name).copy_(getattr(attention.core, name))
+            for name in ("weight", "bias"):
+                parts = [getattr(getattr(attention, f"{s}_proj"), name) for s in "qkv"]
+                getattr(mixer.projection, name).copy_(torch.cat(parts))
+                getattr(mixer.out_proj, name).copy_(getattr(attention.o_proj, name))
+        seen = {}
+        attention.register_forward_hook(
+            lambda _, given, kwargs, out: seen.update(x=kwargs["hidden_states"], y=out[0]),
+            with_kwargs=True,
+        )
+        with torch.no_grad():
+            model(random_ids(2, 17), use_cache=False)
+            torch.testing.assert_close(mixer(seen["x"]), seen["y"], rtol=1e-5, atol=1e-5)
+        assert "multi-token" in mixers.names()

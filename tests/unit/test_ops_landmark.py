@@ -1,0 +1,251 @@
+"""Landmarks, the choice of blocks and attention to them, against loops over the definition."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cat_lm.ops.landmark import blocks, reference, select
+from cat_lm.ops.landmark.blocks import attend_block_major
+from cat_lm.ops.landmark.dispatch import attend_blocks
+from cat_lm.ops.landmark.gather import attend_gathered
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys
+from cat_lm.ops.landmark.layout import interior_padding, sequence_blocks
+from cat_lm.ops.landmark.select import Choice, choose_blocks, select_blocks
+
+BLOCK = 4
+SCALING = 0.4
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Rows of a few tokens are taken in several parts, as long ones are."""
+    monkeypatch.setattr(blocks, "TILE", 3)
+    monkeypatch.setattr(blocks, "TILES", 2)
+    monkeypatch.setattr(blocks, "LOCAL_CHUNK", 5)
+    monkeypatch.setattr(select, "QUERY_CHUNK", 7)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
+
+
+SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
+
+
+def backend(name, query, key, value, selected, layout, local, logits=None):
+    if name in SPARSE:
+        return SPARSE[name](query, key, value, selected, layout, local, SCALING, logits)
+    rest = (query, key, value, selected, layout, local, SCALING, 0.0, logits)
+    return attend_blocks(name, *rest)[0]
+
+
+def drawn(time, heads=4, kv_heads=2, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, count, time, 8, generator=generator, dtype=torch.float64)
+        for count in (heads, kv_heads, kv_heads)
+    )
+
+
+def rows_of(documents, padding, batch, time):
+    """Each row's documents, as lists of the slots of their tokens."""
+    for row in range(batch):
+        found = {}
+        for slot in range(time):
+            if padding is None or padding[row, slot]:
+                document = 0 if documents is None else int(documents[row, slot])
+                found.setdefault(document, []).append(slot)
+        yield row, list(found.values())
+
+
+def naive_landmarks(keys, name):
+    """Of the keys [tokens, D] of a document: a sum over all its keys up to a block's end."""
+    landmarks = []
+    for end in range(BLOCK - 1, len(keys), BLOCK):
+        reach = end + 1 if name == "exponential" else BLOCK
+        if name == "box":
+            weights = [1 / BLOCK] * reach
+        else:
+            rate = math.exp(-1 / BLOCK)
+            total = sum(rate**lag for lag in range(BLOCK))
+            weights = [rate**lag / total for lag in range(reach)]
+        landmarks.append(sum(weights[lag] * keys[end - lag] for lag in range(reach)))
+    return landmarks
+
+
+def naive(query, key, value, name, choice, documents=None, padding=None, grouped=None):
+    """The definition, a token and a head at a time; `grouped` is the blocks' factor."""
+    batch, heads, time, _ = query.shape
+    groups = heads // key.shape[1]
+    output = torch.zeros_like(query)
+    for row, row_documents in rows_of(documents, padding, batch, time):
+        for slots in row_documents:
+            marks = [
+                naive_landmarks([key[row, head, s] for s in slots], name)
+                for head in range(key.shape[1])
+            ]
+            for place, slot in enumerate(slots):
+                own = place // BLOCK
+                old = list(range(max(0, own - choice.local + 1)))
+                free = [j for j in old if not (choice.sink and j == 0)]
+
+                def score(head, j, row=row, slot=slot, marks=marks):
+                    return float(query[row, head, slot] @ marks[head // groups][j])
+
+                def shares(together, row=row, slot=slot, free=free, score=score):
+                    total = dict.fromkeys(free, 0.0)
+                    for head in together:
+                        norm = sum(math.exp(score(head, j)) for j in free)
+                        for j in free:
+                            total[j] += math.exp(score(head, j)) / norm
+                    return total
+
+                for head in range(heads):
+                    if choice.share == "layer":
+                        rank = shares(range(heads))
+                    elif groups > 1:
+                        first = head // groups * groups
+                        rank = shares(range(first, first + groups))
+                    else:
+                        rank = {j: score(head, j) for j in free}
+                    best = sorted(free, key=lambda j: (-rank[j], j))[: choice.top_k]
+                    best += [0] if choice.sink and 0 in old else []
+                    near = slots[max(0, own - choice.local + 1) * BLOCK : place + 1]
+                    kv = head // groups
+
+                    def logit(s, row=row, head=head, slot=slot, kv=kv):
+                        return float(query[row, head, slot] @ key[row, kv, s]) * SCALING
+
+                    far = [slots[j * BLOCK : (j + 1) * BLOCK] for j in best]
+                    if grouped is None:
+                        seen = near + [s for block in far for s in block]
+                        weight = [math.exp(logit(s)) for s in seen]
+                    else:
+                        seen, weight = list(near), [math.exp(logit(s)) for s in near]
+                        for j, block in zip(best, far, strict=True):
+                            inner = [math.exp(logit(s)) for s in block]
+                            whole = math.exp(score(head, j) * grouped) / sum(inner)
+                            seen += block
+                            weight += [whole * part for part in inner]
+                    total = sum(weight)
+                    for s, part in zip(seen, weight, strict=True):
+                        output[row, head, slot] += part / total * value[row, kv, s]
+    return output
+
+
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 2 + [2] * 15, [0] * 4 + [1] * 22])
+LEFT = torch.arange(26) >= torch.tensor([[0], [5]])
+ENDS = torch.arange(26) < torch.tensor([[26], [17]])
+ROWS = {
+    "plain": (None, None),
+    "documents": (DOCUMENTS, None),
+    "left padding": (None, LEFT),
+    "documents and padding": (DOCUMENTS, LEFT & ENDS),
+}
+CHOICES = {
+    "head": (Choice(2, 2), "box", None),
+    "the paper": (Choice(1, 1), "exponential", None),
+    "layer, sink": (Choice(2, 1, sink=True, share="layer"), "box", None),
+    "local only": (Choice(0, 2), "box", None),
+    "grouped": (Choice(2, 1), "box", 0.7),
+    "grouped, layer": (Choice(1, 2, sink=True, share="layer"), "exponential", 0.7),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_backends_equal_loops_over_the_definition(rows, case):
+    (documents, padding), (choice, name, grouped) = ROWS[rows], CHOICES[case]
+    heads = (4, 4) if case == "head" else (4, 2)  # MoBA's case: no sharing at all
+    query, key, value = drawn(26, *heads)
+    layout = sequence_blocks(26, BLOCK, documents, padding, query.device)
+    marks = landmark_keys(key, block_weights(name, BLOCK), layout, name == "exponential")
+    selected, scores = choose_blocks(query, marks, layout, choice)
+    expected = naive(query, key, value, name, choice, documents, padding, grouped)
+    real = slice(None) if padding is None else padding
+    logits = None if grouped is None else scores * grouped
+    for one in ("eager", "sdpa", "gather", "blocks"):
+        found = backend(one, query, key, value, selected, layout, choice.local, logits)
+        assert found.isfinite().all()
+        found, wanted = (x.transpose(1, 2)[real] for x in (found, expected))
+        torch.testing.assert_close(found, wanted, msg=lambda text, one=one: f"{one}: {text}")
+
+
+@pytest.mark.parametrize("time", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+@pytest.mark.parametrize("one", ["eager", "sdpa", "gather", "blocks"])
+def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
+    inputs = [x.requires_grad_() for x in drawn(time)]
+    query, key, value = inputs
+    layout = sequence_blocks(time, BLOCK, None, None, query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
+    ours = backend(one, query, key, value, selected, layout, 1)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
+    torch.testing.assert_close(ours, dense)
+    weights = torch.randn_like(dense)
+    for found, wanted in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((dense * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def moba(query, key, value, block, top_k):
+    """MoBA (arXiv:2502.13189, equations 2 to 5): own block first, then the best earlier means."""
+    time = query.shape[0]
+    output = torch.zeros_like(query)
+    for t in range(time):
+        means = [key[i * block : (i + 1) * block].mean(0) for i in range(t // block)]
+        gates = torch.stack([query[t] @ mean for mean in means]) if means else torch.zeros(0)
+        blocks = [t // block, *gates.topk(min(top_k - 1, len(means))).indices.tolist()]
+        slots = [s for i in blocks for s in range(i * block, (i + 1) * block) if s <= t]
+        output[t] = (key[slots] @ query[t] * SCALING).softmax(0) @ value[slots]
+    return output
+
+
+def test_moba_is_box_with_one_local_block():
+    query, key, value = drawn(27, 3, 3)
+    layout = sequence_blocks(27, BLOCK, None, None, query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected = choose_blocks(query, marks, layout, Choice(3 - 1, 1))[0]
+    ours = backend("sdpa", query, key, value, selected, layout, 1)
+    for row in range(2):
+        for head in range(3):
+            theirs = moba(query[row, head], key[row, head], value[row, head], BLOCK, 3)
+            torch.testing.assert_close(ours[row, head], theirs)
+
+
+def test_equal_scores_go_to_the_earlier_block():
+    layout = sequence_blocks(24, BLOCK, None, None, torch.device("cpu"))
+    scores = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 9.0]).expand(1, 1, 24, 6)
+    selected = select_blocks(scores, layout, Choice(3, 1), 1)[0, 0]
+    assert selected[-1].tolist() == [0, 1, 2]
+    assert selected[4].tolist() == [0, -1, -1] and selected[3].tolist() == [-1, -1, -1]
+
+
+def test_no_token_changes_what_comes_before_it():
+    """Exactly, at the ends of blocks too."""
+    query, key, value = drawn(22)
+
+    def attended(query, key, value):
+        layout = sequence_blocks(22, BLOCK, None, None, query.device)
+        marks = landmark_keys(key, block_weights("exponential", BLOCK), layout, True)
+        selected = choose_blocks(query, marks, layout, Choice(1, 2))[0]
+        return backend("eager", query, key, value, selected, layout, 2)
+
+    before = attended(query, key, value)
+    for token in (3, 4, 11, 21):
+        changed = [x.clone() for x in (query, key, value)]
+        for x in changed:
+            x[:, :, token] += 5
+        after = attended(*changed)
+        assert after[:, :, :token].equal(before[:, :, :token])
+        assert not after[:, :, token].equal(before[:, :, token])
+
+
+def test_where_padding_stands_between_tokens():
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 0, 1, 1], [0, 0, 1, 1, 1]]).bool()
+    assert interior_padding(mask, None).any(dim=1).tolist() == [False, True, False]
+    documents = torch.tensor([[0, 0, 0, 1, 1]] * 3)
+    assert not interior_padding(mask, documents).any()
