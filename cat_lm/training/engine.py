@@ -216,9 +216,9 @@ class Engine:
             outputs = self._outputs(micro_batch, num_items_in_batch=share.float())
             loss = self._objective(outputs)
             total += outputs.loss.detach().double() * share
-            if outputs.auxiliary_loss is not None:
+            if (own := _own_losses(outputs)) is not None:
                 passes = self.ranks.world_size * self.accumulation_steps
-                auxiliary += outputs.auxiliary_loss.detach().double() / passes
+                auxiliary += own.detach().double() / passes
             if number == self.accumulation_steps:
                 # One rank's bad loss makes every rank's gradient norm bad, so all skip the step;
                 # no rank has to wait for the others' losses here.
@@ -229,10 +229,10 @@ class Engine:
             self.deepspeed.step()
         if not self._plain:
             norm = torch.as_tensor(self.deepspeed.get_global_grad_norm())
-        own = (auxiliary,) if self.model.collects_losses else ()
-        sums = self._summed(total, *own, *flags)
+        collects = getattr(self.model, "collects_losses", False)
+        sums = self._summed(total, *([auxiliary] if collects else []), *flags)
         numbers = torch.cat((scored, norm.to(sums).reshape(1), sums))
-        return LaunchedStep(numbers, self.deepspeed.was_step_applied(), bool(own))
+        return LaunchedStep(numbers, self.deepspeed.was_step_applied(), collects)
 
     def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
         """Sum each number over all ranks, in float64 on the device, which the host goes on from."""
@@ -267,9 +267,8 @@ class Engine:
 
     def _objective(self, outputs: CausalOutput) -> torch.Tensor:
         """Give what a micro-batch is trained on: its loss, and the layers' own."""
-        if outputs.auxiliary_loss is None:
-            return outputs.loss
-        return outputs.loss + self._auxiliary_weight * outputs.auxiliary_loss
+        own = _own_losses(outputs)
+        return outputs.loss if own is None else outputs.loss + self._auxiliary_weight * own
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         size = self.config.train.micro_batch_size
@@ -303,3 +302,8 @@ class Engine:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.found_inf = (~norm.isfinite()).float()
         return norm
+
+
+def _own_losses(outputs: CausalOutput) -> torch.Tensor | None:
+    """Give the layers' own loss; transformers' models, timed beside ours, have none."""
+    return getattr(outputs, "auxiliary_loss", None)

@@ -96,7 +96,8 @@ def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
             **dict.fromkeys(dry_run._COUNTERS, 0),
         ),
         _micro_batches=lambda batch: [batch],
-        _loss=loss,
+        _outputs=loss,
+        _objective=lambda outputs: outputs,
     )
     loader = SimpleNamespace(batch=lambda *place: {})
     with pytest.raises(UserError, match=r"train.deterministic=True: torch's put_ gives other bits"):

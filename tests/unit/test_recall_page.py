@@ -54,6 +54,7 @@ def line(mixer: str, length: int, mean: float, rate: float = 0.01, row: str = "M
 def record(lines: list[dict], **changes: object) -> dict:
     return {
         "figure": "accuracy",
+        "not_run": [],
         "shows": "x",
         "scale": "cpu",
         "number in the paper (AAAI / workshop / arXiv)": "5 / 3 / 5",

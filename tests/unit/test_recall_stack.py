@@ -12,7 +12,7 @@ import torch
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
-from eval.recall.__main__ import _stack
+from eval.recall.__main__ import _add_grid_options
 from eval.recall.grids.plan import Run
 from eval.recall.train import cells, execution, stack
 from eval.recall.train import trial as training
@@ -273,7 +273,13 @@ def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypa
 
 
 def test_what_stack_takes():
-    assert _stack("auto") is None and _stack("6") == 6
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    _add_grid_options(parser)
+
+    def stack_of(word: str) -> int | None:
+        return parser.parse_args(["--out", "x", f"--stack={word}"]).stack
+
+    assert stack_of("auto") is None and stack_of("6") == 6
     for wrong in ("0", "-1", "many"):
-        with pytest.raises(argparse.ArgumentTypeError, match=r"must be .*auto"):
-            _stack(wrong)
+        with pytest.raises(argparse.ArgumentError, match=r"must be .*auto"):
+            stack_of(wrong)

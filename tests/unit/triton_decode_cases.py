@@ -88,7 +88,8 @@ def test_a_model_decodes_what_it_computes_in_one_pass(name, static, monkeypatch)
     """After a prompt that is shorter than the window, and then longer, by the kernel alone."""
     steps, one = [], step.convolve_step
     monkeypatch.setattr(
-        "cat_lm.model.convolution.convolve_step", lambda *a, **k: steps.append(a) or one(*a, **k)
+        "cat_lm.model.stream_convolution.convolve_step",
+        lambda *a, **k: steps.append(a) or one(*a, **k),
     )
     variant = (VARIANTS | LLAMA_VARIANTS)[name]
     model = cat_model(**variant, num_hidden_layers=1, conv_window=4)
