@@ -5,6 +5,8 @@ Compared with the definitions in fp64, lag by lag.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from cat_lm.training.preflight.kernel_trial import why_no_kernel
 # interpreter does toward zero for bf16.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def definition(kind: str, x: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
@@ -96,7 +99,7 @@ def check_convolution(kind, shape, window, dtype, documents=False, arrange=None,
     check(results, (want, *torch.autograd.grad(want, exact, dy.double())), dtype)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("dtype", [BF16, LONG(FP32), LONG(FP16)])
 @pytest.mark.parametrize(
     ("shape", "window", "documents"),
     [
@@ -112,7 +115,7 @@ def test_head(dtype, shape, window, documents):
     check_convolution("head", shape, window, dtype, documents)
 
 
-@pytest.mark.parametrize("window", [2, 17, 18, 64, 128, 129, 130])
+@pytest.mark.parametrize("window", [17, 129, *map(LONG, (2, 18, 64, 128, 130))])
 def test_head_windows(window):
     """Each width of the halo, and the first window that is beyond the widest."""
     check_convolution("head", (1, 140, 1, 16), window, BF16)
@@ -125,7 +128,7 @@ def test_head_many_tiles_in_a_program(monkeypatch):
     check_convolution("head", (3, 130, 2, 16), 9, BF16, documents=True)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, LONG(FP32)])
 @pytest.mark.parametrize(
     ("shape", "window", "documents"),
     [((2, 66, 2, 24), 4, True), ((1, 1, 1, 80), 3, False), ((1, 9, 1, 16), 21, False)],
@@ -134,7 +137,7 @@ def test_depthwise(dtype, shape, window, documents):
     check_convolution("depthwise", shape, window, dtype, documents)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, LONG(FP32)])
 @pytest.mark.parametrize(
     ("shape", "window", "documents"),
     [
@@ -154,7 +157,7 @@ def test_multihead_wide_window():
 
 
 @pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, LONG(FP32)])
 def test_any_strides(kind, dtype):
     shape = (2, 12, 2, 16)
     arrangements = [
