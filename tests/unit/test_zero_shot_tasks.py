@@ -11,7 +11,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from cat_lm.errors import UserError
-from eval.zero_shot.tasks import sources, table2
+from eval.zero_shot.tasks import catalog, sources, table2
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.prefetch import prefetch
 from eval.zero_shot.tasks.sources import Hub, LocalFolder
@@ -308,6 +308,18 @@ class TestCatalog:
         specs = Catalog(["ai2_arc", "blimp", "piqa"]).specs
         assert list(specs)[:2] == ["arc_challenge", "arc_easy"] and "piqa" in specs
         assert sum(name.startswith("blimp_") for name in specs) == 67
+
+    def test_only_tasks_of_the_table_s_folders_are_found_without_reading_all(self, monkeypatch):
+        """A tag or a group in them may have tasks elsewhere too."""
+
+        def whole():
+            raise LookupError("all of the harness's tasks")
+
+        monkeypatch.setattr(catalog, "_whole_manager", whole)
+        assert list(Catalog(["arc_challenge_chat", "piqa"]).specs) == ["arc_challenge_chat", "piqa"]
+        for name in ("ai2_arc", "helaswag"):
+            with pytest.raises(LookupError):
+                Catalog(["piqa", name])
 
     def test_unknown_names_get_suggestions(self):
         with pytest.raises(UserError, match=r"--tasks helaswag: unknown; did you mean .*hellaswag"):
