@@ -363,7 +363,7 @@ class Transformer(Architecture):
         from cat_lm.model.conv_backends import describe_backend
 
         said = describe_backend(config, device, dtype, backend)
-        attended = attention.pattern(config).describe_backend(config)
+        attended = attention.pattern(config).describe_backend(config, device, dtype)
         return f"{said}; {attended}" if attended else said
 
     # Files of the library and of earlier versions

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys, next_landmarks
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
@@ -76,6 +77,11 @@ class LandmarkCore(nn.Module):
             return self.filter.clone()
         return block_weights(self.filter_name, self.block).to(device)
 
+    def summarise(self, blocks: Tensor, previous: Tensor | None) -> Tensor:
+        """Make landmarks of blocks [B, H, m, b, D] that follow `previous`, for a cache's layer."""
+        carries = self.filter_name == "exponential"
+        return next_landmarks(blocks, self.weights(blocks.device), carries, previous)
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
@@ -123,18 +129,20 @@ class LandmarkCore(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys of a cache [B, H, S, D], whose newest are the queries' own."""
-
-        def summary(blocks: Tensor, previous: Tensor | None) -> Tensor:
-            carries = self.filter_name == "exponential"
-            return next_landmarks(blocks, self.weights(blocks.device), carries, previous)
-
         time = query.shape[2]
-        past, padding = call.state.add_landmarks(time, call.padding, self.block, summary)
+        past, padding = call.state.add_landmarks(time, call.padding, self.block, self.summarise)
         landmarks = call.state.landmarks
         if landmarks is None:  # no block is complete
             landmarks = key[:, :, :0]
         by = self.config._attn_implementation
         name = choose_backend(by, time, key.shape[2], call.dropout)
+        if name == "gather" and can_decode(query, key, value):
+            sharpness = self.sharpness.exp() if self.is_grouped else None
+            output = decode(
+                query, key, value, landmarks, past, padding, self.block, self.choice, call.scaling,
+                sharpness,
+            )  # fmt: skip
+            return output, None
         if name == "gather" and time == 1 and len(padding) == 1 and not self.is_grouped:
             begins = int(padding[0])
             if begins <= past:

@@ -25,7 +25,7 @@ class LandmarkMixin(LayerStateMixin):
     Attributes:
         landmarks: [B, H, at least n, D]; those of incomplete blocks are none's.
         padding: [B] on the host, the slots of padding that rows begin with; None before the first
-            token.
+            token. Replaced, never changed in place.
         ends_in_padding: whether a row's newest token is padding behind real ones.
     """
 
@@ -36,6 +36,13 @@ class LandmarkMixin(LayerStateMixin):
         self.landmarks: Tensor | None = None
         self.padding: Tensor | None = None
         self.ends_in_padding = False
+        self._different: tuple[Tensor, list[int]] | None = None
+
+    def _paddings(self) -> list[int]:
+        """The numbers that there are in `padding`, found anew only where that is another."""
+        if self._different is None or self._different[0] is not self.padding:
+            self._different = self.padding, self.padding.unique().tolist()
+        return self._different[1]
 
     def add_landmarks(
         self, time: int, padding_mask: Tensor | None, block: int, summary: Summary
@@ -58,7 +65,7 @@ class LandmarkMixin(LayerStateMixin):
         total = int(self.get_seq_length())
         past = total - time
         self._count_padding(past, time, padding_mask)
-        different = self.padding.unique().tolist()
+        different = self._paddings()
         for pad in different:
             first, last = max(0, past - pad) // block, max(0, total - pad) // block
             if first < last:

@@ -269,6 +269,11 @@ def attention_channels(model: Any) -> int:
     return model.num_attention_heads * head_width(model)
 
 
+def key_heads(model: Any) -> int:
+    """Count the heads of keys, which are fewer where heads of queries share them."""
+    return getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+
+
 def head_width(model: Any) -> int:
     """Count the channels of a head."""
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads

@@ -10,7 +10,7 @@ import sys
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
-from cat_lm.errors import command
+from cat_lm.errors import UserError, command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
     DTYPES,
@@ -179,7 +179,24 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _add_decode(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, decoding_models(), repeats=3)
     parser.set_defaults(batch_size=1)
-    parser.add_argument(
+    read = parser.add_mutually_exclusive_group()
+    read.add_argument(
+        "--contexts",
+        type=whole_numbers(limits.CONTEXT, "16384,131072"),
+        metavar="LIST",
+        help="decode after so many random keys and values, over all of them and with landmark "
+        "attention, in one layer and in the model (CPU)",
+    )
+    for name, what in (
+        ("block", "tokens of a block (default: 64)"),
+        ("top-k", "blocks chosen (default: 8)"),
+        ("local", "blocks near the token (default: 2)"),
+    ):
+        allowed = limits.Range(0, limits.CONTEXT.high) if name == "top-k" else limits.CONTEXT
+        parser.add_argument(
+            f"--{name}", type=whole(allowed), metavar="N", help=f"--contexts: {what}"
+        )
+    read.add_argument(
         "--prompts",
         type=whole_numbers(limits.CONTEXT, "256,1024"),
         default=(2048, 16384),
@@ -196,9 +213,8 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--uncached-tokens",
         type=whole(limits.NEW_TOKENS),
-        default=4,
         metavar="N",
-        help="without cache",
+        help="without cache (default: 4)",
     )
 
 
@@ -265,6 +281,8 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
 @command
 def main() -> None:
     options = _parser().parse_args()
+    if getattr(options, "contexts", None) and options.processes:
+        raise UserError("--contexts: is measured in one process; leave out --processes")
     from cat_lm.io.files import write_json
     from cat_lm.training.launcher import join_launcher
     from eval.common.outputs import claim_file

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
-from eval.speed.choices import SHAPES, SIZES
+from eval.speed.choices import SHAPES, SIZES, models
 
 # In these a rival's time counts, and a policy that slows its threads is not set for it.
 CONTESTS = ("conv", "train", "decode")
@@ -91,14 +92,49 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    if options.contexts is not None:
+        return _run_contexts(options, device)
+    given = [name for name in ("block", "top_k", "local") if getattr(options, name) is not None]
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')}: says nothing without --contexts")
     from eval.speed.model.decode import DecodeCase, decode_speed
 
     size = _model_size(options, device, options.models, max(options.prompts))
+    uncached = options.uncached_tokens or 4
     cases = [
-        DecodeCase(size, options.batch_size, prompt, options.new_tokens, options.uncached_tokens)
+        DecodeCase(size, options.batch_size, prompt, options.new_tokens, uncached)
         for prompt in options.prompts
     ]
     return decode_speed(cases, options.models, options.repeats)
+
+
+def _run_contexts(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.model.contexts import ContextCase, contexts_speed
+
+    if options.uncached_tokens is not None or options.attention != "sdpa":
+        name = "--attention" if options.attention != "sdpa" else "--uncached-tokens"
+        raise UserError(f"{name}: says nothing with --contexts; leave it out")
+    for name in options.models:
+        family = architectures.get(models()[name].architecture)
+        if "attention_options" not in family.Section.model_fields:
+            raise UserError(f"--models {name}: {family.title} has no landmark attention to time")
+    if device.type != "cpu":
+        raise UserError(f"--contexts: is timed on a CPU alone; --device {device} is none")
+    size = _model_size(options, device, options.models, max(options.contexts))
+    itemsize = 2 if options.dtype == "bfloat16" else 4
+    numbers = 2 * size.layers * options.batch_size * max(options.contexts) * size.hidden_size
+    what = f"a cache of --contexts {max(options.contexts)} in --layers {size.layers}"
+    _check_room(f"{what}, {options.dtype}", numbers * itemsize, device)
+    landmark = {
+        "block": options.block or 64,
+        "top_k": 8 if options.top_k is None else options.top_k,
+        "local": options.local or 2,
+    }
+    cases = [
+        ContextCase(size, options.batch_size, context, options.new_tokens, landmark)
+        for context in options.contexts
+    ]
+    return contexts_speed(cases, options.models, options.repeats)
 
 
 def run_engine(options: argparse.Namespace, device: Any) -> dict[str, Any]:

@@ -98,7 +98,12 @@ def train_table(record: dict[str, Any]) -> str:
 
 
 def decode_table(record: dict[str, Any]) -> str:
-    """Tokens a second with and without the cache, by model and prompt."""
+    """Tokens a second with and without the cache, by model and prompt; or after contexts."""
+    if "contexts" in record:
+        from eval.speed.model.contexts import context_lines
+
+        size = record["contexts"][0]["case"]["size"]
+        return "\n".join([f"{_size(size)}; {_where(record)}", *context_lines(record)])
     case = record["results"][0]["case"]
     title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
     header = ("", "prompt", "prompt s", "cached tokens/s", "cold", "uncached tokens/s", "ratio")

@@ -10,7 +10,7 @@ from cat_lm.model import attention
 from cat_lm.model.cache import CatCache
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.landmark import train_landmarks
-from cat_lm.ops.landmark import dispatch, select
+from cat_lm.ops.landmark import decode, dispatch, select
 from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, each_model, random_ids
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -213,8 +213,12 @@ class Written(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_a_token_copies_nothing_of_the_past():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_token_copies_nothing_of_the_past(compiled, monkeypatch):
     """Beside what is done for each landmark, a step at 1,600 tokens does what it does at 400."""
+
+    if not compiled:
+        monkeypatch.setattr(decode, "_kernel", lambda: None)
 
     def step(model, tokens):
         ids = random_ids(1, tokens + 2)

@@ -7,12 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from cat_lm.ops.landmark import blocks, reference, select
+from cat_lm.ops.landmark import decode as kernel
 from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.dispatch import attend_blocks
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import interior_padding, sequence_blocks
 from cat_lm.ops.landmark.select import Choice, choose_blocks, select_blocks
+from cat_lm.ops.landmark.step import attend_one
 
 BLOCK = 4
 SCALING = 0.4
@@ -249,3 +251,55 @@ def test_where_padding_stands_between_tokens():
     assert interior_padding(mask, None).any(dim=1).tolist() == [False, True, False]
     documents = torch.tensor([[0, 0, 0, 1, 1]] * 3)
     assert not interior_padding(mask, documents).any()
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_kernel_equals_loops_over_the_definition(case):
+    """Of one query and of several after a cache, beside padding, and of padding itself."""
+    choice, name, grouped = CHOICES[case]
+    query, key, value = (x.float() for x in drawn(26, 4, 4 if case == "head" else 2))
+    # As a cache has them: a part of a longer buffer, and more room than landmarks.
+    key, value = (F.pad(x, (0, 0, 0, 6))[:, :, :26] for x in (key, value))
+    sharpness = None if grouped is None else torch.full((4,), grouped / SCALING)
+    for padding in (None, LEFT):
+        layout = sequence_blocks(26, BLOCK, None, padding, query.device)
+        marks = landmark_keys(key, block_weights(name, BLOCK), layout, name == "exponential")
+        marks = F.pad(marks, (0, 0, 0, 2), value=torch.nan)
+        wanted = naive(query, key, value, name, choice, None, padding, grouped)
+        pads = torch.tensor([0] if padding is None else [0, 5])
+        for past, time in ((25, 1), (20, 6), (0, 16)):
+            new = slice(past, past + time)
+            seen = (x[:, :, : past + time] for x in (key, value))
+            call = (marks, past, pads, BLOCK, choice, SCALING, sharpness)
+            found = kernel.decode(query[:, :, new], *seen, *call)
+            real = slice(None) if padding is None else padding[:, new]
+            found_real, wanted_real = (
+                x.transpose(1, 2)[real] for x in (found, wanted[:, :, new].float())
+            )
+            assert found.isfinite().all() and found_real.shape[0]
+            if time == 1 and padding is None and grouped is None:
+                one = (query[:, :, new], key, value, marks[:, :, :-2], past, 0, *call[3:6])
+                torch.testing.assert_close(attend_one(*one), found, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found_real, wanted_real, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_in_half_precision_and_on_equal_scores():
+    query, key, value = (x.float() for x in drawn(24, 2, 2))
+    marks, choice = torch.zeros(2, 2, 6, 8), Choice(2, 1)
+    call = (marks, 23, torch.tensor([0]), BLOCK, choice, SCALING, None)
+    found = kernel.decode(query[:, :, -1:], key, value, *call)
+    seen = [*range(8), *range(20, 24)]  # the first two blocks, and its own; no other is read
+    for x in (key, value):
+        x[:, :, 8:20] = torch.nan
+    wanted = F.scaled_dot_product_attention(
+        query[:, :, -1:], key[:, :, seen], value[:, :, seen], scale=SCALING
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = [x.to(dtype) for x in (query[:, :, -1:], key, value, marks)]
+        found = kernel.decode(*half, *call[1:])
+        assert found.dtype == dtype
+        expected = F.scaled_dot_product_attention(
+            half[0].float(), *(x.float()[:, :, seen] for x in half[1:3]), scale=SCALING
+        )
+        torch.testing.assert_close(found, expected.to(dtype), rtol=1e-2, atol=1e-2)

@@ -604,6 +604,43 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
     assert "greedy tokens after a prompt of 12 differ" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", ["cat", "llama"])
+def test_contexts_record(speed, name):
+    """One cache serves all, and is as long after the measurement as before."""
+    arguments = ("--contexts", "40,77", "--block", 4, "--top-k", 2, "--local", 1, "--repeats", 2)
+    code, record, out, err = speed(
+        "decode", *TINY, *arguments, "--models", name, "--new-tokens", 9, "--batch-size", 2
+    )
+    assert code == 0, err
+    assert record["cache"] == "random" and "keys and values are random" in out
+    assert [row["case"]["context"] for row in record["contexts"]] == [40, 77]
+    for row in record["contexts"]:
+        keys, landmarks = row["case"]["context"], row["case"]["context"] // 4
+        token = 2 * 32 * 4  # rows, channels, bytes
+        read = {"dense": 2 * keys * token, "landmark": (landmarks + 2 * 3 * 4) * token}
+        assert row["layer_bytes"] == read
+        for part in (row["layer"], row["model"]):
+            seconds = {name: values["all"] for name, values in part["seconds"].items()}
+            assert set(seconds) == {"sdpa", "matmul", "landmark"}
+            ratios = [
+                dense / own
+                for dense, own in zip(seconds[part["dense"]], seconds["landmark"], strict=True)
+            ]
+            assert part["times_as_fast"]["all"] == pytest.approx(ratios) and len(ratios) == 2
+
+
+def test_wrong_landmark_attention_is_not_timed(speed, monkeypatch):
+    from eval.speed.model import contexts
+
+    attend = contexts._attend
+    monkeypatch.setattr(contexts, "_attend", lambda *given: attend(*given) + 0.01)
+    monkeypatch.setattr(contexts, "_timed", lambda *_: pytest.fail("timed"))
+    arguments = ("--contexts", "40", "--models", "cat", "--block", 4)
+    code, record, out, err = speed("decode", *TINY, *arguments)
+    assert (code, record, out) == (2, None, "")
+    assert "landmark attention after 40 tokens differs by 0.01" in err.splitlines()[-1]
+
+
 # Stacks of recall's models
 
 STACKS = ("stacks", "--d-model", 16, "--seq-len", 16, "--batch-size", 4, "--repeats", 2)
@@ -668,6 +705,11 @@ def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
             "a model of --hidden-size 131072, --layers 8: takes",
         ),
         (("decode", "--models", "stock"), "'stock' is not one of"),
+        (("decode", "--block", "8"), "--block: says nothing without --contexts"),
+        (("decode", "--contexts", "8", "--processes", "2"), "--contexts: is measured in one"),
+        (("decode", "--contexts", "8", "--uncached-tokens", "2"), "--uncached-tokens: says"),
+        (("decode", "--contexts", "8", "--models", "mamba"), "has no landmark attention"),
+        (("decode", "--contexts", str(2**24), "--models", "cat"), "a cache of --contexts"),
         (("decode", "--models", "mixer-hyena"), "'mixer-hyena' is not one of"),
         (("train", "--models", "all,cat"), "'all' is not one of"),
         (("checkpoint", "--model", "llama-stock"), "invalid choice: 'llama-stock'"),

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cat_lm.model.rules import head_width, key_heads
+
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -93,7 +96,11 @@ class Pattern(Entry):
         """Make a layer's module."""
         raise NotImplementedError
 
-    def describe_backend(self, config: Any) -> str:
+    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
+        """Count the bytes of keys and values that a layer reads for a token after `length`."""
+        return 2 * length * key_heads(model) * head_width(model) * itemsize
+
+    def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         """Say what will compute it; "" where `attn_implementation` says it all."""
         return ""
 

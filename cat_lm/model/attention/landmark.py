@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Pattern
-from cat_lm.model.rules import attention_channels
+from cat_lm.model.rules import attention_channels, head_width, key_heads
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 FILTERS = ("box", "exponential", "learned")
@@ -58,7 +59,7 @@ class Landmark(Pattern):
         """Count the filters [heads of keys, b] and the blocks' sharpness [H]."""
         options = self.resolved(model.attention_options)
         is_learned = options["filter"] == "learned"
-        filters = _key_heads(model) * options["block"] if is_learned else 0
+        filters = key_heads(model) * options["block"] if is_learned else 0
         is_sharp = is_learned or options["combine"] == "grouped"
         return filters + (model.num_attention_heads if is_sharp else 0)
 
@@ -76,19 +77,32 @@ class Landmark(Pattern):
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the landmarks of complete blocks."""
-        channels = attention_channels(model) // model.num_attention_heads * _key_heads(model)
-        return length // self.resolved(model.attention_options)["block"] * channels * itemsize
+        block = self.resolved(model.attention_options)["block"]
+        return length // block * key_heads(model) * head_width(model) * itemsize
+
+    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
+        """Count landmarks, and keys and values of the chosen blocks and of the local ones.
+
+        Each head of keys is read by one choice, and the newest block as if it were full.
+        """
+        options = self.resolved(model.attention_options)
+        block, chooses = options["block"], options["top_k"] > 0
+        blocks = options["top_k"] + options["local"] + options["sink"]
+        landmarks = length // block if chooses or options["combine"] == "grouped" else 0
+        read = min(length, blocks * block)
+        return (landmarks + 2 * read) * key_heads(model) * head_width(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
         """Tell that decoding keeps landmarks."""
         return True
 
-    def describe_backend(self, config: Any) -> str:
+    def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         """Name the backends of whole rows and of decoding, see `cat_lm.ops.landmark.dispatch`."""
-        from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend
+        from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
-        row, step = choose_backend(by, length, length, 0.0), choose_backend(by, 1, length, 0.0)
+        row = choose_backend(by, length, length, 0.0)
+        step = choose_decoder(by, 1, length, device, dtype)
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
             f"{step} ({MEANINGS[step]})"
@@ -127,10 +141,6 @@ def _value_problems(options: dict[str, Any]) -> list[str]:
                 f"attention_options.{key}={short(options[key])}: must be one of {', '.join(known)}"
             )
     return found
-
-
-def _key_heads(model: Any) -> int:
-    return getattr(model, "num_key_value_heads", None) or model.num_attention_heads
 
 
 ENTRY = Landmark()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.blocks import attend_block_major
+from cat_lm.ops.landmark.decode import has_kernel
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.reference import attend_flat, attend_grouped
@@ -17,6 +19,7 @@ MANY_KEYS = 4096
 MEANINGS = {
     "reference": "masks of [B, H, T, S], and the maps",
     "sdpa-mask": "masks of [B, H, T, S], in parts",
+    "cpu": "a C++ kernel, for decoding",
     "gather": "copies of the chosen blocks, for decoding",
     "blocks": "a block and the queries that chose it at a time, for long rows",
 }
@@ -25,7 +28,7 @@ _SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
 
 
 def choose_backend(implementation: str, queries: int, keys: int, dropout: float) -> str:
-    """Name the backend, one of MEANINGS, for T queries and S keys.
+    """Name the backend of a whole row, one of MEANINGS, for T queries and S keys.
 
     Args:
         implementation: `attn_implementation`: eager or sdpa.
@@ -37,6 +40,14 @@ def choose_backend(implementation: str, queries: int, keys: int, dropout: float)
     if queries <= FEW_QUERIES and queries < keys:
         return "gather"
     return "blocks" if keys > MANY_KEYS else "sdpa-mask"
+
+
+def choose_decoder(
+    implementation: str, queries: int, keys: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Name the backend of T queries that follow a cache; the kernel knows no gradients."""
+    name = choose_backend(implementation, queries, keys, 0.0)
+    return "cpu" if name == "gather" and has_kernel(device, dtype) else name
 
 
 def attend_blocks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -61,10 +61,15 @@ class ModelSize:
         return architectures.get(section.architecture).num_parameters(section, self.vocab_size)
 
 
-def build(size: ModelSize, name: str, positions: int) -> nn.Module:
+def build(
+    size: ModelSize, name: str, positions: int, changes: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Make one of `models` with identity filters, for sequences of up to `positions` tokens.
 
     Only weights are cast to the dtype; rotary frequencies stay fp32.
+
+    Args:
+        changes: of the configuration, for one that is no variant of its family.
     """
     torch.manual_seed(0)
     try:
@@ -74,6 +79,9 @@ def build(size: ModelSize, name: str, positions: int) -> nn.Module:
             attends = "attn_implementation" in architecture.Section.model_fields
             how = {"attn_implementation": size.attention} if attends else {}
             config = architecture.library_config(config, **how)
+        if changes:
+            implementation = {"attn_implementation": size.attention}
+            config = architecture.own_config(config, **implementation, **changes)
         model = architecture.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error

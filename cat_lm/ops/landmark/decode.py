@@ -1,0 +1,123 @@
+"""Calls of decode.cpp, the C++ kernel that attends with the newest tokens on a CPU.
+
+One call scores landmarks, chooses blocks and attends to them; it copies nothing of the past.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.landmark.select import Choice
+from cat_lm.ops.runtime import compiler, threads
+
+_SOURCE = Path(__file__).with_name("decode.cpp")
+DECODE = compiler.Sources("landmark", (_SOURCE, *compiler.SHARED))
+# By their numbers in decode.cpp.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Numbers of keys, values and landmarks read below which one thread is faster than waking others.
+SMALL = 1 << 16
+
+_Strides = ctypes.c_int64 * 3
+_INTEGERS = (
+    *("dtype", "threads", "batch", "heads", "shared", "choices", "time", "width", "past"),
+    *("block", "top_k", "local", "sink", "most", "room"),
+)
+_STRIDED = ("query", "key", "value", "landmarks")
+_POINTERS = (*_STRIDED, "padding", "sharpness", "scores", "places", "out", "parallel")
+
+
+class _Call(ctypes.Structure):
+    """`DecodeCall` of decode.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((f"{name}_strides", _Strides) for name in _STRIDED),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    ]
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether there is a kernel for tensors of a device and dtype; it may be built now."""
+    return torch.device(device).type == "cpu" and dtype in DTYPES and _kernel() is not None
+
+
+def can_decode(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and query.dtype == key.dtype == value.dtype
+        and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and has_kernel(query.device, query.dtype)
+    )
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmarks: Tensor,
+    past: int,
+    padding: Tensor,
+    block: int,
+    choice: Choice,
+    scaling: float,
+    sharpness: Tensor | None,
+) -> Tensor:
+    """Attend with the newest T tokens to local keys and chosen blocks, where `can_decode`.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H or fewer, S, D], the queries' own among them.
+        landmarks: [B, H or fewer, n, D] of all complete blocks, and maybe more.
+        past: the slot of the first query among the keys.
+        padding: the slots of padding that rows begin with, [1 or B] on the host.
+        sharpness: exp(θ) [H], where chosen blocks are weighed as wholes.
+
+    Returns:
+        [B, H, T, D].
+    """
+    batch, heads, time, width = query.shape
+    shared = key.shape[1]
+    choices = 1 if choice.share == "layer" else shared
+    own = (past + time - 1 - int(padding.min())) // block
+    most = max(0, own - choice.local + 1)
+    room = min(choice.top_k + choice.sink, most)
+    read = most + 2 * (room + choice.local) * block
+    small = batch * shared * width * read < SMALL
+    call = _Call(
+        DTYPES[query.dtype], 1 if small else torch.get_num_threads(), batch, heads, shared,
+        choices, time, width, past, block, choice.top_k, choice.local, choice.sink, most, room,
+    )  # fmt: skip
+    tensors = {
+        "padding": padding.expand(batch).contiguous(),
+        "scores": torch.empty(batch * heads * time * most),
+        "places": torch.empty(batch * choices * time * room, dtype=torch.int32),
+        "out": torch.empty(query.shape, dtype=query.dtype),
+    }
+    if sharpness is not None:
+        tensors["sharpness"] = sharpness.float().contiguous()
+    for name, x in zip(_STRIDED, (query, key, value, landmarks), strict=True):
+        tensors[name] = x if width == 1 or x.stride(3) == 1 else x.contiguous()
+        setattr(call, f"{name}_strides", _Strides(*tensors[name].stride()[:3]))
+    for name, x in tensors.items():
+        setattr(call, name, x.data_ptr())
+    call.scaling, call.parallel = scaling, threads.runtime()
+    _kernel()(ctypes.byref(call))
+    return tensors["out"]
+
+
+@functools.cache
+def _kernel() -> ctypes._CFuncPtr | None:
+    """The kernel's function, or None where it cannot be built; `load_library` says why."""
+    library = compiler.load_library(DECODE).handle
+    if library is None:
+        return None
+    library.decode_run.argtypes, library.decode_run.restype = [ctypes.POINTER(_Call)], None
+    return library.decode_run
