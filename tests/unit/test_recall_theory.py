@@ -143,6 +143,39 @@ def test_fixed_thresholds_equal_quadrature():
         assert abs(float(chance * local) - (thresholds <= d).mean()) < 0.01
 
 
+@pytest.mark.parametrize(("block", "top_k", "snr"), [(1, 1, 3.0), (8, 1, 9.0), (8, 4, 6.0)])
+def test_the_chance_that_a_block_is_among_the_chosen(block, top_k, snr):
+    """Against landmarks of numbers that are drawn, and with the law's own thresholds."""
+    rivals, trials = 40, 4000
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((trials, rivals + 1, block))
+    scores[:, 0, 0] = snr  # the match: its product is known, the others' are noise
+    landmarks = scores.mean(axis=2)
+    found = float(((landmarks[:, 1:] > landmarks[:, :1]).sum(axis=1) < top_k).mean())
+    expected = float(landmark.retrieval(snr**2, block, rivals, top_k))
+    assert 0.2 < expected < 0.98
+    assert abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / trials)
+    # The thresholds' law has L̄ − 2 rivals and is drawn another way.
+    length = block * (rivals + 2)
+    drawn = landmark.fixed_thresholds(block, 40_000, 0, length=length, local=False, top_k=top_k)
+    assert abs((drawn < snr**2).mean() - expected) < 0.012
+    other = landmark.retrieval(snr**2, block, rivals, top_k + 1)
+    assert other > expected + 0.03  # a block more is a chance more
+
+
+def test_the_chance_at_its_ends():
+    chance = landmark.retrieval
+    np.testing.assert_array_equal(chance([0.0, 0.0], 4, [2, 3], 4), [1.0, 1.0])
+    assert float(chance(0.0, 1, 9, 1)) == pytest.approx(0.5**9, rel=1e-6)  # 0 above nine normals
+    assert float(chance(1e6, 64, 10**6, 1)) == pytest.approx(1.0)
+    assert chance(np.zeros((2, 3)), 2, np.full((2, 3), 7), 2).shape == (2, 3)
+    # The thresholds' median is where the chance is one half, at a million tokens too.
+    for block, top_k in ((16, 4), (64, 1)):
+        half = np.median(landmark.fixed_thresholds(block, 20_000, 0, local=False, top_k=top_k))
+        rivals = landmark.LENGTH / block - 2
+        assert float(chance(half, block, rivals, top_k)) == pytest.approx(0.5, abs=0.015)
+
+
 def test_subspace_thresholds_equal_vectors(monkeypatch):
     """Against r-dimensional vectors drawn in full, at a length that allows it."""
     monkeypatch.setattr(landmark, "LENGTH", 2048)

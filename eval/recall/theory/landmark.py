@@ -27,27 +27,81 @@ RANKS = (4, 16, 64)
 _CELLS = 2**22  # numbers drawn at once
 
 
-def largest_normal(rng: np.random.Generator, count: float, trials: int) -> np.ndarray:
-    """The largest of `count` standard normals, [trials]: Φ⁻¹(U^{1/count})."""
-    tail = -np.expm1(np.log(rng.random(trials)) / count)
+def largest_normal(
+    rng: np.random.Generator, count: float, trials: int, rank: int = 1
+) -> np.ndarray:
+    """The `rank`-th largest of `count` standard normals, [trials]: Φ⁻¹ of that of uniforms.
+
+    The largest of uniforms is U^{1/count}; what lies above the k-th is Beta(k, count − k + 1).
+    """
+    if rank > count:
+        return np.full(trials, -np.inf)
+    if rank == 1:
+        tail = -np.expm1(np.log(rng.random(trials)) / count)
+    else:
+        tail = rng.beta(rank, count - rank + 1, trials)
     return -torch.special.ndtri(torch.from_numpy(tail)).numpy()
 
 
 def fixed_thresholds(
-    block: int, trials: int, seed: int, *, length: float = LENGTH, local: bool = True
+    block: int,
+    trials: int,
+    seed: int,
+    *,
+    length: float = LENGTH,
+    local: bool = True,
+    top_k: int = 1,
 ) -> np.ndarray:
     """Least d/σ² for success with one fixed query, [trials].
 
     Args:
         local: whether the copy must also win inside the blocks.
+        top_k: how many blocks are chosen, among which the copy's must be.
     """
     rng = np.random.default_rng([seed, block, 1])
-    rivals = largest_normal(rng, length / block - 2, trials)
+    rivals = largest_normal(rng, length / block - 2, trials, top_k)
     needed = math.sqrt(block) * rivals - math.sqrt(block - 1) * rng.standard_normal(trials)
     needed = np.maximum(needed, 0)
     if local:
         needed = np.maximum(needed, largest_normal(rng, 2 * block - 2, trials))
     return needed**2
+
+
+def retrieval(
+    snr_squared: np.ndarray | float, block: int, rivals: np.ndarray | float, top_k: int
+) -> np.ndarray:
+    """The chance that the landmark of a match's block is among the k highest.
+
+    Proposition 1's law for a fixed query, with SNR² = (q·k_match − E q·k)² / Var q·k in the place
+    of d/σ² and k blocks chosen. Of m other blocks fewer than k must exceed the match's, whose own
+    noise z is that of its other B − 1 keys:
+
+        E_z P(Binomial(m, Φ(−x)) < k),     x = (SNR + √(B−1) z) / √B
+
+    Args:
+        snr_squared: of any shape; SNR is not negative.
+        rivals: m, how many other blocks there are to choose from; as the shape of `snr_squared`.
+    """
+    snr, rivals = np.broadcast_arrays(
+        np.sqrt(np.asarray(snr_squared, dtype=float)), np.asarray(rivals, dtype=float)
+    )
+    z = np.linspace(-8, 8, 161)
+    weight = np.exp(-(z**2) / 2)
+    x = (snr[..., None] + math.sqrt(block - 1) * z) / math.sqrt(block)
+    tail = torch.from_numpy(x)
+    above = torch.special.log_ndtr(-tail).numpy()[..., None]
+    below = torch.special.log_ndtr(tail).numpy()[..., None]
+    count = rivals[..., None, None]
+    i = np.arange(top_k)
+    choose = _log_factorial(count) - _log_factorial(i) - _log_factorial(np.maximum(count - i, 0))
+    with np.errstate(over="ignore"):
+        chances = np.exp(choose + i * above + np.maximum(count - i, 0) * below)
+    chance = (np.where(i <= count, chances, 0.0).sum(axis=-1) * weight).sum(axis=-1) / weight.sum()
+    return np.where(rivals < top_k, 1.0, np.minimum(chance, 1.0))
+
+
+def _log_factorial(x: np.ndarray) -> np.ndarray:
+    return torch.lgamma(torch.from_numpy(np.asarray(x, dtype=float) + 1)).numpy()
 
 
 def set_thresholds(
