@@ -93,6 +93,21 @@ def sparsify(
     return out, difference, losses
 
 
+def dense_model(folder: Path | str) -> PreTrainedModel:
+    """Load the model in `folder` in fp32, with softmax attention over all keys.
+
+    Landmarks' filters of its own are left out.
+
+    Raises:
+        UserError: it is none that could have landmark attention.
+    """
+    folder = model_folder(folder)
+    source = model_config(folder)
+    _with_attention(folder, source, "landmark", None)
+    weights = load_model(folder, device="cpu").state_dict()
+    return _model(_with_attention(folder, source, "softmax", None), weights)
+
+
 def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:

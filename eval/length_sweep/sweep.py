@@ -179,10 +179,10 @@ def _subjects(
     training_length: int | None,
 ) -> list[Subject]:
     folders = [model_folder(path) for path in models]
-    _refuse_repeated(folders)
+    refuse_repeated(folders)
     configs = [model_config(folder) for folder in folders]
     found = []
-    for folder, label, config in zip(folders, _labels(folders), configs, strict=True):
+    for folder, label, config in zip(folders, labels(folders), configs, strict=True):
         chosen = resolve_methods(config, methods, label)
         trained = training_length or trained_length(folder, config)
         check_scaling(config, chosen, label, trained, protocol)
@@ -192,14 +192,14 @@ def _subjects(
     return [Subject(*values, folder_sha256(values[0])) for values in found]
 
 
-def _refuse_repeated(folders: Sequence[Path]) -> None:
+def refuse_repeated(folders: Sequence[Path]) -> None:
     places = [folder.resolve() for folder in folders]
     for index, folder in enumerate(folders):
         if places[index] in places[:index]:
             raise UserError(f"model {folder}: given twice; its lines would be the same")
 
 
-def _labels(folders: Sequence[Path]) -> list[str]:
+def labels(folders: Sequence[Path]) -> list[str]:
     """Short names: the run's for RUN/model, else the folder's; the path where two agree."""
     names = [model_label(folder) for folder in folders]
     return [

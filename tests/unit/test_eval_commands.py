@@ -294,6 +294,7 @@ class TestReport:
     [
         "cat_lm.export",
         "cat_lm.generate",
+        "eval.landmark",
         "eval.length_sweep",
         "eval.quickstart",
         "eval.report",

@@ -41,28 +41,44 @@ def guided_loss(
         landmarks: [B, H or fewer, n, D].
         sharpness: exp(θ), [H] or one for all.
     """
-    heads, time = query.shape[1], query.shape[2]
-    drawn = torch.randperm(time, device=query.device)[:rows]
+    drawn = torch.randperm(query.shape[2], device=query.device)[:rows]
     own, query = layout.of_queries(drawn), query[:, :, drawn]
-    candidates = candidates_of(own, local)
-    with torch.no_grad():
-        keys = for_heads(key, heads)
-        logits = (query @ keys.mT).float() * scaling
-        weights = logits.masked_fill(~local_keys(own, time, time), -torch.inf).softmax(dim=-1)
-        index = layout.key_blocks(time)[:, None, None].expand_as(weights)
-        count = landmarks.shape[2]
-        mass = weights.new_zeros(*weights.shape[:3], count + 1).scatter_add(3, index, weights)
-        mass = mass[..., :count] * candidates
-        weight = mass.sum(dim=-1)
-        target = mass / weight.clamp(min=_TINY)[..., None]
+    mass = block_mass(query, key, own, local, scaling)
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[:, None, None]
     scores = landmark_scores(query, landmarks) * (sharpness * scaling)
+    return divergence(scores, mass, candidates_of(own, local))
+
+
+@torch.no_grad()
+def block_mass(
+    query: Tensor, key: Tensor, layout: BlockLayout, local: int, scaling: Tensor | float
+) -> Tensor:
+    """M_j of candidate blocks, 0 of others: query [B, H, R, D], key [B, H or fewer, T, D].
+
+    Args:
+        layout: of these queries, whose keys are those of `tokens`.
+
+    Returns:
+        [B, H, R, n].
+    """
+    time, count = key.shape[2], layout.numbers.shape[1]
+    logits = (query @ for_heads(key, query.shape[1]).mT).float() * scaling
+    weights = logits.masked_fill(~local_keys(layout, time, time), -torch.inf).softmax(dim=-1)
+    index = layout.key_blocks(time)[:, None, None].expand_as(weights)
+    mass = weights.new_zeros(*weights.shape[:3], count + 1).scatter_add(3, index, weights)
+    return mass[..., :count] * candidates_of(layout, local)
+
+
+def divergence(scores: Tensor, mass: Tensor, candidates: Tensor) -> Tensor:
+    """The loss of scores [B, H, R, n], a number, by the mass that candidate blocks have."""
+    weight = mass.sum(dim=-1)
+    target = mass / weight.clamp(min=_TINY)[..., None]
     # A large number and not infinity, which would make gradients of rows without candidates NaN.
     predicted = scores.masked_fill(~candidates, -1e30).log_softmax(dim=-1)
-    divergence = torch.xlogy(target, target) - target * predicted.masked_fill(~candidates, 0.0)
+    different = torch.xlogy(target, target) - target * predicted.masked_fill(~candidates, 0.0)
     total = weight.sum(dim=-1).clamp(min=_TINY)
-    return ((weight * divergence.sum(dim=-1)).sum(dim=-1) / total).mean()
+    return ((weight * different.sum(dim=-1)).sum(dim=-1) / total).mean()
 
 
 def attend_densely(

@@ -1,0 +1,205 @@
+"""`python -m eval.landmark sweep|diagnose`: what trained models lose where they read chosen blocks.
+
+`sweep` scores models on a text, dense and with each way to choose blocks, and writes
+landmark_sweep.json, .csv, .png and .svg into OUT, beside cells/ and learned/, from which a later
+call goes on. `diagnose` measures what the products of a model's heads are, and says which block
+size and how many blocks it bears: diagnosis.json and .csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from cat_lm import limits
+from cat_lm.cli import (
+    Parser,
+    add_skip_checksums,
+    listed,
+    number,
+    path_name,
+    whole,
+    whole_numbers,
+)
+from cat_lm.errors import UserError, command
+from cat_lm.io.folders import check_output
+from eval.landmark.choices import SELECTORS, USUAL
+
+
+def _selector(text: str) -> str:
+    if text not in SELECTORS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SELECTORS)}")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m eval.landmark",
+        description="What trained models lose where they read chosen blocks of keys alone.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_sweep(commands.add_parser("sweep", help="perplexity against the share of keys read"))
+    _add_diagnose(commands.add_parser("diagnose", help="which block size a model bears"))
+    return parser
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models", nargs="+", type=path_name, metavar="MODEL", help="transformers or run folder"
+    )
+    _add_text(parser)
+    parser.add_argument(
+        "--lengths", type=whole_numbers(limits.CONTEXT, "256,512"), required=True, metavar="LIST"
+    )
+    _add_choice(parser, "16,32,64", "1,2,4,8")
+    parser.add_argument(
+        "--select",
+        type=listed(_selector, "box,quest"),
+        default=USUAL,
+        metavar="LIST",
+        help=f"of {', '.join(SELECTORS)} (default: those that are not learned)",
+    )
+    parser.add_argument(
+        "--calibrate", metavar="DATA", help="prepared data that selectors are learned from"
+    )
+    parser.add_argument(
+        "--tokens", type=whole(limits.TOKENS.at_least(1)), help="of it (default: 1,000,000)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=whole(limits.BATCH_TOKENS),
+        default=8192,
+        metavar="N",
+        help="tokens per forward pass",
+    )
+    _add_computing(parser)
+
+
+def _add_diagnose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=path_name, metavar="MODEL", help="transformers or run folder")
+    _add_text(parser)
+    parser.add_argument("--length", type=whole(limits.CONTEXT), required=True, metavar="N")
+    parser.add_argument(
+        "--windows",
+        type=whole(limits.Range(1, 10**6)),
+        default=8,
+        metavar="N",
+        help="of the text (default: 8)",
+    )
+    parser.add_argument(
+        "--queries",
+        type=whole(limits.CONTEXT),
+        default=64,
+        metavar="N",
+        help="of each window (default: 64)",
+    )
+    _add_choice(parser, "8,16,32,64", "1,2,4,8,16")
+    parser.add_argument(
+        "--wanted",
+        type=number(limits.FRACTION),
+        default=0.9,
+        metavar="SHARE",
+        help="of what dense attention finds (default: 0.9)",
+    )
+    _add_computing(parser)
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=path_name, metavar="FILE", help="UTF-8 text")
+    source.add_argument(
+        "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
+    )
+
+
+def _add_choice(parser: argparse.ArgumentParser, blocks: str, top_k: str) -> None:
+    for name, usual, what in (
+        ("blocks", blocks, "tokens of a block"),
+        ("top-k", top_k, "blocks chosen"),
+    ):
+        parse = whole_numbers(limits.CONTEXT, usual)
+        parser.add_argument(
+            f"--{name}",
+            type=parse,
+            default=parse(usual),
+            metavar="LIST",
+            help=f"{what} (default: {usual})",
+        )
+    parser.add_argument(
+        "--local",
+        type=whole(limits.CONTEXT),
+        default=2,
+        metavar="N",
+        help="blocks near the query that it always reads (default: 2)",
+    )
+
+
+def _add_computing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add_skip_checksums(parser)
+
+
+@command
+def main() -> None:
+    options = _parser().parse_args()
+    check_output(options.out)
+    from cat_lm.export_record import comparing_files
+    from cat_lm.pretrained import quiet_transformers
+
+    quiet_transformers()
+    with comparing_files(skip=options.skip_checksums):
+        print({"sweep": _sweep, "diagnose": _diagnose}[options.command](options))
+
+
+def _sweep(options: argparse.Namespace) -> str:
+    from eval.landmark.sweep import Grid, sweep, table
+
+    if options.tokens is not None and options.calibrate is None:
+        raise UserError(f"--tokens {options.tokens}: says nothing without --calibrate")
+    lessons = None
+    if options.calibrate is not None:
+        lessons = options.calibrate, options.tokens or 1_000_000
+    select = tuple(dict.fromkeys(options.select))
+    grid = Grid(options.lengths, select, options.blocks, options.top_k, options.local)
+    rows = sweep(
+        options.models,
+        grid,
+        options.out,
+        text=options.text,
+        data=options.data,
+        lessons=lessons,
+        max_tokens=options.max_tokens,
+        device=options.device,
+        batch_tokens=options.batch_tokens,
+    )
+    return table(rows)
+
+
+def _diagnose(options: argparse.Namespace) -> str:
+    from eval.landmark.diagnose import Questions, diagnose, table
+
+    questions = Questions(
+        options.length,
+        options.windows,
+        options.queries,
+        options.blocks,
+        options.top_k,
+        options.local,
+        options.wanted,
+    )
+    record = diagnose(
+        options.model,
+        questions,
+        options.out,
+        text=options.text,
+        data=options.data,
+        device=options.device,
+    )
+    return table(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Names that the commands offer. Imports nothing heavy, so that `--help` is quick."""
+
+from __future__ import annotations
+
+# See `eval.landmark.selectors`; in the order of tables and colours.
+SELECTORS = ("oracle", "indexer", "learned", "quest", "box", "exponential", "local", "random")
+# Learned afterwards, from data.
+LEARNED = ("indexer", "learned")
+USUAL = tuple(name for name in SELECTORS if name not in LEARNED)

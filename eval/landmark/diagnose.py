@@ -1,0 +1,284 @@
+"""Which block size and how many blocks a trained model bears, by what its heads' products are.
+
+Of a query t and a head, with blocks of b keys, the match is the key that gets most of the weight
+among those of candidate blocks, and z_t = (q·k_match − mean q·k) / sd q·k over the others. With m
+other candidate blocks, Proposition 1 says how often the landmark of the match's block is among the
+k highest, if the other products are independent normals:
+
+    predicted = E_t P(z_t²; b, m, k),      `eval.recall.theory.landmark.retrieval`
+
+What happens is measured on the same queries: `retrieved`, how often the match's block is chosen,
+and `caught`, the part of dense attention's weight on candidate blocks that the chosen ones have;
+`most` is that of the k best. `clumping` is b Var(q·K̄) / Var(q·k) of the blocks without the match, 1
+where keys of a block are independent, as the law has it. Landmarks are means (`box`). Means over
+heads are weighed by `far`, the part of all attention that candidate blocks get: a head that reads
+what is near needs no choice.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cat_lm.errors import UserError
+from cat_lm.io.files import atomic_write, write_json
+from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
+from eval.common.models import folder_sha256
+from eval.common.outputs import claim_outputs
+from eval.common.text_table import aligned
+from eval.length_sweep.cells import Subject
+from eval.length_sweep.text import sweep_streams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eval.landmark.selectors import Streams
+
+SHARED = ("layer", "head", "block")
+OF_BLOCK = ("snr_squared", "far", "clumping", "rivals", "queries")
+OF_CHOICE = ("predicted", "retrieved", "caught", "most")
+COLUMNS = (*SHARED, "top_k", *OF_BLOCK, *OF_CHOICE)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Say what is asked: of how many windows of which length, and queries of each."""
+
+    length: int
+    windows: int
+    queries: int
+    blocks: tuple[int, ...]
+    top_k: tuple[int, ...]
+    local: int
+    wanted: float
+
+
+def diagnose(
+    model: Path | str,
+    questions: Questions,
+    out: Path | str,
+    *,
+    text: Path | str | None = None,
+    data: Path | str | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Measure a model, and write diagnosis.json and .csv into `out`.
+
+    Args:
+        text, data: a text file, or prepared data; exactly one of them.
+
+    Returns:
+        What diagnosis.json holds: `rows` with the keys COLUMNS, `means` over heads for each block
+        size and number of blocks, and `bears`, for each number the largest block that has what is
+        wanted, as predicted, and as measured.
+
+    Raises:
+        UserError: bad input.
+    """
+    import torch
+
+    from cat_lm.sparsify import dense_model
+    from eval.landmark.cores import add_choosers
+
+    target, folder = choose_device(device), model_folder(model)
+    largest = max(questions.blocks)
+    if largest * (questions.local + 1) >= questions.length:
+        raise UserError(
+            f"--blocks {largest}: with --local {questions.local} there is no block to choose at "
+            f"--length {questions.length}"
+        )
+    config, sha256 = model_config(folder), folder_sha256(folder)
+    subject = Subject(folder, model_label(folder), config, None, ("none",), sha256)
+    budget = questions.windows * questions.length
+    stream = sweep_streams([subject], questions.length, text, data, None, budget, None)[0]
+    claim_outputs(out, "diagnosis.json", ["diagnosis.csv"])
+    built = dense_model(folder).to(target)
+    choosers = add_choosers(built)
+    tokens = torch.from_numpy(stream.tokens[: stream.scored // questions.length * questions.length])
+    sums: list[Sums] = [Sums(questions) for _ in choosers]
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for window in tokens.view(-1, questions.length).to(target):
+            drawn = torch.randperm(questions.length, generator=generator)[: questions.queries]
+            for chooser, of_layer in zip(choosers, sums, strict=True):
+                chooser.watch = lambda streams, s=of_layer, d=drawn: s.add(streams, d)
+            built.base_model(window[None], use_cache=False)
+    rows = [
+        {"layer": layer, **row} for layer, of_layer in enumerate(sums) for row in of_layer.rows()
+    ]
+    return _write(Path(out), rows, questions, stream.source, sha256)
+
+
+class Sums:
+    """What a layer's heads do on the queries so far, by block size."""
+
+    def __init__(self, questions: Questions) -> None:
+        self.questions = questions
+        # [heads, queries] of each block size: z, m, far, clumping, and by k what was chosen.
+        self.found: dict[int, list[dict[str, np.ndarray]]] = {b: [] for b in questions.blocks}
+
+    def add(self, streams: Streams, drawn: Tensor) -> None:
+        """Take the queries of one window [1, H, T, D] in."""
+        for block in self.questions.blocks:
+            self.found[block].append(_measured(streams, drawn, block, self.questions))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each head, block size and number of blocks."""
+        from eval.recall.theory.landmark import retrieval
+
+        found = []
+        for block, parts in self.found.items():
+            of_block = {
+                name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]
+            }
+            predicted = {
+                k: retrieval(of_block["z"] ** 2, block, of_block["rivals"], k)
+                for k in self.questions.top_k
+            }
+            for head in range(len(of_block["z"])):
+                own = {name: values[head] for name, values in of_block.items()}
+                shared = {
+                    "head": head, "block": block, "snr_squared": float(own["z"].mean() ** 2),
+                    "far": float(own["far"].mean()), "clumping": float(own["clumping"].mean()),
+                    "rivals": float(own["rivals"].mean()), "queries": len(own["z"]),
+                }  # fmt: skip
+                weight = max(float(own["far"].sum()), 1e-30)
+                for k in self.questions.top_k:
+                    found.append(
+                        shared
+                        | {
+                            "top_k": k,
+                            "predicted": float(predicted[k][head].mean()),
+                            "retrieved": float(own[f"retrieved {k}"].mean()),
+                            "caught": float(own[f"caught {k}"].sum() / weight),
+                            "most": float(own[f"most {k}"].sum() / weight),
+                        }
+                    )
+        return found
+
+
+def _measured(
+    streams: Streams, drawn: Tensor, block: int, questions: Questions
+) -> dict[str, np.ndarray]:
+    """What the queries' products say with blocks of one size, [H, queries with a choice]."""
+    import torch
+
+    from cat_lm.ops.landmark.keys import block_weights, landmark_keys
+    from cat_lm.ops.landmark.layout import sequence_blocks
+    from cat_lm.ops.landmark.reference import for_heads
+    from cat_lm.ops.landmark.select import candidates_of, landmark_scores
+    from cat_lm.ops.landmark.teaching import block_mass
+
+    query, key = streams.query, streams.key
+    layout = sequence_blocks(query.shape[2], block, None, None, query.device)
+    # Two candidate blocks at least, of which one is not the match's.
+    drawn = drawn[drawn // block - questions.local + 1 >= 2].to(query.device)
+    own, query = layout.of_queries(drawn), query[:, :, drawn]
+    candidates = candidates_of(own, questions.local)  # [1, 1, R, n]
+    logits = (query @ for_heads(key, query.shape[1]).mT).float()[0]  # [H, R, T]
+    count = candidates.shape[3]
+    products = logits[..., : count * block].unflatten(2, (count, block))
+    seen = candidates[0][..., None].expand_as(products)
+    highest = products.masked_fill(~seen, -math.inf).flatten(2).max(dim=2)
+    match = highest.indices // block  # [H, R]
+    size = seen.sum(dim=(2, 3)) - 1  # candidate keys beside the match [H, R]
+    mean = ((products * seen).sum(dim=(2, 3)) - highest.values) / size
+    centred = (products - mean[..., None, None]) * seen
+    above = highest.values - mean
+    variance = (centred.square().sum(dim=(2, 3)) - above.square()).clamp(min=1e-30) / size
+    others = torch.arange(count, device=match.device) != match[..., None]
+    between = (centred.mean(dim=3).square() * others).sum(dim=2) / (candidates[0].sum(dim=2) - 1)
+    landmarks = landmark_keys(key, block_weights("box", block).to(key.device), layout, False)
+    scores = landmark_scores(query, landmarks)[0].masked_fill(~candidates[0], -math.inf)
+    mass = block_mass(query, key, own, questions.local, streams.scaling)[0]
+    ranks = (scores > scores.gather(2, match[..., None])).sum(dim=2)
+    values = {
+        "z": above / variance.sqrt(),
+        "rivals": candidates[0].sum(dim=2).expand_as(mean) - 1.0,
+        "far": mass.sum(dim=2),
+        "clumping": between * block / variance,
+    }
+    for k in questions.top_k:
+        chosen = scores.topk(min(k, count), dim=2).indices
+        values[f"retrieved {k}"] = (ranks < k).float()
+        values[f"caught {k}"] = mass.gather(2, chosen).sum(dim=2)
+        values[f"most {k}"] = mass.topk(min(k, count), dim=2).values.sum(dim=2)
+    return {name: value.double().cpu().numpy() for name, value in values.items()}
+
+
+def means_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over heads, weighed by `far`, for each block size and number of blocks."""
+    found = []
+    for block, k in dict.fromkeys((row["block"], row["top_k"]) for row in rows):
+        own = [row for row in rows if (row["block"], row["top_k"]) == (block, k)]
+        weights = [row["far"] for row in own]
+        names = ("snr_squared", "clumping", *OF_CHOICE)
+        total = math.fsum(weights) or 1.0
+        means = {
+            name: math.fsum(w * row[name] for w, row in zip(weights, own, strict=True)) / total
+            for name in names
+        }
+        far = math.fsum(weights) / len(own)
+        found.append({"block": block, "top_k": k, "far": far, **means})
+    return found
+
+
+def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
+    """For each number of blocks the largest size that has what is wanted; None where none has."""
+    found = []
+    for k in sorted({row["top_k"] for row in means}):
+        own = [row for row in means if row["top_k"] == k]
+        sizes = {
+            name: max((row["block"] for row in own if row[name] >= wanted), default=None)
+            for name in ("predicted", "retrieved", "caught")
+        }
+        found.append({"top_k": k, **sizes})
+    return found
+
+
+def _write(
+    out: Path, rows: list[dict[str, Any]], questions: Questions, source: str, sha256: str
+) -> dict[str, Any]:
+    from eval.common.provenance import provenance
+
+    means = means_of(rows)
+    record = {
+        "text": source, "model_sha256": sha256, "length": questions.length,
+        "local": questions.local, "wanted": questions.wanted, "rows": rows, "means": means,
+        "bears": bears(means, questions.wanted), **provenance(),
+    }  # fmt: skip
+    write_json(out / "diagnosis.json", record)
+    with atomic_write(out / "diagnosis.csv") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return record
+
+
+def table(record: dict[str, Any]) -> str:
+    """Show the means over heads, and what the model bears."""
+    header = ("block", "top-k", "SNR²", "clumping", *OF_CHOICE)
+    lines = [
+        (
+            str(row["block"]),
+            str(row["top_k"]),
+            f"{row['snr_squared']:.1f}",
+            f"{row['clumping']:.1f}",
+            *(f"{row[name]:.1%}" for name in OF_CHOICE),
+        )
+        for row in record["means"]
+    ]
+    wanted, length = record["wanted"], record["length"]
+    said = [
+        f"the largest block of which top-k {row['top_k']} keep {wanted:.0%} at {length} tokens: "
+        f"{row['predicted'] or 'none'} as predicted, {row['retrieved'] or 'none'} as retrieved, "
+        f"{row['caught'] or 'none'} by the weight caught"
+        for row in record["bears"]
+    ]
+    return "\n".join([aligned(header, lines, left=()), *said])

@@ -1,0 +1,117 @@
+"""Learns the selectors that are learned, for a model that stays as it is, and keeps them.
+
+All block sizes learn in the same passes over the data, each for itself: a loss reaches the
+parameters of one selector alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from cat_lm.errors import UserError
+from cat_lm.io.files import atomic_write
+from cat_lm.landmark_calibration import drawn_windows, teach
+from eval.common.cell_store import key_hash
+from eval.landmark.selectors import learner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from eval.landmark.cores import Chooser
+
+# Of how selectors are learned; another number where that changes.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Say what selectors are learned from: data, how many tokens, in windows of which length."""
+
+    data: str
+    tokens: int
+    length: int
+
+
+def learn(
+    model: PreTrainedModel,
+    choosers: Sequence[Chooser],
+    names: Sequence[str],
+    blocks: Sequence[int],
+    local: int,
+    lessons: Lessons,
+    folder: Path,
+    identity: dict[str, Any],
+) -> str:
+    """Give the choosers learned selectors: those in `folder`, or new ones, which it then holds.
+
+    Args:
+        names: of `eval.landmark.choices.LEARNED`.
+        identity: of the model and the data, by which what was learned is known again.
+
+    Returns:
+        The name under which they are kept, which tells them from all others.
+
+    Raises:
+        UserError: data that do not serve; see `drawn_windows`.
+    """
+    for chooser in choosers:
+        chooser.learners = {
+            (name, block): learner(name, model.config, block).to(model.device)
+            for block in blocks
+            for name in names
+        }
+    key = identity | {
+        "names": list(names), "blocks": list(blocks), "local": local, "tokens": lessons.tokens,
+        "length": lessons.length, "version": VERSION,
+    }  # fmt: skip
+    name = key_hash(key)
+    every = nn.ModuleList(
+        nn.ModuleList(chooser.learners.values()) for chooser in choosers
+    ).requires_grad_(True)
+    path = folder / f"{name}.pt"
+    if path.is_file():
+        _read(every, path)
+        return name
+    windows, numbers = drawn_windows(model.config, lessons.data, lessons.tokens, lessons.length)
+    model.requires_grad_(False)
+    rates: dict[float, list[nn.Parameter]] = {}
+    for module in (m for of_layer in every for m in of_layer):
+        rates.setdefault(module.learning_rate, []).extend(module.parameters())
+    for chooser in choosers:
+        chooser.local = local
+    teach(model, windows, numbers, [{"params": p, "lr": rate} for rate, p in rates.items()])
+    for chooser in choosers:
+        chooser.local = None
+    _say(choosers, len(numbers))
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, "wb") as file:
+        torch.save(every.state_dict(), file)
+    return name
+
+
+def _read(every: nn.Module, path: Path) -> None:
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        every.load_state_dict(stored)
+    except (RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: damaged: {why}; delete it, and the same command learns it again"
+        ) from None
+
+
+def _say(choosers: Sequence[Chooser], steps: int) -> None:
+    """The mean loss over the layers at the first tenth of the steps and at the last."""
+    tenth = max(1, steps // 10)
+    for name, block in choosers[0].taught:
+        losses = torch.tensor([chooser.taught[name, block] for chooser in choosers]).mean(dim=0)
+        first, last = float(losses[:tenth].mean()), float(losses[-tenth:].mean())
+        print(f"{name}, block {block}: loss {first:.4f} at first, {last:.4f}", file=sys.stderr)
