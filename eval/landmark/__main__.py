@@ -1,9 +1,10 @@
-"""`python -m eval.landmark sweep|diagnose`: what trained models lose where they read chosen blocks.
+"""`python -m eval.landmark sweep|diagnose|figure`: what models lose that read chosen blocks.
 
 `sweep` scores models on a text, dense and with each way to choose blocks, and writes
 landmark_sweep.json, .csv, .png and .svg into OUT, beside cells/ and learned/, from which a later
 call goes on. `diagnose` measures what the products of a model's heads are, and says which block
-size and how many blocks it bears: diagnosis.json and .csv.
+size and how many blocks it bears: diagnosis.json and .csv. `figure` draws the records of both, and
+one of `eval.speed decode --contexts`, as three panels: landmark.json, .png and .svg.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cat_lm.cli import (
     add_skip_checksums,
     listed,
     number,
+    path,
     path_name,
     whole,
     whole_numbers,
@@ -39,7 +41,25 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_sweep(commands.add_parser("sweep", help="perplexity against the share of keys read"))
     _add_diagnose(commands.add_parser("diagnose", help="which block size a model bears"))
+    _add_figure(commands.add_parser("figure", help="three panels of what was measured"))
     return parser
+
+
+def _add_figure(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("diagnoses", "diagnosis.json"), ("sweeps", "landmark_sweep.json")):
+        parser.add_argument(
+            f"--{name}", nargs="+", type=path, default=(), metavar="FILE", help=f"{what} of models"
+        )
+    parser.add_argument(
+        "--contexts", type=path, metavar="FILE", help="record of eval.speed decode --contexts"
+    )
+    parser.add_argument(
+        "--block",
+        type=whole(limits.CONTEXT),
+        metavar="N",
+        help="of the sweeps (default: the smallest that all have)",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR")
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -146,12 +166,26 @@ def _add_computing(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = _parser().parse_args()
     check_output(options.out)
+    if options.command == "figure":
+        print(_figure(options))
+        return
     from cat_lm.export_record import comparing_files
     from cat_lm.pretrained import quiet_transformers
 
     quiet_transformers()
     with comparing_files(skip=options.skip_checksums):
         print({"sweep": _sweep, "diagnose": _diagnose}[options.command](options))
+
+
+def _figure(options: argparse.Namespace) -> str:
+    if not (options.diagnoses or options.sweeps or options.contexts):
+        raise UserError("figure: nothing to draw; give --diagnoses, --sweeps or --contexts")
+    if options.block is not None and not options.sweeps:
+        raise UserError(f"--block {options.block}: says nothing without --sweeps")
+    from eval.landmark.summary import summarise, table
+
+    parts = (options.diagnoses, options.sweeps, options.contexts, options.block)
+    return table(summarise(options.out, *parts))
 
 
 def _sweep(options: argparse.Namespace) -> str:

@@ -93,8 +93,8 @@ def diagnose(
             f"--blocks {largest}: with --local {questions.local} there is no block to choose at "
             f"--length {questions.length}"
         )
-    config, sha256 = model_config(folder), folder_sha256(folder)
-    subject = Subject(folder, model_label(folder), config, None, ("none",), sha256)
+    label, sha256 = model_label(folder), folder_sha256(folder)
+    subject = Subject(folder, label, model_config(folder), None, ("none",), sha256)
     budget = questions.windows * questions.length
     stream = sweep_streams([subject], questions.length, text, data, None, budget, None)[0]
     claim_outputs(out, "diagnosis.json", ["diagnosis.csv"])
@@ -112,7 +112,7 @@ def diagnose(
     rows = [
         {"layer": layer, **row} for layer, of_layer in enumerate(sums) for row in of_layer.rows()
     ]
-    return _write(Path(out), rows, questions, stream.source, sha256)
+    return _write(Path(out), rows, questions, subject, stream.source)
 
 
 class Sums:
@@ -243,15 +243,15 @@ def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]
 
 
 def _write(
-    out: Path, rows: list[dict[str, Any]], questions: Questions, source: str, sha256: str
+    out: Path, rows: list[dict[str, Any]], questions: Questions, subject: Subject, source: str
 ) -> dict[str, Any]:
     from eval.common.provenance import provenance
 
     means = means_of(rows)
     record = {
-        "text": source, "model_sha256": sha256, "length": questions.length,
-        "local": questions.local, "wanted": questions.wanted, "rows": rows, "means": means,
-        "bears": bears(means, questions.wanted), **provenance(),
+        "text": source, "label": subject.label, "model_sha256": subject.sha256,
+        "length": questions.length, "local": questions.local, "wanted": questions.wanted,
+        "rows": rows, "means": means, "bears": bears(means, questions.wanted), **provenance(),
     }  # fmt: skip
     write_json(out / "diagnosis.json", record)
     with atomic_write(out / "diagnosis.csv") as file:

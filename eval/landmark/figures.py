@@ -1,4 +1,4 @@
-"""Draw a sweep: perplexity over dense attention's by the keys read, and by the bytes read."""
+"""Draw sweeps: perplexity over dense attention's by what is read; and the figure of all parts."""
 
 from __future__ import annotations
 
@@ -73,3 +73,95 @@ def _read(row: Mapping[str, Any], kind: str) -> float:
     if kind == "share":
         return row["share"]
     return (row["selector_bytes"] + row["key_value_bytes"]) / row["dense_bytes"]
+
+
+def summary_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Draw what `eval.landmark.summary` found, a panel for each part that there is."""
+    panels = {
+        name: draw
+        for name, draw in (
+            ("retrieval", _retrieval_panel),
+            ("perplexity", _perplexity_panel),
+            ("decoding", _decoding_panel),
+        )
+        if found[name]
+    }
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((PANEL[0] * max(1, len(panels)), PANEL[1] + 0.8), layout="constrained")
+        every = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+        for axes, (name, draw) in zip(every, panels.items(), strict=False):
+            draw(axes, found[name])
+            axes.legend(fontsize=7)
+        return figure
+
+
+def _retrieval_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    for index, series in enumerate(dict.fromkeys(point["series"] for point in points)):
+        own = [point for point in points if point["series"] == series]
+        x, colour = [point["x"] for point in own], run_colour(index)
+        axes.plot(
+            x,
+            [point["retrieved"] for point in own],
+            linestyle="",
+            marker=run_marker(index),
+            color=colour,
+            label=plain_label(series),
+        )
+        law = {"label": "the law"} if index == 0 else {}
+        axes.plot(x, [point["predicted"] for point in own], color=colour, linewidth=1.0, **law)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("SNR² / (2 b ln(m / k))")
+    axes.set_ylabel("the match's block is chosen")
+
+
+def _perplexity_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    all_series = list(dict.fromkeys(point["series"] for point in points))
+    for series, select in dict.fromkeys((p["series"], p["select"]) for p in points):
+        own = [p for p in points if (p["series"], p["select"]) == (series, select)]
+        own.sort(key=lambda point: point["top_k"])
+        index, number = SELECTORS.index(select), all_series.index(series)
+        values = [100 * point["over_dense"] for point in own]
+        low, high = ([100 * point["range"][side] for point in own] for side in (0, 1))
+        axes.errorbar(
+            [point["share"] for point in own],
+            values,
+            yerr=[
+                [v - x for v, x in zip(values, low, strict=True)],
+                [x - v for v, x in zip(values, high, strict=True)],
+            ],
+            color=run_colour(index),
+            marker=run_marker(index),
+            linestyle=("-", "--", ":", "-.")[number % 4],
+            linewidth=1.0,
+            label=plain_label(select if len(all_series) == 1 else f"{select}, {series}"),
+        )
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_xlabel(f"keys read, of all, {points[0]['length']:,} tokens, b = {points[0]['block']}")
+    axes.set_ylabel("perplexity over dense (%)")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _decoding_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    kinds = dict.fromkeys((p["model"], p["part"], p["attention"]) for p in points)
+    names = list(dict.fromkeys(model for model, _, _ in kinds))
+    for model, part, attention in kinds:
+        own = [p for p in points if (p["model"], p["part"]) == (model, part)]
+        own = [point for point in own if point["attention"] == attention]
+        index = 2 * names.index(model) + (attention == "landmark")
+        of_model = f"{model}, " if len(names) > 1 else ""
+        axes.plot(
+            [point["context"] for point in own],
+            [point["ms"] for point in own],
+            color=run_colour(index),
+            marker=run_marker(index),
+            linestyle="-" if part == "model" else ":",
+            label=plain_label(f"{of_model}{attention}, {part}"),
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("context (random keys and values)")
+    axes.set_ylabel("ms a token")

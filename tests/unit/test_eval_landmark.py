@@ -253,6 +253,63 @@ def test_diagnose(family, command, tiny_corpus, tmp_path):
     assert record["bears"][1]["caught"] == 8 and (out / "diagnosis.csv").is_file()
 
 
+def test_figure(command, tmp_path):
+    """Heads are put in bins of x, seeds are one series, and what is drawn is written."""
+
+    def head(snr, block, top_k, far, retrieved):
+        law = {"predicted": retrieved / 2, "rivals": 30.0}
+        choice = {"block": block, "top_k": top_k, "retrieved": retrieved}
+        return choice | law | {"snr_squared": snr, "far": far}
+
+    def cell(label, select, top_k, over, block=4):
+        share = {"share": 0.1 * top_k, "length": 64, "over_dense": over}
+        return share | {"label": label, "select": select, "top_k": top_k, "block": block}
+
+    def written(name, **values):
+        (tmp_path / name).write_text(json.dumps(values))
+        return tmp_path / name
+
+    needed = 2 * 4 * np.log(30 / 2)
+    first = [head(needed, 4, 2, 0.3, 1.0), head(needed, 4, 2, 0.1, 0.6)]
+    second = [head(4 * needed, 4, 2, 0.3, 1.0), head(9.0, 4, 30, 0.3, 0.0)]  # the last has no x
+    diagnoses = [
+        written(f"d{i}.json", rows=rows, wanted=0.9, label=f"mine-{i}")
+        for i, rows in enumerate((first, second))
+    ]
+    sweeps = []
+    for i in range(2):
+        rows = [cell(f"mine-{i}", "box", 1, 0.1 + 0.2 * i), cell(f"mine-{i}", "box", 1, 9.0, 8)]
+        rows.append(cell(f"mine-{i}", "dense", 0, 0.0, None))
+        sweeps.append(written(f"s{i}.json", text="t", rows=rows))
+    times = {"dense": "sdpa", "seconds": {"sdpa": {"median": 0.5}, "landmark": {"median": 0.1}}}
+    row = {"name": "cat", "case": {"context": 64}, "layer": times, "model": times}
+    contexts = written("c.json", contexts=[row, row | {"case": {"context": 128}}])
+    words = ("--diagnoses", *diagnoses, "--sweeps", *sweeps, "--contexts", contexts)
+    out = tmp_path / "out"
+    code, said, err = command("figure", *words, "--out", out)
+    assert code == 0 and "+20.00%" in said, err
+    found = json.loads((out / "landmark.json").read_text())
+    assert [point["series"] for point in found["retrieval"]] == ["mine", "mine"]
+    near, far = found["retrieval"]
+    assert near["x"] == pytest.approx(1) and far["x"] == pytest.approx(4)
+    assert near["heads"] == 2 and near["retrieved"] == pytest.approx(0.9)
+    assert near["predicted"] == pytest.approx(0.45)
+    (point,) = found["perplexity"]
+    assert point["seeds"] == 2 and point["over_dense"] == pytest.approx(0.2)
+    assert point["block"] == 4 and point["range"] == pytest.approx([0.1, 0.3])
+    named = {(p["part"], p["attention"], p["context"]): p["ms"] for p in found["decoding"]}
+    assert len(named) == 8 and named["layer", "landmark", 128] == pytest.approx(100)
+    assert all((out / f"landmark.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    for words, said in (
+        (("--sweeps", diagnoses[0]), "has no 'text'"),
+        (("--sweeps", *sweeps, "--block", 5), "--block 5: all sweeps have 4, 8"),
+        (("--contexts", contexts, "--block", 5), "--block 5: says nothing without --sweeps"),
+        ((), "nothing to draw"),
+    ):
+        code, _, err = command("figure", *words, "--out", tmp_path / "other")
+        assert code == 2 and said in err and err.count("\n") == 1
+
+
 WRONG = {
     "learned": (("--select", "indexer"), "--select indexer: is learned; give --calibrate"),
     "nothing learned": (("--select", "box", "--calibrate", "x"), "--calibrate x: says nothing"),
