@@ -70,6 +70,7 @@ _UNFINISHED = (*_PREPARE, "--validation-fraction", "0.2", "--out", "unfinished")
 _EXPORT = ("run", "out")
 _PLAN = ("config.yaml", "--gpus", "1,2", "--device", "h100", "train.peak_tflops=100")
 _SWEEP = ("--lengths", "16,32", "--max-tokens", "200", "--methods", "none,yarn", "--out", "out")
+_LANDMARK = ("--blocks", "4", "--top-k", "1", "--local", "1", "--out", "out")
 _ZERO_SHOT = ("--tasks", "piqa", "--data-dir", "tasks", "--out", "out", "--limit", "3")
 _CELL = ("--task", "mqar:keys=2", "--mixer", "cat", "--d-model", "16", "--seq-len", "16")
 _CELL += ("--epochs", "1", "--train-examples", "32", "--test-examples", "16", "--batch-size", "16")
@@ -313,6 +314,22 @@ TARGETS = (
         needs=("model", "text"),
         files=("text/a.txt",),
         file_weight=0.5,
+    ),
+    Target(
+        *("landmark-sweep", "eval.landmark", "torch"),
+        ("sweep", "model", "--data", "data", "--lengths", "16", "--max-tokens", "64", *_LANDMARK),
+        needs=("model", *DATA),
+        files=("model/*.json",),
+        guarded=(*_WEIGHTS, "data/validation-*"),
+        file_weight=0.3,
+    ),
+    Target(
+        *("landmark-diagnose", "eval.landmark", "torch"),
+        ("diagnose", "model", "--data", "data", "--length", "16", "--windows", "2", *_LANDMARK),
+        needs=("model", *DATA),
+        files=("model/*.json",),
+        guarded=(*_WEIGHTS, "data/validation-*"),
+        file_weight=0.3,
     ),
     Target(
         *("report", "eval.report", "torch", ("run", "--out", "out")),

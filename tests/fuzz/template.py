@@ -32,6 +32,7 @@ _TORCH = (
     *("cat_lm.export", "cat_lm.generate", "cat_lm.upcycle", "cat_lm.sparsify"),
     *("cat_lm.data.loader",),
     *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
+    *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
     *("eval.speed.conv.measure", "eval.speed.model.decode", "eval.speed.model.train"),
     *("eval.speed.tables", "eval.recall.__main__", "eval.recall.show.filter_plots"),
     *("eval.recall.grids.streams", "launch.doctor.__main__", "launch.doctor.scale"),
