@@ -234,11 +234,11 @@ class CausalLanguageModel:
         elif prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
             is_known = given is not None and given.ndim == 2
-            reads_positions = getattr(self.config, "reads_positions", False)
-            if is_known:  # of all keys, where their positions are read
-                inputs["padding_mask"] = given if reads_positions else given[:, -time:]
-            else:
-                inputs["padding_mask"] = prepared.new_ones(batch, time)
+            if getattr(self.config, "reads_positions", False):  # of all keys
+                time += int(inputs["past_key_values"].get_seq_length())
+            inputs["padding_mask"] = (
+                given[:, -time:] if is_known else prepared.new_ones(batch, time)
+            )
         return inputs
 
     def _prepare_cache_for_generation(
