@@ -148,6 +148,18 @@ def test_a_tied_and_a_narrowed_model_are_models(case):
     assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
 
 
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("gated_deltanet", {"num_heads": 3, "head_dim": 10, "expand_v": 0.7}),
+        ("llama", {"conv_type": "head", "conv_window": 70, "conv_rank": 70}),
+    ],
+)
+def test_what_fits_its_own_width_alone_is_narrowed_to_a_model_too(case, keys):
+    small = family_of(case).narrowed(section_of(case, hidden_size=512, **keys))
+    assert family_of(case).problems(small, 128) == []
+
+
 # What a mixer keeps in fp32 whatever the precision (memories, rates) its kind does not say.
 each_precision = pytest.mark.parametrize(
     ("case", "precision"),

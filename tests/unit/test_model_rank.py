@@ -321,7 +321,8 @@ class TestMultiToken:
         with pytest.raises(UserError, match="rows of at most 512 tokens, not of 513"):
             model(random_ids(1, 513))
         family = architectures.get("gpt_neox")
-        section = family.section(model.config).model_copy(update={"attn_implementation": "eager"})
+        section = family.section(model.config)
+        assert section.attn_implementation == "eager"  # what upcycling says to train it with
         assert family.problems(section, 512) == []
         assert family.problems(section, 513) == [
             "attention=multi_token: reads rows of at most 512 tokens, not of 513"
