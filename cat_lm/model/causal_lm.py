@@ -211,7 +211,9 @@ class CausalLanguageModel:
             new_embeddings.__class__ = LanguageModelHead
         self.lm_head = new_embeddings
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Prepare inputs as transformers does, the attention mask too if the cache is static.
 
         The convolution then gets the padding beside it. A pattern of attention that masks keys
@@ -227,7 +229,10 @@ class CausalLanguageModel:
                 "attn_implementation=flex_attention: does not generate with a static cache; use "
                 "cache_implementation='dynamic'"
             )
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        # By name, off which transformers reads that a text may start with embeddings.
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
         prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
         if getattr(self.config, "masks_keys", False):
             inputs["attention_mask"] = given

@@ -291,15 +291,18 @@ def test_cached_generation_is_the_uncached(case, beams):
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
     how |= {"pad_token_id": 0, "eos_token_id": None}
     read = []
-    model.base_model.register_forward_pre_hook(
+    watching = model.base_model.register_forward_pre_hook(
         lambda module, given, named: read.append(named.get("input_ids", *given[:1]).shape[1]),
         with_kwargs=True,
     )
     cached = model.generate(rows, **how)
     assert read == [9, *[1] * 5]
+    watching.remove()
     assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
     alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
     assert torch.equal(cached[1, 4:], alone[0])
+    embedded = model.get_input_embeddings()(rows)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **how), cached[:, 9:])
 
 
 @every_case
