@@ -173,9 +173,12 @@ def _target_config(
 ) -> PreTrainedConfig:
     if convolution.makes_plain:
         return architecture.library_config(source)
-    windows = {"--window": convolution.window, "--canon-window": convolution.canon_window}
-    for option, window in windows.items():
-        if window > source.max_position_embeddings:
+    windows = {
+        "--window": (convolution.conv_type, convolution.window),
+        "--canon-window": (convolution.canon, convolution.canon_window),
+    }
+    for option, (used, window) in windows.items():
+        if used != "none" and window > source.max_position_embeddings:
             raise UserError(
                 f"{option} {window}: the model reads at most "
                 f"{source.max_position_embeddings} tokens; use a window within them"

@@ -45,8 +45,9 @@ class GatedDeltaNet(DeltaNet):
         return fields | {"head_dim": section.head_channels}
 
     def narrowed(self, section: GatedDeltaNetSection) -> GatedDeltaNetSection:
-        """Give at most two layers of the narrowest width that the heads fit."""
-        return super().narrowed(section.model_copy(update={"head_dim": None}))
+        """Give at most two layers of the narrowest width that the heads fit, or narrower heads."""
+        narrow = super().narrowed(section.model_copy(update={"head_dim": None}))
+        return super().narrowed(section) if narrow.shape_problems() else narrow
 
 
 ARCHITECTURE = GatedDeltaNet()

@@ -10,6 +10,7 @@ from cat_lm import limits
 from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers.shared import LOW_RANK, convolution_flops
+from cat_lm.model.linear_rules import exact
 from cat_lm.model.rules import gated_width
 
 if TYPE_CHECKING:
@@ -86,6 +87,17 @@ class LinearArchitecture(Architecture):
         from cat_lm.model.configuration_linear import check_settings
 
         check_settings(self.config_class(), settings)
+
+    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+        """Say where the package, which cuts products of floats off, would make fewer channels."""
+        width = getattr(config, "head_dim", config.hidden_size)
+        return [
+            f"has {key}={factor!r}, of which flash-linear-attention makes "
+            f"{int(width * factor)} channels and not {width * exact(factor)}"
+            for key in ("expand_k", "expand_v")
+            if (factor := getattr(config, key, None))
+            and int(width * factor) != width * exact(factor)
+        ]
 
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Say what does not go together, see `cat_lm.model.linear_rules`."""

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures.base import Classes
 from cat_lm.architectures.mamba import StateSpace, StateSpaceSection
-from cat_lm.config_sections import whole
+from cat_lm.config_sections import number, whole
 from cat_lm.model.mamba_rules import inner_size, limit_problems, state_head_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NO_LIMIT = (0.0, float("inf"))
+_Bound = Annotated[float, number(limits.Range(*_NO_LIMIT))]
+
+
+def _pair(value: Any) -> Any:
+    if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
+        raise ValueError("must be two numbers from 0 up, the lower one first")
+    return value
 
 
 class Mamba2Section(StateSpaceSection):
@@ -30,7 +37,7 @@ class Mamba2Section(StateSpaceSection):
     n_groups: Annotated[int, whole(limits.HEADS)] = Field(
         1, description="each with its own keys and queries, for all heads in it"
     )
-    time_step_limit: tuple[float, float] | None = Field(
+    time_step_limit: Annotated[tuple[_Bound, _Bound] | None, BeforeValidator(_pair)] = Field(
         None, description="bounds of every step size; default: none"
     )
 

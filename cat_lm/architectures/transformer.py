@@ -166,8 +166,13 @@ class Transformer(Architecture):
     # Sections and configurations
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """As in the base; bases and parts of the rotation stand in `rope_parameters` there."""
+        """As in the base; bases and parts of the rotation stand in `rope_parameters` there.
+
+        What computes attention is the usual choice for it: a configuration does not say.
+        """
         values = super().section_values(config)
+        if usual := attention.usual_implementation(self.Section.model_construct(**values)):
+            values["attn_implementation"] = usual
         rope = config.rope_parameters
         values["rope_theta"] = rope["rope_theta"]
         if rope.get("rope_type", "default") == "default":
@@ -220,6 +225,7 @@ class Transformer(Architecture):
         changes = {
             "hidden_size": 2 * width,
             "conv_window": min(section.conv_window, _MOST_TAPS),
+            "conv_rank": min(section.conv_rank, _MOST_TAPS),
             "canon_window": min(section.canon_window, _MOST_TAPS),
             "num_attention_heads": 2,
             "num_hidden_layers": min(2, section.num_hidden_layers),

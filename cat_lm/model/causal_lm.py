@@ -211,7 +211,9 @@ class CausalLanguageModel:
             new_embeddings.__class__ = LanguageModelHead
         self.lm_head = new_embeddings
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Prepare inputs as transformers does, the attention mask too if the cache is static.
 
         The convolution then gets the padding beside it. A pattern of attention that masks keys
@@ -227,18 +229,21 @@ class CausalLanguageModel:
                 "attn_implementation=flex_attention: does not generate with a static cache; use "
                 "cache_implementation='dynamic'"
             )
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        # By name, off which transformers reads that a text may start with embeddings.
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
         prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
         if getattr(self.config, "masks_keys", False):
             inputs["attention_mask"] = given
         elif prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
             is_known = given is not None and given.ndim == 2
-            reads_positions = getattr(self.config, "reads_positions", False)
-            if is_known:  # of all keys, where their positions are read
-                inputs["padding_mask"] = given if reads_positions else given[:, -time:]
-            else:
-                inputs["padding_mask"] = prepared.new_ones(batch, time)
+            if getattr(self.config, "reads_positions", False):  # of all keys
+                time += int(inputs["past_key_values"].get_seq_length())
+            inputs["padding_mask"] = (
+                given[:, -time:] if is_known else prepared.new_ones(batch, time)
+            )
         return inputs
 
     def _prepare_cache_for_generation(

@@ -148,6 +148,18 @@ def test_a_tied_and_a_narrowed_model_are_models(case):
     assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
 
 
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("gated_deltanet", {"num_heads": 3, "head_dim": 10, "expand_v": 0.7}),
+        ("llama", {"conv_type": "head", "conv_window": 70, "conv_rank": 70}),
+    ],
+)
+def test_what_fits_its_own_width_alone_is_narrowed_to_a_model_too(case, keys):
+    small = family_of(case).narrowed(section_of(case, hidden_size=512, **keys))
+    assert family_of(case).problems(small, 128) == []
+
+
 # What a mixer keeps in fp32 whatever the precision (memories, rates) its kind does not say.
 each_precision = pytest.mark.parametrize(
     ("case", "precision"),
@@ -279,15 +291,18 @@ def test_cached_generation_is_the_uncached(case, beams):
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
     how |= {"pad_token_id": 0, "eos_token_id": None}
     read = []
-    model.base_model.register_forward_pre_hook(
+    watching = model.base_model.register_forward_pre_hook(
         lambda module, given, named: read.append(named.get("input_ids", *given[:1]).shape[1]),
         with_kwargs=True,
     )
     cached = model.generate(rows, **how)
     assert read == [9, *[1] * 5]
+    watching.remove()
     assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
     alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
     assert torch.equal(cached[1, 4:], alone[0])
+    embedded = model.get_input_embeddings()(rows)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **how), cached[:, 9:])
 
 
 @every_case

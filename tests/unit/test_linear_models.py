@@ -235,6 +235,15 @@ def test_models_of_the_package_that_are_not_ours_are_refused(family, changes, sa
     assert said in str(error.value)
 
 
+def test_channels_that_the_package_would_count_otherwise_are_no_export():
+    """It cuts 100 x 0.29 off at 28; here 0.29 is what was written."""
+    family = architectures.get("gla")
+    config = family.config_class()(hidden_size=100, expand_k=0.29, num_heads=1)
+    (problem,) = family.library_problems(config)
+    assert problem.startswith("has expand_k=0.29,") and problem.endswith("28 channels and not 29")
+    assert all(architectures.get(n).library_problems(model_of(n).config) == [] for n in FAMILIES)
+
+
 def test_rates_and_filters_start_as_published():
     model = model_of("gated_deltanet", moved=False, num_heads=24, head_dim=8)
     layer = model.model.layers[1].attn

@@ -260,6 +260,9 @@ WRONG = [
     ("mamba2", "num_heads=3", "head_dim=64: 3 heads of so many channels are not"),
     ("mamba2", "n_groups=3", "n_groups=3: must divide the 1 heads"),
     ("mamba2", "time_step_limit=[1, 0.5]", "time_step_limit=(1.0, 0.5): must be two numbers"),
+    ("mamba2", "time_step_limit=[]", "time_step_limit=[]: must be two numbers from 0 up"),
+    ("mamba2", "time_step_limit=0.5", "time_step_limit=0.5: must be two numbers from 0 up"),
+    ("mamba2", "time_step_limit=[true, 2]", "time_step_limit=True: must be a number, not true"),
 ]
 
 

@@ -152,7 +152,7 @@ def test_upcycled_there_and_back(family, tmp_path):
     assert section["canon"] == "DA" and section["conv_type"] == "head"
     model = load_model(out, device="cpu")
     assert not any(layer.canon["D"].canon_filter.any() for layer in model.base_model.layers)
-    canon_alone = Convolution("none", canon="C")
+    canon_alone = Convolution("none", window=1000, canon="C")  # whose window says nothing
     out, _ = upcycle(out, tmp_path / "canon", canon_alone)
     assert list(load_model(out, device="cpu").base_model.layers[0].canon) == ["C"]
     back, _ = upcycle(out, tmp_path / "back", Convolution("none"))

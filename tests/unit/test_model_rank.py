@@ -300,6 +300,12 @@ class TestMultiToken:
         check_sequences(fields, "eager")
         check_decoding(fields)
 
+    def test_a_static_cache_generates_where_nothing_is_padding(self):
+        """transformers then leaves the attention mask out, and the prepared one hides it."""
+        model, how = multi_token(**MULTI["plain"]), {"max_new_tokens": 4, "do_sample": False}
+        found = model.generate(random_ids(2, 9), cache_implementation="static", **how)
+        assert torch.equal(found, model.generate(random_ids(2, 9), **how))
+
     def test_what_is_loaded_is_computed_by_what_can(self, tmp_path):
         model = multi_token(**MULTI["plain"])
         model.save_pretrained(tmp_path)
@@ -315,7 +321,8 @@ class TestMultiToken:
         with pytest.raises(UserError, match="rows of at most 512 tokens, not of 513"):
             model(random_ids(1, 513))
         family = architectures.get("gpt_neox")
-        section = family.section(model.config).model_copy(update={"attn_implementation": "eager"})
+        section = family.section(model.config)
+        assert section.attn_implementation == "eager"  # what upcycling says to train it with
         assert family.problems(section, 512) == []
         assert family.problems(section, 513) == [
             "attention=multi_token: reads rows of at most 512 tokens, not of 513"

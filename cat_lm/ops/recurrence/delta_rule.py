@@ -71,9 +71,9 @@ def delta_rule(
         state = initial_state.to(widest)
     if document_ids is not None:
         check_document_ids(document_ids, *given[0].shape[:2])
-    within, before = _decays(q, log_decay, document_ids if time else None)
     starts_empty = initial_state is None and q.shape[2] == 1  # no state is ever read
     with without_autocast(q):
+        within, before = _decays(q, log_decay, document_ids if time else None)
         y, state = _solved(q, k, v, beta, within, before, state, starts_empty)
     y = y.flatten(2, 3)[:, :, :time].transpose(1, 2).to(given[2].dtype)
     return (y, state) if return_state else y
