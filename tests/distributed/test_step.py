@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -84,12 +85,56 @@ def test_the_host_reads_once_a_step():
     cases += [(1, "fp32", 4), (2, "fp32", 1), (2, "bf16", 4), (3, "bf16", 1)]
     for rank in run_on_ranks(counted_steps, 2, cases):
         for case, (reads, lists, reduced, norms, flags) in zip(cases, rank, strict=True):
-            # ZeRO-3 asks whether its norm is finite.
-            assert (reads, lists) == (int(case[0] == 3), 1), case
+            assert (reads, lists) == (0, 1), case
             assert flags == (1, 10)
             if case[:2] == (1, "bf16"):
                 assert reduced == 4  # scored tokens, each group's gradients, the loss with flags
                 assert norms == 0, "a norm for each parameter is a kernel for each"
+
+
+class Stream:
+    """A stream of a device that is not there, in whose place the host is asked to wait."""
+
+    waits: ClassVar[list[str]] = []
+
+    def synchronize(self, *_: Any) -> None:
+        """Note who waits, by the name of its function."""
+        self.waits.append(sys._getframe(1).f_code.co_name)
+
+    def wait_stream(self, _: Any) -> None:
+        """Wait on the device alone."""
+
+
+def deepspeeds_waits(ranks, cases: list[tuple[int, int]]) -> list[list[str]]:
+    """Where DeepSpeed has the host wait in the third step of (stage, rows of a micro-batch)."""
+    from deepspeed.accelerator import get_accelerator
+
+    device, stream, found = type(get_accelerator()), Stream(), []
+    answers = {
+        "resolves_data_dependency": lambda _: False,  # as of a GPU
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "synchronize": lambda *_: stream.synchronize(),
+    }
+    for stage, size in cases:
+        config = make_config(stage, size, "bf16")
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        for name in ("reduction_stream", "reduce_and_partition_stream"):
+            setattr(engine.deepspeed.optimizer, name, stream)
+        with mock.patch.multiple(device, **answers):
+            for step in range(3):
+                Stream.waits.clear()
+                engine.train_step(rows_of(global_batch(step), ranks), 1e-3)
+        found.append(list(Stream.waits))
+    return found
+
+
+def test_what_is_left_of_deepspeeds_own_waits():
+    """As `cat_lm/README.md` has them: with documents' sizes of buckets one a micro-batch."""
+    cases = [(2, 4), (2, 1), (3, 4), (3, 1)]
+    for rank in run_on_ranks(deepspeeds_waits, 2, cases):
+        print(rank)
+        assert 0
 
 
 def bits(ranks, stage: int, precision: str) -> list[tuple]:
@@ -127,7 +172,9 @@ def bits(ranks, stage: int, precision: str) -> list[tuple]:
         (2, 1, "bf16"),
         (2, 1, "fp32"),
         (2, 2, "bf16"),
+        (2, 3, "bf16"),
         pytest.param(2, 2, "fp32", marks=pytest.mark.long),
+        pytest.param(2, 3, "fp32", marks=pytest.mark.long),
         pytest.param(1, 2, "bf16", marks=pytest.mark.long),
     ],
 )

@@ -148,7 +148,8 @@ def test_a_tied_and_a_narrowed_model_are_models(case):
     assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
 
 
-# What a mixer keeps in fp32 whatever the precision (memories, rates) its kind does not say.
+# What of a mixer's state is in fp32 whatever the precision its kind does not say; what training
+# keeps of each is in test_mixer_model.py.
 each_precision = pytest.mark.parametrize(
     ("case", "precision"),
     [(case, torch.float32) for case in CASES]
