@@ -97,7 +97,7 @@ class Stream:
 
     waits: ClassVar[list[str]] = []
 
-    def synchronize(self, *_: Any) -> None:
+    def synchronize(self) -> None:
         """Note who waits, by the name of its function."""
         self.waits.append(sys._getframe(1).f_code.co_name)
 
@@ -105,8 +105,11 @@ class Stream:
         """Wait on the device alone."""
 
 
-def deepspeeds_waits(ranks, cases: list[tuple[int, int]]) -> list[list[str]]:
-    """Where DeepSpeed has the host wait in the third step of (stage, rows of a micro-batch)."""
+def deepspeeds_waits(ranks, cases: list[tuple[int, int, int]]) -> list[tuple]:
+    """(who made the host wait in the third step, all-reduces in it, norms) of each case.
+
+    Its stage, rows of a micro-batch and numbers in a bucket.
+    """
     from deepspeed.accelerator import get_accelerator
 
     device, stream, found = type(get_accelerator()), Stream(), []
@@ -114,27 +117,37 @@ def deepspeeds_waits(ranks, cases: list[tuple[int, int]]) -> list[list[str]]:
         "resolves_data_dependency": lambda _: False,  # as of a GPU
         "current_stream": lambda *_: stream,
         "default_stream": lambda *_: stream,
-        "synchronize": lambda *_: stream.synchronize(),
+        "synchronize": lambda *_: stream.waits.append("synchronize"),
     }
-    for stage, size in cases:
+    for stage, size, bucket in cases:
         config = make_config(stage, size, "bf16")
-        engine = Engine(build_model(config, VOCAB), config, ranks)
+        with mock.patch("cat_lm.config.GRADIENT_BUCKET", bucket):
+            engine = Engine(build_model(config, VOCAB), config, ranks)
         for name in ("reduction_stream", "reduce_and_partition_stream"):
             setattr(engine.deepspeed.optimizer, name, stream)
-        with mock.patch.multiple(device, **answers):
+        norms = []
+        with (
+            mock.patch.multiple(device, **answers),
+            mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+        ):
             for step in range(3):
                 Stream.waits.clear()
-                engine.train_step(rows_of(global_batch(step), ranks), 1e-3)
-        found.append(list(Stream.waits))
+                with counted(torch.distributed, "all_reduce") as reductions:
+                    norms.append(engine.train_step(rows_of(global_batch(step), ranks), 1e-3))
+        found.append((list(Stream.waits), len(reductions), [n.grad_norm for n in norms]))
     return found
 
 
 def test_what_is_left_of_deepspeeds_own_waits():
-    """As `cat_lm/README.md` has them: with documents' sizes of buckets one a micro-batch."""
-    cases = [(2, 4), (2, 1), (3, 4), (3, 1)]
-    for rank in run_on_ranks(deepspeeds_waits, 2, cases):
-        print(rank)
-        assert 0
+    """As `cat_lm/README.md` has them; buckets are reduced on the way, and are no further ones."""
+    cases = [(2, 2, 10**8), (2, 2, 3000), (3, 2, 3000)]
+    first, second = run_on_ranks(deepspeeds_waits, 2, cases)
+    for rank in (first, second):
+        (whole, once, norms), (waits, often, same), (partitioned, *_) = rank
+        assert whole == waits == ["synchronize"] * 2  # micro-batches
+        assert often > once + 2 * 2 and norms == same
+        last = ["synchronize"]  # for the small weights, which every rank has whole
+        assert partitioned == ["independent_gradient_partition_epilogue"] * 2 + last
 
 
 def bits(ranks, stage: int, precision: str) -> list[tuple]:
