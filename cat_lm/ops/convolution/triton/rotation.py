@@ -74,8 +74,8 @@ def rotate_kernel(
     if PASSED > 0:
         for begin in range(0, width - ROTARY, PASSED):
             columns = ROTARY + begin + tl.arange(0, PASSED)[None, :]
-            mask = present[:, None] & (columns < width)
-            tl.store(y_rows + columns, tl.load(x_rows + columns, mask=mask), mask=mask)
+            passed = present[:, None] & (columns < width)
+            tl.store(y_rows + columns, tl.load(x_rows + columns, mask=passed), mask=passed)
 
 
 def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
