@@ -200,6 +200,18 @@ def test_the_step_has_the_bits_of_deepspeeds(world_size, stage, precision):
         assert all((ours[1][name] == theirs[1][name]).all() for name in ours[1])
 
 
+def meeting_point(_) -> str:
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__
+
+
+def test_one_rank_listens_on_no_port():
+    """Between the choice of a free one and its use, another process could take it."""
+    assert run_on_ranks(meeting_point, 1) == ["HashStore"]
+
+
 def communicated(ranks, stages: list[int]) -> dict[tuple, list[float]]:
     losses = {}
     for stage in stages:
