@@ -139,7 +139,12 @@ def deepspeeds_waits(ranks, cases: list[tuple[int, int, int]]) -> list[tuple]:
 
 
 def test_what_is_left_of_deepspeeds_own_waits():
-    """As `cat_lm/README.md` has them; buckets are reduced on the way, and are no further ones."""
+    """As `cat_lm/README.md` has them; buckets are reduced on the way, and are no further ones.
+
+    In DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py:1028, stage3.py:1414, and
+    partition_parameters.py:2128 from stage3.py:2841. What bounds memory (stage3.py:1667,
+    partitioned_param_coordinator.py:404) waits where a device lags, which none does here.
+    """
     cases = [(2, 2, 10**8), (2, 2, 3000), (3, 2, 3000)]
     first, second = run_on_ranks(deepspeeds_waits, 2, cases)
     for rank in (first, second):
