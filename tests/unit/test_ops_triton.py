@@ -178,7 +178,7 @@ def test_no_length_or_batch_compiles_anew(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", run)
     launch_all(2, 64)
     first = set(keys)
-    # One of two for each kind, and three: the multi-head one is used twice, and rotates in two more.
+    # One of two for each kind, and three: the multi-head one is used twice, and turned by two more.
     assert len(first) == 13
     for batch, time in ((1, 1), (3, 65), (1, 4096)):
         launch_all(batch, time)
