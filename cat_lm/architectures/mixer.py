@@ -166,12 +166,19 @@ class MixerArchitecture(Architecture):
     def saved_tensors(self, section: MixerSection) -> float:
         """Count what autograd keeps of a layer, in tensors of [B, T, C]; the layers' mean.
 
-        The mixer's, the two inputs of norms and what the second makes, and the MLP's four of width
-        I: the gate before and after its activation, what it multiplies, and the product.
+        The mixer's, the inputs of two norms and what their weights multiply, what the second
+        makes, and the MLP's four of width I: the gate before and after its activation, what it
+        multiplies, and the product.
         """
         mixer, layers = mixer_of(section), settings_of(section)
         mixed = sum(mixer.kind.saved_tensors(mixer.options, setting) for setting in layers)
-        return mixed / len(layers) + 3 + 4 * section.inner_size / section.hidden_size
+        return mixed / len(layers) + 5 + 4 * section.inner_size / section.hidden_size
+
+    def saved_in_fp32(self, section: MixerSection) -> float:
+        """Count the norms' four, and the mixer's; the layers' mean."""
+        mixer, layers = mixer_of(section), settings_of(section)
+        mixed = sum(mixer.kind.saved_in_fp32(mixer.options, setting) for setting in layers)
+        return mixed / len(layers) + 4
 
     def saved_maps(self, section: MixerSection) -> float:
         """Count the mixers' maps; the layers' mean."""

@@ -87,6 +87,10 @@ class MixerKind:
         """
         raise NotImplementedError
 
+    def saved_in_fp32(self, options: Any, setting: Setting) -> float:
+        """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
+        return 0.0
+
     def saved_maps(self, options: Any, setting: Setting) -> float:
         """Count the maps of [B, T, T] that autograd keeps, each once rounded and once in fp32."""
         return 0.0

@@ -57,8 +57,13 @@ class Based(MixerKind):
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         if setting.layer % 2:
-            return 4 + 2 * (options.mapped + options.features) / setting.d_model
+            return 3 + self.saved_in_fp32(options, setting)
         return 3.0
+
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        if setting.layer % 2:  # maps of queries and keys, values, sums
+            return 2 + 2 * (options.mapped + options.features) / setting.d_model
+        return 0.0
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return setting.layer % 2 / 2  # in fp32 alone

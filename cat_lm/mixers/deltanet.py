@@ -52,6 +52,9 @@ class DeltaNet(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return options.saved_tensors(setting.d_model, 1.0, gated=False)
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        return options.saved_in_fp32(setting.d_model, 1.0, gated=False)
+
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.state_numbers(setting.d_model, 1.0)
 

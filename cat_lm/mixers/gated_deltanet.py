@@ -50,6 +50,9 @@ class GatedDeltaNet(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return options.saved_tensors(setting.d_model, options.expand_v, gated=True)
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        return options.saved_in_fp32(setting.d_model, options.expand_v, gated=True)
+
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.state_numbers(setting.d_model, options.expand_v)
 

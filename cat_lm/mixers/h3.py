@@ -63,7 +63,11 @@ class HungryHungryHippos(MixerKind):
         return fft_flops(length, setting.d_model * (1 + options.head_dim))
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 13 + 6 * options.head_dim + 0.55 * options.state / options.head_dim
+        return 10 + self.saved_in_fp32(options, setting)
+
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        """Count the transforms, and what makes the filters."""
+        return 3 + 6 * options.head_dim + 0.55 * options.state / options.head_dim
 
 
 MIXER = HungryHungryHippos()

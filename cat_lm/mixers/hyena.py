@@ -67,5 +67,8 @@ class Hyena(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return 16.5 + 4.5 * options.hidden / setting.d_model
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        return 6.5  # the transforms, and what goes into them
+
 
 MIXER = Hyena()

@@ -47,6 +47,9 @@ class ConvolvedLinearAttention(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return 8.0 + options.convolved + options.activated
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        return 4.0  # mapped queries and keys, values, and their sums
+
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return options.heads / 2  # in fp32 alone
 

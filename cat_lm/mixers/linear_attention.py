@@ -53,6 +53,9 @@ class LinearAttention(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         return lincat.MIXER.saved_tensors(options.plain, setting)
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        return lincat.MIXER.saved_in_fp32(options.plain, setting)
+
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return lincat.MIXER.saved_maps(options.plain, setting)
 

@@ -65,6 +65,11 @@ class Mamba(MixerKind):
         low_rank = 1.25 * (math.ceil(width / 16) + 2 * options.state) / width
         return 1 + options.expand * (10 + options.state / EVERY) + low_rank
 
+    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
+        """Count Δ before and after its softplus, Δ x, B, C, and the scan's states."""
+        states = options.expand * (3 + options.state / EVERY)
+        return states + 2 * options.state / setting.d_model
+
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return options.expand * setting.d_model * (options.state + options.window - 1)
 

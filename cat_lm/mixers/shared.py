@@ -168,11 +168,15 @@ class DeltaOptions:
     def saved_tensors(self, width: int, expand_v: float, gated: bool) -> float:
         """Count the input, streams, the rule's own and the norm's, in tensors of [B, T, C]."""
         values = self.sizes(width, expand_v)["v"]
-        numbers = delta_numbers(width, values, self.heads, gated)
-        numbers += self.convolved_channels(width, expand_v) + 2 * width + 3 * values
+        numbers = self.convolved_channels(width, expand_v) + 2 * width + values
         if self.activation == "silu":  # which keeps its input
             numbers += 2 * width + values
-        return 1 + numbers / width
+        return 1 + numbers / width + self.saved_in_fp32(width, expand_v, gated)
+
+    def saved_in_fp32(self, width: int, expand_v: float, gated: bool) -> float:
+        """Count the rule's own, and the norm's input and what its weight multiplies."""
+        values = self.sizes(width, expand_v)["v"]
+        return (delta_numbers(width, values, self.heads, gated) + 2 * values) / width
 
     def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
         """Count `each` FLOPs a number of the state, and the convolutions'."""

@@ -150,6 +150,7 @@ class PackedConvolution(StreamConvolution):
                 stream,
                 inputs,
                 own_bias,
+                self._fused_rotary(stream, rotary, norm),
                 document_ids,
                 document_positions,
                 self._part_of(initial_state, stream),
@@ -235,7 +236,15 @@ class SeparateConvolution(StreamConvolution):
                 return streams
         documents = document_ids, document_positions
         query, key, value = (
-            self._one(stream, x, biases.get(stream), padding_mask, *documents, state)
+            self._one(
+                stream,
+                x,
+                biases.get(stream),
+                self._fused_rotary(stream, rotary, norm),
+                padding_mask,
+                *documents,
+                state,
+            )
             for stream, x in inputs.items()
         )
         return *self._turned(query, key, norm, rotary), value
@@ -279,6 +288,7 @@ class SeparateConvolution(StreamConvolution):
         stream: str,
         inputs: Tensor,
         bias: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
         padding_mask: Tensor | None,
         document_ids: Tensor | None,
         document_positions: Tensor | None,
@@ -291,5 +301,5 @@ class SeparateConvolution(StreamConvolution):
             if state is not None and self.window > 1:
                 before = inputs_before(state, stream, inputs, self.window, padding_mask)
         documents = document_ids, document_positions
-        first = self._stream(stream, inputs, bias, *documents, before)
+        first = self._stream(stream, inputs, bias, rotary, *documents, before)
         return self._ranked(stream, first, inputs, *documents, before)

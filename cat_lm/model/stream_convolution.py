@@ -132,11 +132,12 @@ class StreamConvolution(nn.Module):
         stream: str,
         inputs: Tensor,
         bias: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
         document_ids: Tensor | None,
         positions: Tensor | None,
         initial_state: Tensor | None,
     ) -> Tensor:
-        """One stream [B, T, H, D], convolved by itself, before rotation; bias [H, D]."""
+        """One stream [B, T, H, D], convolved by itself; bias [H, D], rotary of `_fused_rotary`."""
         if stream not in self.embedding_streams:
             return inputs if bias is None else inputs + bias.to(inputs.dtype)
         outputs = convolve(
@@ -144,6 +145,7 @@ class StreamConvolution(nn.Module):
             inputs,
             self.taps(stream),
             bias,
+            rotary=rotary,
             document_ids=document_ids,
             positions=positions,
             initial_state=initial_state,
@@ -177,6 +179,17 @@ class StreamConvolution(nn.Module):
         ]
         return torch.cat([first, *others], dim=-1)
 
+    def _fused_rotary(
+        self,
+        stream: str,
+        rotary: tuple[Tensor, Tensor] | None,
+        norm: QueryKeyNorm | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Give the angles if a stream's convolution turns what it makes; else `_turned` does."""
+        is_last = norm is None and self.rank == 1 and self.activation != "silu"
+        turns = is_last and stream in self.embedding_streams and stream != "v"
+        return rotary if turns else None
+
     def _turned(
         self,
         query: Tensor,
@@ -184,19 +197,23 @@ class StreamConvolution(nn.Module):
         norm: QueryKeyNorm | None,
         rotary: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate queries and keys."""
+        """Normalise and rotate queries and keys as far as that is not done."""
         if norm is not None:
             query, key = norm(query, key)
         if rotary is not None:
-            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
+            query, key = (
+                x if self._fused_rotary(stream, rotary, norm) else self._rotated(x, rotary)
+                for stream, x in (("q", query), ("k", key))
+            )
         return query, key
 
     def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate [B, T, H, R·D], every rank alike."""
         if self.rank == 1:
-            return rotate(x, *rotary)
+            return rotate(x, *rotary, backend=self.conv_backend)
         ranks = x.unflatten(3, (self.rank, self.head_width)).flatten(2, 3)
-        return rotate(ranks, *rotary).unflatten(2, (-1, self.rank)).flatten(3)
+        ranks = rotate(ranks, *rotary, backend=self.conv_backend)
+        return ranks.unflatten(2, (-1, self.rank)).flatten(3)
 
     def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
         """Tell whether inputs [B, T, H, …, D] are a token that one kernel convolves."""

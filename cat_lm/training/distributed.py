@@ -129,7 +129,7 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
             f"{torch.cuda.device_count()}; start one rank per GPU"
         ) from None
     except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        place = ":".join(os.environ.get(f"MASTER_{part}", "") for part in ("ADDR", "PORT"))
         raise TemporaryError(
             f"rank {rank} on {host_name()}: {world_size} ranks were started and did not all meet "
             f"at {place} ({' '.join(str(error).split())}); when all nodes answer, the same command "
@@ -170,11 +170,17 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: 
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     # Said in every step of ZeRO-3 about torch functions that DeepSpeed calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    backend, timeout = "nccl" if on_gpu else "gloo", timedelta(minutes=timeout_minutes)
+    if world_size == 1 and not torch.distributed.is_initialized():
+        # A group of one meets nobody: a port that was free may be another's when it is listened on.
+        torch.distributed.init_process_group(
+            backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     with quiet():
         import_deepspeed().init_distributed(
-            dist_backend="nccl" if on_gpu else "gloo",
+            dist_backend=backend,
             auto_mpi_discovery=False,
-            timeout=timedelta(minutes=timeout_minutes),
+            timeout=timeout,
             rank=rank,
             world_size=world_size,
         )

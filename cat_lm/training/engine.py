@@ -180,7 +180,7 @@ class Engine:
             )
         if config.train.precision == "bf16" and config.train.zero_stage == 1:
             Bf16Step(self.deepspeed, config.optimizer.grad_clip)
-        elif config.train.zero_stage in (1, 2):
+        elif config.train.zero_stage > 0:
             PartitionedStep(self.deepspeed)
         self.model = model
         # The weights are the same on every rank; the dropout from here on must not be.

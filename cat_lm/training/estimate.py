@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cat_lm import architectures
-from cat_lm.config import RunConfig
+from cat_lm.config import GRADIENT_BUCKET, RunConfig
 from cat_lm.model.loss import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.devices import known_device
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 # What a rank really took was within this factor of the estimate wherever it was measured: in 41
 # runs on CPUs, of all stages, both precisions and every kind of model (tests/distributed has some).
 MEMORY_ACCURACY = 1.25
-# DeepSpeed's defaults, in elements: the bucket that gradients are reduced in (reduce_bucket_size),
-# and how many gathered weights ZeRO-3 keeps at a time (stage3_max_live_parameters).
-_BUCKET_ELEMENTS = 5 * 10**8
+# DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9
 _LAST_RESORT = "take a smaller model or a larger device"
 
@@ -158,8 +156,8 @@ def memory_per_rank(
     buckets = stage >= 2 or (stage == 1 and not bf16)
     bucket_size = compute if buckets else 0.0
     # ZeRO-2 fills one bucket while the other is being reduced.
-    reserved = bucket_size * _BUCKET_ELEMENTS * (2 if stage == 2 else 1) if on_gpu else 0.0
-    in_bucket = min(parameters, _BUCKET_ELEMENTS)
+    reserved = bucket_size * GRADIENT_BUCKET * (2 if stage == 2 else 1) if on_gpu else 0.0
+    in_bucket = min(parameters, GRADIENT_BUCKET)
     sent = in_bucket * (4.0 + (0.0 if on_gpu else bucket_size))
     if stage == 3 and world_size > 1:  # it holds both while the activations are there
         beside += in_bucket * ((4.0 if bf16 else 0.0) + (0.0 if on_gpu else bucket_size))

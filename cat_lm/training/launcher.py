@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 
 from cat_lm.errors import UserError
 
@@ -53,11 +52,6 @@ def join_launcher() -> tuple[int, int, int]:
                 "set them to the first node's name and a free port"
             )
         _number("MASTER_PORT", _PORTS)
-    else:
-        # A group of one needs no meeting point that others could find. torchrun would have it wait
-        # for the store of its own agent, which does not listen there.
-        env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(_free_port())
-        env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     env.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(ranks))
     return rank, local_rank, ranks
 
@@ -86,9 +80,3 @@ def _first_host(nodelist: str) -> str:
     if not match:
         raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
     return "".join(part or "" for part in match.groups())
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

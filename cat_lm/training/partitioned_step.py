@@ -1,15 +1,16 @@
-"""ZeRO-1 in fp32 and ZeRO-2: the device itself leaves out a step that is not finite.
+"""ZeRO-1 in fp32, ZeRO-2 and ZeRO-3: the device itself leaves out a step that is not finite.
 
-DeepSpeed's own step (DeepSpeedZeroOptimizer.step) asks the device whether there is an overflow,
-whether the norm is finite, and that again for each group before it clips: up to four times the host
-waits. Here the norm that is not finite goes on as infinite, and fused AdamW leaves out the step, as
-it does under a gradient scaler; the bits are the same. (`Bf16Step` does the same for ZeRO-1 in
-bf16, whose optimizer is another.)
+DeepSpeed's own steps (of DeepSpeedZeroOptimizer and its _Stage3) ask the device whether there is an
+overflow, whether the norm is finite, and that again for each group before it clips: up to four
+times the host waits. Here the norm that is not finite goes on as infinite, and fused AdamW leaves
+out the step, as it does under a gradient scaler; the bits are the same. (`Bf16Step` does the same
+for ZeRO-1 in bf16, whose optimizer is another.)
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,30 +20,39 @@ if TYPE_CHECKING:
 
 
 class PartitionedStep:
-    """Takes the place of what decides about a step in `deepspeed`'s DeepSpeedZeroOptimizer."""
+    """Takes the place of what decides about a step in `deepspeed`'s optimizer."""
 
     def __init__(self, deepspeed: DeepSpeedEngine) -> None:
         self._optimizer = optimizer = deepspeed.optimizer
-        self._step, self._norm = optimizer.step, optimizer.scaled_global_norm
-        optimizer.step, optimizer.scaled_global_norm = self.step, self.norm
-        optimizer.check_grad_overflow = False  # the norm tells it, too
+        self._step, optimizer.step = optimizer.step, self.step
+        self._module = sys.modules[type(optimizer).__module__]
+        if deepspeed.zero_optimization_stage() == 3:
+            self._norms, optimizer._get_norm_groups = optimizer._get_norm_groups, self.norms
+        else:
+            self._norm, optimizer.scaled_global_norm = optimizer.scaled_global_norm, self.norm
+            optimizer.check_grad_overflow = False  # the norm tells it, too
+
+    def norms(self) -> list[torch.Tensor]:
+        """Give the norms of ZeRO-3's groups, of which DeepSpeed makes the gradients' by itself."""
+        norms = self._norms()
+        self._note(self._module.combine_grad_norm_groups(norms))
+        return norms
 
     def norm(self, *given: Any, **named: Any) -> torch.Tensor:
         """Give the gradients' norm, infinite where DeepSpeed's is not finite or its mark, −1."""
-        norm = torch.as_tensor(self._norm(*given, **named))
+        return self._note(torch.as_tensor(self._norm(*given, **named)))
+
+    def _note(self, norm: torch.Tensor) -> torch.Tensor:
+        """Have AdamW know whether a norm is good; an infinite one in the place of a bad one."""
         is_good = norm.isfinite() & (norm >= 0)
         self._optimizer.optimizer.found_inf = (~is_good).float()
         return torch.where(is_good, norm, math.inf)
 
     def step(self, *given: Any) -> None:
         """Step, and ask the device nothing."""
-        from deepspeed.runtime.zero import stage_1_and_2
-
-        asks, stage_1_and_2.is_invalid_grad_norm = (
-            stage_1_and_2.is_invalid_grad_norm,
-            lambda _: False,
-        )
+        module = self._module
+        asks, module.is_invalid_grad_norm = module.is_invalid_grad_norm, lambda _: False
         try:
             self._step(*given)
         finally:
-            stage_1_and_2.is_invalid_grad_norm = asks
+            module.is_invalid_grad_norm = asks

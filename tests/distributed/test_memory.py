@@ -87,6 +87,7 @@ STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf
                 (1, HEAD | {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
                 (1, {"architecture": "mamba"}, (512, 2, 8000), {"zero_stage": 1}),
                 (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
+                (1, {"architecture": "mixer", "mixer": "gla"}, (512, 2, 8000), BF16),
             )
         ),
     ],

@@ -39,7 +39,7 @@ def relative_error(result: Tensor, wanted: Tensor) -> float:
     return ((result.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
-def check_convolution(kind, shape, window, dtype, positions=None, dy=None, arrange=None):
+def check_convolution(kind, shape, window, dtype, positions=None, dy=None, arrange=None, rotary=0):
     heads, width = shape[2:]
     torch.manual_seed(window)
     x = random(*shape, dtype=dtype)
@@ -47,10 +47,14 @@ def check_convolution(kind, shape, window, dtype, positions=None, dy=None, arran
     bias = random(heads, width, dtype=dtype)
     leaves = (x, filters, bias)
     dy = torch.randn(shape, **CUDA).to(dtype) if dy is None else dy.to(dtype).expand(shape)
-    y = backend.convolve(kind, x if arrange is None else arrange(x), filters, bias, positions)
+    angles = torch.randn(1, shape[1], rotary, **CUDA)
+    turn = (angles.cos(), angles.sin()) if rotary else None
+    y = backend.convolve(kind, x if arrange is None else arrange(x), filters, bias, positions, turn)
     results = (y, *torch.autograd.grad(y, leaves, dy))
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     wanted = definition(kind, exact[0], exact[1], positions) + exact[2]
+    if rotary:
+        wanted = rotated(wanted, angles.double().cos(), angles.double().sin())
     wanted = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
     for index, pair in enumerate(zip(results, wanted, strict=True)):
         assert relative_error(*pair) < TOLERANCE[dtype], f"tensor {index}"
@@ -71,6 +75,15 @@ def check_convolution(kind, shape, window, dtype, positions=None, dy=None, arran
 )
 def test_equals_the_definition(kind, shape, window, dtype, masked):
     check_convolution(kind, shape, window, dtype, documents(*shape[:2]) if masked else None)
+
+
+@pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
+@pytest.mark.parametrize("rotary", [16, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rotated_equals_the_definition(kind, rotary, masked):
+    shape = (2, 1024, 16, 64)
+    positions = documents(*shape[:2]) if masked else None
+    check_convolution(kind, shape, 21, torch.bfloat16, positions, rotary=rotary)
 
 
 @pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])

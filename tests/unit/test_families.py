@@ -160,7 +160,8 @@ def test_what_fits_its_own_width_alone_is_narrowed_to_a_model_too(case, keys):
     assert family_of(case).problems(small, 128) == []
 
 
-# What a mixer keeps in fp32 whatever the precision (memories, rates) its kind does not say.
+# What of a mixer's state is in fp32 whatever the precision its kind does not say; what training
+# keeps of each is in test_mixer_model.py.
 each_precision = pytest.mark.parametrize(
     ("case", "precision"),
     [(case, torch.float32) for case in CASES]

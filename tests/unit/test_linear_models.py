@@ -114,7 +114,7 @@ def test_a_layer_is_its_definition(case, time):
 
 
 @pytest.mark.long  # torch.compile takes seconds to trace a layer both ways
-@pytest.mark.parametrize("family", ["gla", "delta_net"])
+@each_family
 def test_a_compiled_layer_is_the_same(family):
     layer, x = model_of(family).model.layers[0].attn, torch.randn(2, 70, 32)
     documents = (torch.arange(70) >= 30).long().expand(2, -1)

@@ -251,10 +251,11 @@ def test_published_shapes_have_the_published_parameters(mixer, options, paramete
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_training_keeps_is_estimated(name):
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_training_keeps_is_estimated(name, precision):
     rows = 256 if name == "attention" else None
     config = config_of(name, hidden_size=64, intermediate_size=160, learned_positions=rows)
-    model, kept = CatMixerForCausalLM(config).model.train(), {}
+    model, kept = CatMixerForCausalLM(config).model.train().to(precision), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor):
@@ -264,10 +265,12 @@ def test_what_training_keeps_is_estimated(name):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens(2, 256))
-    size = sum(s.nbytes() for at, s in kept.items() if at not in own) / (4 * 2 * 256 * 64)
-    section = ARCHITECTURE.section(config)
-    counted = 2 * ARCHITECTURE.saved_tensors(section) + 4 * 4 * ARCHITECTURE.saved_maps(section)
-    assert 0.8 < counted / size < 1.25
+    taken = sum(s.nbytes() for at, s in kept.items() if at not in own) / (2 * 2 * 256 * 64)
+    section, size = ARCHITECTURE.section(config), precision.itemsize
+    wide = ARCHITECTURE.saved_in_fp32(section)
+    counted = size * (ARCHITECTURE.saved_tensors(section) - wide) + 4 * wide
+    counted += (4 + size) * (256 / 64) * ARCHITECTURE.saved_maps(section)
+    assert 0.8 < counted / taken < 1.25
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -147,11 +147,11 @@ def launch_all(batch: int, time: int) -> None:
 
     half = {"dtype": torch.bfloat16, "requires_grad": True}
     positions = torch.zeros(batch, time, dtype=torch.int32)
+    angles = torch.zeros(2, 1, time, 16).unbind()
     for kind, shape in (("head", (4, 21)), ("depthwise", (4, 16, 4)), ("multihead", (21, 4, 4))):
         x, filters = torch.zeros(batch, time, 4, 16, **half), torch.zeros(shape, **half)
-        backend.convolve(kind, x, filters, None, positions).sum().backward()
+        backend.convolve(kind, x, filters, None, positions, angles).sum().backward()
     qkv, taps = torch.zeros(batch, time, 4, 3, 16, **half), torch.zeros(4, 21, **half)
-    angles = torch.zeros(2, 1, time, 16).unbind()
     q, k, v = backend.head_conv_qkv(qkv, (taps, None, taps), None, angles, positions)
     (q + k + v).sum().backward()
     rows, a = torch.zeros(1, batch, time, 4, 16), torch.zeros(1, 4, 16, 1)
@@ -178,7 +178,8 @@ def test_no_length_or_batch_compiles_anew(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", run)
     launch_all(2, 64)
     first = set(keys)
-    assert len(first) == 11  # one of two for each kind, and three: the multi-head one is used twice
+    # One of two for each kind, and three: the multi-head one is used twice, and turned by two more.
+    assert len(first) == 13
     for batch, time in ((1, 1), (3, 65), (1, 4096)):
         launch_all(batch, time)
     assert keys == first

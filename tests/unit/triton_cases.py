@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.ops import rotate
 from cat_lm.ops.convolution import triton as backend
+from cat_lm.ops.convolution.triton import rotation
 from cat_lm.ops.convolution.triton.convolution import conv, conv_backward
 from cat_lm.ops.convolution.triton.multihead import (
     multihead_conv,
@@ -79,7 +81,9 @@ def check(results, wanted, dtype: torch.dtype) -> None:
         assert error < TOLERANCE[dtype], f"tensor {index}: relative error {error:.1e}"
 
 
-def check_convolution(kind, shape, window, dtype, documents=False, arrange=None, gradient=None):
+def check_convolution(
+    kind, shape, window, dtype, documents=False, *, arrange=None, gradient=None, rotary=0, rows=1
+):
     """Result and all gradients; `arrange` changes the strides of x, `gradient` gives dy."""
     batch, time, heads, width = shape
     torch.manual_seed(window)
@@ -87,15 +91,19 @@ def check_convolution(kind, shape, window, dtype, documents=False, arrange=None,
     filters = random(*filter_shape(kind, heads, width, window), dtype=dtype)
     bias = random(heads, width, dtype=dtype)
     positions = uneven_positions(batch, time) if documents else None
+    angles = torch.randn(rows, time, rotary)
+    turn = (angles.cos(), angles.sin()) if rotary else None
     dy = torch.randn(shape).to(dtype) if gradient is None else gradient.to(dtype).expand(shape)
     leaves = (x, filters, bias)
 
-    y = backend.convolve(kind, x if arrange is None else arrange(x), filters, bias, positions)
+    y = backend.convolve(kind, x if arrange is None else arrange(x), filters, bias, positions, turn)
     assert y.is_contiguous()
     results = (y, *torch.autograd.grad(y, leaves, dy))
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = definition(kind, exact[0], exact[1], positions) + exact[2]
+    if rotary:
+        want = rotated(want, angles.double().cos(), angles.double().sin())
     check(results, (want, *torch.autograd.grad(want, exact, dy.double())), dtype)
 
 
@@ -154,6 +162,45 @@ def test_multihead(dtype, shape, window, documents):
 
 def test_multihead_wide_window():
     check_convolution("multihead", (1, 12, 2, 16), 130, BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, LONG(FP32)])
+@pytest.mark.parametrize(
+    ("kind", "shape", "window", "how"),
+    [
+        # Rotated columns apart from the others, and all of them.
+        ("head", (2, 66, 2, 48), 4, {"rotary": 16, "rows": 2}),
+        ("head", (1, 66, 1, 16), 21, {"rotary": 16, "documents": True}),
+        ("depthwise", (2, 66, 2, 24), 4, {"rotary": 6, "rows": 2, "documents": True}),
+        ("depthwise", (1, 3, 1, 80), 2, {"rotary": 80}),  # partners in another chunk
+        ("multihead", (2, 9, 2, 24), 4, {"rotary": 6, "rows": 2, "documents": True}),
+        ("multihead", (1, 1, 3, 16), 2, {"rotary": 16}),
+    ],
+)
+def test_convolved_and_rotated(dtype, kind, shape, window, how):
+    check_convolution(kind, shape, window, dtype, **how)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rotary", "rows"),
+    [((2, 5, 3, 24), 6, 2), ((1, 1, 1, 16), 16, 1), ((2, 33, 2, 40), 4, 1)],
+)
+def test_rotation_alone(shape, rotary, rows, monkeypatch):
+    """Several programs a row, out of place and in place, and the gradient."""
+    monkeypatch.setattr(rotation, "ELEMENTS", 16)
+    dtype = torch.float32
+    leaf, angles = random(*shape, dtype=dtype), torch.randn(rows, shape[1], rotary)
+    turn = (angles.cos(), angles.sin())
+    x = leaf.mT.contiguous().mT  # copied: the kernel wants neighbours in the last dimension
+    y = rotate(x, *turn, backend="triton")
+    exact = leaf.detach().double().requires_grad_()
+    want = rotated(exact, angles.double().cos(), angles.double().sin())
+    dy = torch.randn(shape[2], *shape[:2], shape[3]).permute(1, 2, 0, 3)
+    found = torch.autograd.grad(y, leaf, dy)
+    check((y, *found), (want, *torch.autograd.grad(want, exact, dy.double())), dtype)
+    own = leaf.detach().clone()
+    rotation.turn(own, own, *turn)
+    assert torch.equal(own, y)
 
 
 @pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
@@ -299,22 +346,24 @@ def test_qkv_of_strided_inputs():
 def small_arguments(kind: str) -> tuple:
     x = torch.randn(1, 4, 2, 16, requires_grad=True)
     filters = torch.randn(filter_shape(kind, 2, 16, 3), requires_grad=True)
-    return x, filters, torch.randn(2, 16, requires_grad=True), uneven_positions(1, 4)
+    bias, angles = torch.randn(2, 16, requires_grad=True), torch.randn(2, 1, 4, 8)
+    return x, filters, bias, uneven_positions(1, 4), *angles.unbind()
 
 
 def test_operators_keep_the_rules():
     """Schema, autograd registration, fake results and ahead-of-time traces agree with the real."""
     for kind, operator in (("head", conv), ("depthwise", conv), ("multihead", multihead_conv)):
-        x, filters, bias, positions = small_arguments(kind)
-        torch.library.opcheck(operator, (x, filters, bias, positions))
+        x, filters, bias, positions, *angles = small_arguments(kind)
+        torch.library.opcheck(operator, (x, filters, bias, positions, *angles))
         plain = [x.detach(), filters.detach(), positions]
         dy = torch.randn_like(x)
         if kind == "multihead":
             torch.library.opcheck(multihead_conv_dx, (dy, *plain[1:]))
             torch.library.opcheck(multihead_conv_df, (dy, plain[0], 3, positions))
         else:
-            torch.library.opcheck(conv_backward, (dy, *plain, True, True, True))
-            torch.library.opcheck(conv_backward, (dy, *plain, False, True, False))
+            torch.library.opcheck(conv_backward, (dy, *plain, *angles, True, True, True))
+            torch.library.opcheck(conv_backward, (dy, *plain, None, None, False, True, False))
+    torch.library.opcheck(rotation.rotate, (x, *angles, False))
 
 
 def test_packed_operators_keep_the_rules():
@@ -330,8 +379,8 @@ def test_packed_operators_keep_the_rules():
 
 @pytest.mark.parametrize("kind", ["head", "multihead"])
 def test_compiled_without_a_graph_break(kind):
-    def loss(x, filters, bias, positions):
-        return backend.convolve(kind, 2 * x, filters, bias, positions).square().sum()
+    def loss(x, filters, bias, positions, *turn):
+        return backend.convolve(kind, 2 * x, filters, bias, positions, turn).square().sum()
 
     arguments = small_arguments(kind)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -344,17 +393,19 @@ def test_compiled_without_a_graph_break(kind):
     assert torch.equal(compiled(*arguments), loss(*arguments))
 
 
-@pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
+@pytest.mark.parametrize("kind", ["head", "depthwise", "multihead", "rotated"])
 def test_stacked_equals_a_loop(kind):
     """Under torch.vmap, forward, backward, and the backward operator itself under vmap."""
     torch.manual_seed(0)
+    turn = torch.randn(2, 1, 4, 8).unbind() if kind == "rotated" else None
+    kind = "multihead" if kind == "rotated" else kind
     leaves = [
         torch.randn(3, *shape, requires_grad=True)
         for shape in ((1, 4, 2, 16), filter_shape(kind, 2, 16, 3), (2, 16))
     ]
 
     def convolve(x, filters, bias):
-        return backend.convolve(kind, x, filters, bias, None)
+        return backend.convolve(kind, x, filters, bias, None, turn)
 
     y = torch.vmap(convolve)(*leaves)
     wanted = torch.stack([convolve(*parts) for parts in zip(*leaves, strict=True)])

@@ -106,7 +106,9 @@ class DeltaRuleLayer(nn.Module):
 
 def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> Tensor:
     """Compute log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
-    steps = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
+    steps = at_least_fp32(a) + at_least_fp32(dt_bias)
+    # Softplus; of F.softplus, torch.compile takes the gradient to lie otherwise than it does.
+    steps = torch.logaddexp(steps, torch.zeros_like(steps))
     return -at_least_fp32(A_log).exp() * steps
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         head_conv,
         multihead_conv,
     )
-    from cat_lm.ops.convolution.qkv import head_conv_qkv, rotate
+    from cat_lm.ops.convolution.qkv import head_conv_qkv
+    from cat_lm.ops.convolution.rotation import rotate
 
 __all__ = [
     "BACKENDS",
@@ -36,6 +37,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = "qkv" if name in ("head_conv_qkv", "rotate") else "api"
+        home = {"head_conv_qkv": "qkv", "rotate": "rotation"}.get(name, "api")
         return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution import cpu, kinds, reference, triton
+from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.documents import (
     check_document_ids,
     document_positions,
@@ -203,6 +204,7 @@ def convolve(
     filters: Tensor,
     bias: Tensor | None = None,
     *,
+    rotary: tuple[Tensor, Tensor] | None = None,
     document_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     positions: Tensor | None = None,
@@ -215,6 +217,8 @@ def convolve(
     Args:
         conv_type: the kind's name.
         filters: of the shape that the kind says.
+        rotary: cosines and sines, [B or 1, T, R] each, by which the results are turned as `rotate`
+            does; they get no gradient.
         positions: [B, T] int32, each token's in its document: what `document_ids` or `cu_seqlens`
             say, which are not read then. For who convolves often with the same documents.
 
@@ -222,6 +226,7 @@ def convolve(
     """
     window = check_filters(conv_type, x, filters)
     _check_shapes(x, window, bias, initial_state)
+    check_rotary(rotary, *x.shape[:2], x.shape[3])
     positions = packed_positions(x, document_ids, cu_seqlens, positions)
     if positions is not None and (initial_state is not None or return_state):
         raise ValueError("packed documents cannot be used together with a state")
@@ -238,9 +243,15 @@ def convolve(
     if initial_state is not None:
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
     bias = None if bias is None else bias.to(x.dtype)
-    y = BACKENDS[choice.name].convolve(conv_type, x, filters.to(x.dtype), bias, positions)
-    if past:
-        y = y[:, past:]
+    inputs = conv_type, x, filters.to(x.dtype), bias, positions
+    if choice.name == "triton" and rotary is not None and not past:
+        y = triton.convolve(*inputs, rotary)
+    else:
+        y = BACKENDS[choice.name].convolve(*inputs)
+        if past:
+            y = y[:, past:]
+        if rotary is not None:
+            y = rotate(y, *rotary, backend=choice.name)
     return (y, _last_inputs(x, window)) if return_state else y
 
 

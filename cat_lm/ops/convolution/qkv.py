@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution import triton
 from cat_lm.ops.convolution.api import check_filters, choose_backend, convolve, packed_positions
+from cat_lm.ops.convolution.rotation import check_rotary, rotate
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
 STREAM_SLICES = {
@@ -80,22 +81,8 @@ def head_conv_qkv(
     if rotary is None:
         return outputs
     query, key, value = outputs
-    return rotate(query, *rotary), rotate(key, *rotary), value
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions on the first R channels of x [B, T, H, D], by halves (GPT-NeoX).
-
-        y[r] = x[r] cos[r] − x[r + R/2] sin[r],   y[r + R/2] = x[r + R/2] cos[r + R/2] + x[r] sin[…]
-
-    for r < R/2, with cosines and sines [B or 1, T, R]; the other channels pass.
-    """
-    width = cosines.shape[-1]
-    cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
-    turned, passed = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
-    return torch.cat([turned, passed], dim=-1)
+    query, key = (rotate(x, *rotary, backend=choice.name) for x in (query, key))
+    return query, key, value
 
 
 def _convolved(
@@ -157,12 +144,5 @@ def _check(
         raise ValueError(
             f"initial_state must be {list(state_shape)}, not {list(initial_state.shape)}"
         )
-    for angles in rotary or ():
-        rotated = angles.shape[-1]
-        rows = angles.shape[0] if angles.ndim == 3 else 0
-        if rows not in (1, batch) or angles.shape[1] != time or rotated % 2 or rotated > width:
-            raise ValueError(
-                f"rotary must be cosines and sines of [{batch} or 1, {time}, R] with R even and at "
-                f"most {width}, not {list(angles.shape)}"
-            )
+    check_rotary(rotary, batch, time, width)
     return window

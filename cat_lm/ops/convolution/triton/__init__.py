@@ -17,6 +17,7 @@ from torch import Tensor
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 if INSTALLED:
+    from cat_lm.ops.convolution.triton import rotation
     from cat_lm.ops.convolution.triton.convolution import conv
     from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, uses_dot
     from cat_lm.ops.convolution.triton.multihead import multihead_conv
@@ -28,22 +29,33 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def convolve(
-    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+    conv_type: str,
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The convolution of type `head`, `depthwise` or `multihead`.
+    """The convolution of type `head`, `depthwise` or `multihead`, turned by rotary positions.
 
     Args:
         x: [B, T, H, D], with any strides.
         filters: [H, W], [H, D, W] or [W, H_out, H_in], lag 0 first, in x's dtype.
         bias: [H, D] in x's dtype.
         positions: int32 [B, T], of each token in its document: inputs further back are zeros.
+        rotary: (cos, sin), [B or 1, T, R], of any floating dtype; they get no gradient.
 
     Returns:
         [B, T, H, D] in x's dtype, contiguous: attention's output then is, too, and needs no copy.
     """
-    if conv_type == "multihead":
-        return multihead_conv(x, filters, bias, positions)
-    return conv(x, filters, bias, positions)
+    cos, sin = (None, None) if rotary is None else rotary
+    operator = multihead_conv if conv_type == "multihead" else conv
+    return operator(x, filters, bias, positions, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions alone, on x [B, T, H, D]; see `cat_lm.ops.rotate`."""
+    return rotation.rotate(x, cos, sin, False)
 
 
 def head_conv_qkv(
@@ -59,8 +71,7 @@ def head_conv_qkv(
         qkv: [B, T, H, 3, D], with any strides.
         filters: of q, k and v, [H, W] with one W, or None; in qkv's dtype.
         bias: [H, 3, D] in qkv's dtype.
-        rotary: (cos, sin), [B or 1, T, R], of any floating dtype; they get no gradient.
-        positions: as in `convolve`.
+        rotary, positions: as in `convolve`.
 
     Returns:
         q, k, v, each [B, T, H, D]. The rotation is done in fp32, before the one rounding to qkv's
@@ -79,12 +90,18 @@ def why_not(
     head_dim: int,
 ) -> str | None:
     """Why these kernels cannot serve; None if they can."""
+    obstacle = why_no_kernel(device, dtype)
+    if obstacle is None and conv_type not in KINDS:
+        return f"Triton has no kernel for {conv_type} filters"
+    return obstacle
+
+
+def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel here takes tensors of this device and dtype; None if they do."""
     if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
         return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
-    if conv_type not in KINDS:
-        return f"Triton has no kernel for {conv_type} filters"
     if dtype not in DTYPES:
         return f"Triton's kernels sum in fp32, which is too coarse for {dtype}"
     return None

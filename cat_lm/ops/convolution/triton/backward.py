@@ -189,6 +189,8 @@ def backward_kernel(
     dx_ptr,
     df_ptr,
     dbias_ptr,
+    cos_ptr,
+    sin_ptr,
     positions_ptr,
     tiles_per_program,
     batch_size,
@@ -201,20 +203,25 @@ def backward_kernel(
     x_stride_b,
     x_stride_t,
     x_stride_h,
+    cos_stride_b,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     HALO: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     USE_DOT: tl.constexpr,
 ):
     """Gradients of `forward_kernel`: dx [B, T, H, D] and each program's sums for df and dbias.
 
     df_ptr is [segments, H, chunks, BLOCK, W] with matrix products, [segments, H, chunks, W] without
-    and [segments, H, W, D] for filters per channel; dbias_ptr is [segments, H, D].
+    and [segments, H, W, D] for filters per channel; dbias_ptr is [segments, H, D]. There is a chunk
+    more where rotated columns are one of their own, the first.
     """
     program = tl.program_id(0)
-    chunks = tl.cdiv(width, COLUMNS)
+    APART: tl.constexpr = 1 if USE_DOT and rotates_apart(ROTARY, COLUMNS) else 0
+    chunks = tl.cdiv(width, COLUMNS) + APART
     chunk = program % chunks
     head = (program // chunks % heads).to(tl.int64)
     segment = program // chunks // heads
@@ -224,9 +231,9 @@ def backward_kernel(
         dy_ptr + head * dy_stride_h,
         x_ptr + head * x_stride_h,
         f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
-        *(dx_ptr, df_ptr, dbias_ptr, None, None, positions_ptr),
+        *(dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr),
         *(segment, chunk, chunks, tiles_per_program, batch_size, length, width),
         *(dy_stride_b, dy_stride_t, x_stride_b, x_stride_t),
-        *(heads.to(tl.int64) * width * length, heads * width, 0),
-        *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, PER_CHANNEL, USE_DOT),
+        *(heads.to(tl.int64) * width * length, heads * width, cos_stride_b),
+        *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, PER_CHANNEL, USE_DOT),
     )

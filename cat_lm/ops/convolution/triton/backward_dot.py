@@ -223,16 +223,19 @@ def backward_dot_stream(
             far_sums = add_products(far_sums, inputs, after, far_earliest, DOCUMENTS)
 
     # Not before the loops: an address would take registers through them.
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     if WANTS_FILTERS:
-        # Every (step, lag) is met exactly once, in `near_sums` or in `far_sums`. Transposed: lags
-        # and masks like those of the taps would be kept in registers through the loops.
-        df_columns = df_ptr + program * (BLOCK * WINDOW) + rows[None, :] * WINDOW
+        # Every (step, lag) is met exactly once, in `near_sums` or in `far_sums`. Transposed, and by
+        # the outputs' steps: lags and masks like those of the taps would be kept in registers
+        # through the loops. Output k of input i is at i W + k − i.
+        places = df_ptr + program.to(tl.int64) * (BLOCK * WINDOW) + rows[None, :] * (WINDOW - 1)
         lags = rows[:, None] - rows[None, :]
-        tl.store(df_columns + lags, tl.trans(near_sums), mask=(lags >= 0) & (lags < WINDOW))
+        mask = (lags >= 0) & (lags < WINDOW)
+        tl.store(places + rows[:, None], tl.trans(near_sums), mask=mask)
         if HALO > 0:
-            lags = BLOCK + halo[:, None] - rows[None, :]
-            tl.store(df_columns + lags, tl.trans(far_sums), mask=lags < WINDOW)
+            after = BLOCK + halo[:, None]
+            tl.store(places + after, tl.trans(far_sums), mask=after - rows[None, :] < WINDOW)
     if dbias_ptr is not None:
+        # Some thousands of programs: in 64 bits the width would take a register more.
         dbias_ptr += program // chunks * width
         tl.store(dbias_ptr + columns, tl.sum(bias_sums, axis=0), mask=inside)

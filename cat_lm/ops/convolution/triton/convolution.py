@@ -7,7 +7,8 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward import backward_kernel
 from cat_lm.ops.convolution.triton.forward import forward_kernel
-from cat_lm.ops.convolution.triton.launch import choose_tile
+from cat_lm.ops.convolution.triton.launch import angle_options, choose_tile, rotated
+from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime import vmap_rules
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -18,14 +19,22 @@ def _for_kernel(filters: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("cat_lm::triton_conv", mutates_args=())
-def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
-    """y[b,t,h,d] = bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d].
+def conv(
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> Tensor:
+    """y[b,t,h,d] = RoPE(bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d]).
 
     Args:
         x: [B, T, H, D].
         filters: [H, W] or [H, D, W], of x's dtype.
         bias: [H, D], of x's dtype.
         positions: int32 [B, T]; an input j steps back counts if j is at most the position.
+        cos, sin: [B or 1, T, R], without a gradient; the first R channels are turned by halves.
 
     Returns:
         [B, T, H, D], contiguous.
@@ -33,7 +42,8 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
     x, y = unit_stride(x), x.new_empty(x.shape)
-    tile = choose_tile(x, window, per_channel=per_channel, documents=positions is not None)
+    how = {"documents": positions is not None, "rotary": rotated(cos)}
+    tile = choose_tile(x, window, per_channel=per_channel, **how)
     tiles_per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
     with on_device_of(x):
         forward_kernel[tile.grid(x, tiles_per_program)](
@@ -48,6 +58,7 @@ def conv(x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | No
             heads=heads,
             width=width,
             **strides("x", x, "bth"),
+            **angle_options(cos, sin),
             WINDOW=window,
             BLOCK=tile.block,
             HALO=tile.halo,
@@ -65,6 +76,8 @@ def conv_backward(
     x: Tensor,
     filters: Tensor,
     positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     needs_x: bool,
     needs_filters: bool,
     needs_bias: bool,
@@ -73,15 +86,15 @@ def conv_backward(
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
     x, dy = unit_stride(x), unit_stride(dy)
-    tile = choose_tile(
-        x, window, per_channel=per_channel, documents=positions is not None, backward=True
-    )
+    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
+    tile = choose_tile(x, window, per_channel=per_channel, **how)
     tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
-    segments = -(-tile.tiles(x) // tiles_per_program)
+    angles = angle_options(cos, sin)
+    apart = tile.use_dot and rotates_apart(angles["ROTARY"], tile.columns)
+    segments, chunks = -(-tile.tiles(x) // tiles_per_program), -(-width // tile.columns) + apart
     dx = x.new_empty(x.shape if needs_x else 0)
     sums = dbias = None
     if needs_filters:
-        chunks = -(-width // tile.columns)
         if per_channel:
             shape = (segments, heads, 1, 1, window, width)
         else:
@@ -90,7 +103,7 @@ def conv_backward(
     if needs_bias:
         dbias = x.new_empty(segments, heads, width, dtype=torch.float32)
     with on_device_of(x):
-        backward_kernel[tile.grid(x, tiles_per_program)](
+        backward_kernel[(segments * heads * chunks,)](
             dy_ptr=dy,
             x_ptr=x,
             f_ptr=_for_kernel(filters),
@@ -105,6 +118,7 @@ def conv_backward(
             width=width,
             **strides("dy", dy, "bth"),
             **strides("x", x, "bth"),
+            **angles,
             WINDOW=window,
             BLOCK=tile.block,
             HALO=tile.halo,
@@ -122,12 +136,12 @@ def conv_backward(
 
 
 @conv.register_fake
-def _(x, filters, bias, positions):
+def _(x, filters, bias, positions, cos, sin):
     return x.new_empty(x.shape)
 
 
 @conv_backward.register_fake
-def _(dy, x, filters, positions, needs_x, needs_filters, needs_bias):
+def _(dy, x, filters, positions, cos, sin, needs_x, needs_filters, needs_bias):
     return (
         x.new_empty(x.shape if needs_x else 0),
         x.new_empty(filters.shape if needs_filters else 0),
@@ -136,16 +150,16 @@ def _(dy, x, filters, positions, needs_x, needs_filters, needs_bias):
 
 
 def _setup_context(ctx, inputs, output):
-    x, filters, bias, positions = inputs
+    x, filters, bias, *others = inputs
     ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, filters, positions)
+    ctx.save_for_backward(x, filters, *others)
 
 
 def _backward(ctx, dy):
-    x, filters, positions = ctx.saved_tensors
     needs = (*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2])
-    gradients = conv_backward(dy, x, filters, positions, *needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None
+    found = conv_backward(dy, *ctx.saved_tensors, *needs)
+    found = (gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    return *found, None, None, None
 
 
 conv.register_autograd(_backward, setup_context=_setup_context)
@@ -153,13 +167,26 @@ conv.register_autograd(_backward, setup_context=_setup_context)
 
 @conv.register_vmap
 def _(info, axes, *tensors):
-    return vmap_rules.forward(info.batch_size, axes, conv, *tensors, mixes_heads=False)
+    if tensors[4] is not None:
+        return vmap_rules.in_turn(info.batch_size, axes, conv, tensors)
+
+    def apply(*tensors):
+        return conv(*tensors, None, None)
+
+    return vmap_rules.forward(info.batch_size, axes[:4], apply, *tensors[:4], mixes_heads=False)
 
 
 @conv_backward.register_vmap
-def _(info, axes, dy, x, filters, positions, *needs):
-    def apply(*tensors):
-        return conv_backward(*tensors, *needs)
+def _(info, axes, *arguments):
+    tensors, needs = arguments[:6], arguments[6:]
+    if tensors[4] is not None:
 
-    tensors = (dy, x, filters, positions)
-    return vmap_rules.backward(info.batch_size, axes[:4], apply, *tensors, mixes_heads=False)
+        def apply(*tensors):
+            return conv_backward(*tensors, *needs)
+
+        return vmap_rules.in_turn(info.batch_size, axes[:6], apply, tensors)
+
+    def apply(*tensors):
+        return conv_backward(*tensors, None, None, *needs)
+
+    return vmap_rules.backward(info.batch_size, axes[:4], apply, *tensors[:4], mixes_heads=False)

@@ -104,8 +104,8 @@ def forward_stream(
                 *(width, turned, kept, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
             )
             outputs = add_bias(outputs, bias_ptr, turned, kept)
-            # The channels of a head share their filter: the partners' outputs are the convolution
-            # of the partners, which the caches still hold.
+            # The partners' outputs are the convolution of the partners, which the caches still
+            # hold, by their own filters or the head's.
             others = convolve_tile(
                 *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
                 *(width, partners, rotated, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
@@ -126,6 +126,8 @@ def forward_kernel(
     f_ptr,
     bias_ptr,
     y_ptr,
+    cos_ptr,
+    sin_ptr,
     positions_ptr,
     tiles_per_program,
     batch_size,
@@ -135,14 +137,17 @@ def forward_kernel(
     x_stride_b,
     x_stride_t,
     x_stride_h,
+    cos_stride_b,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     HALO: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     USE_DOT: tl.constexpr,
 ):
-    """y = F * x + bias for x [B, T, H, D] with any strides but 1 in D; y is [B, T, H, D].
+    """y = RoPE(F * x + bias) for x [B, T, H, D] with any strides but 1 in D; y is [B, T, H, D].
 
     Filters are [H, W], or [H, W, D] if PER_CHANNEL.
 
@@ -163,9 +168,9 @@ def forward_kernel(
         f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
         bias_ptr,
         y_ptr + head * width,
-        *(None, None, positions_ptr, segment, chunk, tiles_per_program),
-        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, y_stride_t, 0),
-        *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, PER_CHANNEL, USE_DOT),
+        *(cos_ptr, sin_ptr, positions_ptr, segment, chunk, tiles_per_program),
+        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
+        *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, PER_CHANNEL, USE_DOT),
     )
 
 

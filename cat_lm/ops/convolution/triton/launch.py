@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from cat_lm.ops.convolution.triton.tiles import rotates_apart
+from cat_lm.ops.runtime.triton_launch import contiguous
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
@@ -74,25 +78,48 @@ def choose_tile(
     per_channel: bool = False,
     documents: bool = False,
     backward: bool = False,
+    rotary: int = 0,
 ) -> Tile:
-    """The tile for inputs [..., D].
+    """The tile for inputs [..., D], of which the first `rotary` channels are rotated.
 
     With matrix products 64 steps are the height of Hopper's matrix instruction, and 64 channels
     leave registers for two programs or more on a multiprocessor. Without, 4096 elements and 4 warps
     hold an output tile in 32 registers a thread. What needs further registers (sums of the
     gradients, masks of documents) has 8 warps, of which two programs fit where a thread has 128;
-    both together take more than that.
+    both together take more than that. Where all channels of a tile are rotated, their partners and
+    angles leave such kernels registers for half of them.
     """
     columns = min(64, max(16, triton.next_power_of_2(x.shape[-1])))
     if uses_dot(x.dtype, window, per_channel):
         halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
         warps = 8 if backward or documents else 4
+        if warps == 8 and rotary > 0 and not rotates_apart(rotary, columns):
+            columns = min(32, columns)
         registers = 128 if backward != documents and halo <= 32 else None
         # Two stages load the next tile while one is worked on; that takes shared memory which
         # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
         stages = 2 if halo <= 64 and shared_memory(x.device) >= SHARED_MEMORY_OF_A100 else 1
         return Tile(64, halo, columns, True, warps, stages, registers)
     return Tile(64, 0, columns, False, 8 if backward else 4, 1)
+
+
+def rotated(cos: Tensor | None) -> int:
+    """R of angles [B or 1, T, R]; 0 without any."""
+    return 0 if cos is None else cos.shape[-1]
+
+
+def angle_options(cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
+    """What kernels are told of angles [B or 1, T, R]: where, how far a row's are, R, alignment."""
+    half = rotated(cos) // 2
+    if half == 0:
+        return {"cos_ptr": None, "sin_ptr": None, "cos_stride_b": 0, "ROTARY": 0, "ALIGNMENT": 1}
+    return {
+        "cos_ptr": contiguous(cos),
+        "sin_ptr": contiguous(sin),
+        "cos_stride_b": 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2],
+        "ROTARY": 2 * half,
+        "ALIGNMENT": min(16, half & -half),
+    }
 
 
 @functools.cache

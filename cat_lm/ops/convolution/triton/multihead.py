@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.runtime import vmap_rules
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -87,20 +88,32 @@ def _mix(
 
 @torch.library.custom_op("cat_lm::triton_multihead_conv", mutates_args=())
 def multihead_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> Tensor:
-    """y[b,t,i,:] = bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:].
+    """y[b,t,i,:] = RoPE(bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:]).
+
+    The rotated channels, a quarter of GPT-NeoX's, are turned where they lie, by a kernel more. In
+    the first one they would be columns of a product of their own, of which there are too few.
 
     Args:
         x: [B, T, H, D].
         filters: [W, H, H] (lag, output head, input head), of x's dtype.
         bias: [H, D], of x's dtype.
         positions: int32 [B, T]; an input j steps back counts if j is at most the position.
+        cos, sin: [B or 1, T, R], without a gradient; the first R channels are turned by halves.
 
     Returns:
         [B, T, H, D], contiguous.
     """
-    return _mix(x, filters, bias, positions, reverse=False)
+    y = _mix(x, filters, bias, positions, reverse=False)
+    if cos is not None:
+        turn(y, y, cos, sin)
+    return y
 
 
 @torch.library.custom_op("cat_lm::triton_multihead_conv_dx", mutates_args=())
@@ -141,7 +154,7 @@ def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | No
 
 
 @multihead_conv.register_fake
-def _(x, filters, bias, positions):
+def _(x, filters, bias, positions, cos, sin):
     return x.new_empty(x.shape)
 
 
@@ -156,21 +169,23 @@ def _(dy, x, window, positions):
 
 
 def _setup_context(ctx, inputs, output):
-    x, filters, bias, positions = inputs
+    x, filters, bias, *others = inputs
     ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, filters, positions)
+    ctx.save_for_backward(x, filters, *others)
 
 
 def _backward(ctx, dy):
-    x, filters, positions = ctx.saved_tensors
+    x, filters, positions, cos, sin = ctx.saved_tensors
     dx = df = dbias = None
+    if cos is not None:  # once, for three that read it
+        dy = rotate(dy, cos, sin, True)
     if ctx.needs_input_grad[0]:
         dx = multihead_conv_dx(dy, filters, positions)
     if ctx.needs_input_grad[1]:
         df = multihead_conv_df(dy, x, filters.shape[0], positions)
     if ctx.has_bias and ctx.needs_input_grad[2]:
         dbias = dy.sum(dim=(0, 1), dtype=torch.float32).to(dy.dtype)
-    return dx, df, dbias, None
+    return dx, df, dbias, None, None, None
 
 
 multihead_conv.register_autograd(_backward, setup_context=_setup_context)
@@ -178,7 +193,13 @@ multihead_conv.register_autograd(_backward, setup_context=_setup_context)
 
 @multihead_conv.register_vmap
 def _(info, axes, *tensors):
-    return vmap_rules.forward(info.batch_size, axes, multihead_conv, *tensors, mixes_heads=True)
+    if tensors[4] is not None:
+        return vmap_rules.in_turn(info.batch_size, axes, multihead_conv, tensors)
+
+    def apply(*tensors):
+        return multihead_conv(*tensors, None, None)
+
+    return vmap_rules.forward(info.batch_size, axes[:4], apply, *tensors[:4], mixes_heads=True)
 
 
 @multihead_conv_dx.register_vmap

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
-from cat_lm.ops.convolution.triton.launch import Tile, choose_tile
+from cat_lm.ops.convolution.triton.launch import Tile, angle_options, choose_tile, rotated
 from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -28,15 +28,6 @@ def _streams(qkv: Tensor) -> tuple[Tensor, ...]:
     """Room for q, k and v, each [B, T, H, D]."""
     batch, time, heads, streams, width = qkv.shape
     return tuple(qkv.new_empty(batch, time, heads, width) for _ in range(streams))
-
-
-def _angle_options(cos: Tensor | None) -> tuple[int, dict[str, int]]:
-    """The stride of a row of angles [B or 1, T, R], and R and its alignment for the kernel."""
-    if cos is None or cos.shape[-1] == 0:
-        return 0, {"ROTARY": 0, "ALIGNMENT": 1}
-    half = cos.shape[-1] // 2
-    stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2]
-    return stride, {"ROTARY": 2 * half, "ALIGNMENT": min(16, half & -half)}
 
 
 def _tile_options(tile: Tile) -> dict[str, int]:
@@ -77,17 +68,14 @@ def conv_qkv(
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
     outputs = _streams(qkv)
-    tile = choose_tile(qkv, window, documents=positions is not None)
+    tile = choose_tile(qkv, window, documents=positions is not None, rotary=rotated(cos))
     tiles_per_program = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
-    angle_stride, angle_options = _angle_options(cos)
     with on_device_of(qkv):
         forward_qkv_kernel[tile.grid(qkv, tiles_per_program, streams=3)](
             x_ptr=qkv,
             **_pointers("_filter", map(contiguous, filters)),
             bias_ptr=contiguous(bias),
             **_pointers("", outputs),
-            cos_ptr=contiguous(cos),
-            sin_ptr=contiguous(sin),
             positions_ptr=contiguous(positions),
             tiles_per_program=tiles_per_program,
             batch_size=batch,
@@ -95,9 +83,8 @@ def conv_qkv(
             heads=heads,
             width=width,
             **strides("x", qkv, "bths"),
-            cos_stride_b=angle_stride,
             WINDOW=window,
-            **angle_options,
+            **angle_options(cos, sin),
             **_tile_options(tile),
         )
     return outputs
@@ -124,10 +111,11 @@ def conv_qkv_backward(
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
     dq, dk, dv = (unit_stride(gradient) for gradient in (dq, dk, dv))
-    tile = choose_tile(qkv, window, documents=positions is not None, backward=True)
+    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
+    tile = choose_tile(qkv, window, **how)
     tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
-    angle_stride, angle_options = _angle_options(cos)
-    apart = tile.use_dot and rotates_apart(angle_options["ROTARY"], tile.columns)
+    angles = angle_options(cos, sin)
+    apart = tile.use_dot and rotates_apart(angles["ROTARY"], tile.columns)
     segments, chunks = -(-tile.tiles(qkv) // tiles_per_program), -(-width // tile.columns) + apart
     dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)
     sums = dbias = None
@@ -146,8 +134,6 @@ def conv_qkv_backward(
             dx_ptr=dqkv if needs_qkv else None,
             df_ptr=sums,
             dbias_ptr=dbias,
-            cos_ptr=contiguous(cos),
-            sin_ptr=contiguous(sin),
             positions_ptr=contiguous(positions),
             tiles_per_program=tiles_per_program,
             batch_size=batch,
@@ -158,9 +144,8 @@ def conv_qkv_backward(
             **strides("dk", dk, "bth"),
             **strides("dv", dv, "bth"),
             **strides("x", qkv, "bths"),
-            cos_stride_b=angle_stride,
             WINDOW=window,
-            **angle_options,
+            **angles,
             **_tile_options(tile),
         )
     df = [qkv.new_empty(0) for _ in filters]

@@ -1,0 +1,146 @@
+"""Rotary positions alone: cat_lm::triton_rotate, where no other kernel can turn what it writes.
+
+A thread has both channels of a pair, so that a tensor may also be turned where it lies: then its
+rotated channels alone are read and written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cat_lm.ops.convolution.triton.launch import angle_options
+from cat_lm.ops.convolution.triton.tiles import VARYING
+from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
+
+ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
+
+
+@triton.jit(do_not_specialize=VARYING)
+def rotate_kernel(
+    x_ptr,
+    y_ptr,
+    cos_ptr,
+    sin_ptr,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    y_stride_b,
+    y_stride_t,
+    y_stride_h,
+    cos_stride_b,
+    ROTARY: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    PASSED: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """y [B, T, H, D] is x, of which the first ROTARY channels are turned, or turned BACK.
+
+    A program has ROWS of the T·H rows of one of B. PASSED columns at a time are copied as they are;
+    0 for y that is x.
+    """
+    blocks = tl.cdiv(length * heads, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    times = (rows // heads).to(tl.int64)
+    present = times < length
+    x_rows = (x_ptr + batch * x_stride_b + times * x_stride_t + rows % heads * x_stride_h)[:, None]
+    y_rows = (y_ptr + batch * y_stride_b + times * y_stride_t + rows % heads * y_stride_h)[:, None]
+    angles = (batch * cos_stride_b + times * ROTARY)[:, None]
+    first = tl.arange(0, HALF)[None, :]
+    mask = present[:, None] & (first < ROTARY // 2)
+    second = first + ROTARY // 2
+    a = tl.load(x_rows + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_rows + second, mask=mask, other=0.0).to(tl.float32)
+    a_cosines = tl.load(cos_ptr + angles + first, mask=mask, other=0.0).to(tl.float32)
+    b_cosines = tl.load(cos_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
+    a_sines = tl.load(sin_ptr + angles + first, mask=mask, other=0.0).to(tl.float32)
+    b_sines = tl.load(sin_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        turned = a * a_cosines + b * b_sines
+        other = b * b_cosines - a * a_sines
+    else:
+        turned = a * a_cosines - b * a_sines
+        other = b * b_cosines + a * b_sines
+    tl.store(y_rows + first, turned.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_rows + second, other.to(y_ptr.dtype.element_ty), mask=mask)
+    if PASSED > 0:
+        for begin in range(0, width - ROTARY, PASSED):
+            columns = ROTARY + begin + tl.arange(0, PASSED)[None, :]
+            passed = present[:, None] & (columns < width)
+            tl.store(y_rows + columns, tl.load(x_rows + columns, mask=passed), mask=passed)
+
+
+def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
+    """What `rotate_kernel` is compiled for."""
+    half = triton.next_power_of_2(rotary // 2)
+    passed = 0 if in_place or width == rotary else min(64, 2 * half)
+    return {"ROTARY": rotary, "ROWS": max(1, ELEMENTS // half), "HALF": half, "PASSED": passed}
+
+
+def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
+    """Fill y with the rotated x [B, T, H, D]; they may be the same."""
+    batch, time, heads, width = x.shape
+    angles = angle_options(cos, sin)
+    del angles["ALIGNMENT"]
+    constants = constants_of(angles.pop("ROTARY"), width, in_place=x is y)
+    if x is y:  # said to be no more than what is touched
+        x = y = y[..., : constants["ROTARY"]]
+    with on_device_of(x):
+        rotate_kernel[(batch * triton.cdiv(time * heads, constants["ROWS"]),)](
+            x_ptr=x,
+            y_ptr=y,
+            **angles,
+            length=time,
+            heads=heads,
+            width=width,
+            **strides("x", x, "bth"),
+            **strides("y", y, "bth"),
+            **constants,
+            BACK=back,
+            num_warps=4,
+        )
+
+
+@torch.library.custom_op("cat_lm::triton_rotate", mutates_args=())
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Turn the first R channels of x [B, T, H, D] by the angles, [B or 1, T, R], or back.
+
+    Returns:
+        [B, T, H, D] in x's dtype, contiguous.
+    """
+    x, y = unit_stride(x), x.new_empty(x.shape)
+    turn(x, y, cos, sin, back)
+    return y
+
+
+@rotate.register_fake
+def _(x, cos, sin, back):
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dy):
+    return rotate(dy, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+rotate.register_autograd(_backward, setup_context=_setup_context)
+
+
+@rotate.register_vmap
+def _(info, axes, x, cos, sin, back):
+    def apply(*tensors):
+        return rotate(*tensors, back)
+
+    return vmap_rules.in_turn(info.batch_size, axes[:3], apply, (x, cos, sin))
