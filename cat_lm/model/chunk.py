@@ -66,7 +66,10 @@ class ChunkCore(nn.Module):
         """Attend in rows whose chunks begin anywhere, so that each lies in at most two blocks."""
         batch, time, size = query.shape[0], query.shape[2], min(self.size, query.shape[2])
         where = (call.query_positions % self.size).expand(batch, time)
-        runs = self._runs(where, call)
+        starts = where == 0  # padding that rows begin with has one chunk a token
+        if call.documents is not None:
+            starts[:, 1:] |= call.documents.diff(dim=1) != 0
+        runs = starts.cumsum(dim=1)
         slots = torch.arange(size, device=query.device)
         their_runs = _pairs(runs[:, None, :, None], size, fill=-1)[:, 0, :, 0]
         own_runs = their_runs[:, size:]
@@ -78,14 +81,6 @@ class ChunkCore(nn.Module):
             _blocks(query, size), *pairs, mask[:, None], their_places[:, size:], their_places
         )
         return _joined(output, batch, time)
-
-    def _runs(self, where: Tensor, call: AttentionCall) -> Tensor:
-        """Number the chunks of a row, and what is padding apart from them. [B, T], from 0."""
-        starts = where == 0
-        for said in (call.documents, call.padding):
-            if said is not None:
-                starts[:, 1:] |= said[:, 1:] != said[:, :-1]
-        return starts.cumsum(dim=1)
 
 
 def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:

@@ -225,6 +225,17 @@ def test_chunks_do_not_leak():
     assert torch.equal(one[:, 7:], two[:, 7:]) and not torch.equal(one[:, :7], two[:, :7])
 
 
+@torch.no_grad()
+def test_documents_whose_positions_go_on_are_apart():
+    model = cat_model(**LLAMA | CHUNK | SMOOTH)
+    ids = torch.randint(1, 97, (1, 30))
+    other = ids.clone()
+    other[:, :17] = 5
+    given = {"document_ids": torch.arange(30)[None] // 17, "position_ids": torch.arange(30)[None]}
+    one, two = (model(x, **given).logits[:, 17:] for x in (ids, other))
+    assert torch.equal(one, two)
+
+
 def test_padding_between_tokens_of_a_chunk():
     """Such rows get a mask: the tokens of a chunk are not side by side."""
     model = cat_model(**LLAMA | CHUNK | SLOW | {"position_embedding": "none"})
