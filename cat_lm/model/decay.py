@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from cat_lm.model.attention.exponential_decay import REACH, REACH_HALF, largest_rate
 from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.ops.decay_rates import REACH, REACH_HALF, largest_rate
 
 
 class DecayScores(ScoreModule):

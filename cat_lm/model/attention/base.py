@@ -104,10 +104,6 @@ class Pattern(Entry):
             f"attention={self.name}: reads rows of at most {self.longest} tokens, not of {length}"
         ]
 
-    def run(self, model: Any) -> int | None:
-        """Give the tokens of a chunk, out of which no query sees; None for no chunks."""
-        return None
-
     def build(self, config: Any) -> nn.Module:
         """Make a layer's module."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm import limits
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Pattern
-from cat_lm.model.rules import attention_channels
+from cat_lm.model.rules import CHUNK_SIZE, attention_channels, chunk_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,7 @@ class Chunk(Pattern):
     implementations = ("eager", "sdpa")
     reads_positions = True
     takes_any_weights = True
-    options: ClassVar[dict[str, Any]] = {"size": 128}
+    options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say whether the size is none."""
@@ -37,7 +37,7 @@ class Chunk(Pattern):
 
     def length_problems(self, model: Any, length: int) -> list[str]:
         """Say whether a chunk is longer than a row."""
-        size = self.run(model)
+        size = chunk_size(model)
         if size <= length:
             return []
         return [
@@ -45,13 +45,9 @@ class Chunk(Pattern):
             "attention=softmax"
         ]
 
-    def run(self, model: Any) -> int:
-        """Give the size of a chunk."""
-        return self.resolved(model.attention_options)["size"]
-
     def flops(self, model: Any, context_length: int) -> float:
         """Count 12·C for each key of a chunk, as softmax."""
-        return 12 * min(self.run(model), context_length) * attention_channels(model)
+        return 12 * min(chunk_size(model), context_length) * attention_channels(model)
 
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make a causal mask, which says what is padding, after a cache or beside odd padding.
@@ -78,7 +74,7 @@ class Chunk(Pattern):
         """Make the module, which has no parameters."""
         from cat_lm.model.chunk import ChunkCore
 
-        return ChunkCore(self.run(config), config)
+        return ChunkCore(chunk_size(config), config)
 
 
 ENTRY = Chunk()

@@ -6,20 +6,17 @@ equation 4: the logit of query i and key j ≤ i in head c is multiplied by e^{�
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import ScoreTransform
-from cat_lm.model.rules import attention_channels
+from cat_lm.model.rules import attention_channels, chunk_size
+from cat_lm.ops.decay_rates import REACH, largest_rate
 
 if TYPE_CHECKING:
     from torch import nn
 
 SPACINGS = ("slow", "steep")
-# α (i − j) that factors of queries and keys may reach: their product meets keys that come later,
-# which are masked, as e^{α (j − i)}, and must stay a number. fp16 ends at e^11.
-REACH, REACH_HALF = 60.0, 4.0
 
 
 class ExponentialDecay(ScoreTransform):
@@ -71,9 +68,7 @@ class ExponentialDecay(ScoreTransform):
 
     def is_beyond(self, model: Any, length: int) -> bool:
         """Tell whether over `length` tokens a head decays by more than factors can say."""
-        from cat_lm.model.attention import pattern
-
-        length = min(length, pattern(model).run(model) or length)
+        length = min(length, chunk_size(model) or length)
         return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
 
     def masks_documents(self, model: Any) -> bool:
@@ -100,11 +95,6 @@ class ExponentialDecay(ScoreTransform):
         from cat_lm.model.decay import DecayScores
 
         return DecayScores(config.num_attention_heads, **options)
-
-
-def largest_rate(spacing: str, bound: float) -> float:
-    """Give α of the last head, a token."""
-    return bound if spacing == "slow" else -math.log(bound)
 
 
 ENTRY = ExponentialDecay()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm.io.readers import short
 from cat_lm.limits import WINDOW
 from cat_lm.model.attention.base import ValueTransform
-from cat_lm.model.rules import head_width
+from cat_lm.model.rules import chunk_size, head_width
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,12 +72,9 @@ class Smoothing(ValueTransform):
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""
-        from cat_lm.model.attention import pattern
         from cat_lm.model.smoothing import SmoothedValues
 
-        return SmoothedValues(
-            config.stream_heads("v"), options["width"], pattern(config).run(config)
-        )
+        return SmoothedValues(config.stream_heads("v"), options["width"], chunk_size(config))
 
     def _width(self, model: Any) -> int:
         return self.resolved(model.value_options)["width"]
