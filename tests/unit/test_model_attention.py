@@ -279,7 +279,10 @@ REFUSED = [
         {"score_transform": "alibi"},
         "score_transform=[\"']alibi[\"']: must be one of none, exponential_decay, decay",
     ),
-    ({"value_transform": "box2"}, "value_transform=[\"']box2[\"']: must be one of none, smoothing, box"),
+    (
+        {"value_transform": "box2"},
+        "value_transform=[\"']box2[\"']: must be one of none, smoothing, box",
+    ),
     (
         {"attention": "linear"},
         "attention=[\"']linear[\"']: must be one of softmax, map_mixing, .*sigmoid",
