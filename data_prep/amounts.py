@@ -28,6 +28,14 @@ def amount(flag: str, text: str) -> int:
     return value
 
 
+def split_sizes(flag: str, text: str) -> list[int]:
+    """Read the sizes of two or three splits, N,N or N,N,N. Raises UserError for others."""
+    sizes = text.split(",")
+    if len(sizes) not in (2, 3):
+        raise UserError(f"{flag} {cut(text)}: give two or three numbers, such as 90M,5M,5M")
+    return [amount(flag, size.strip()) for size in sizes]
+
+
 def cut(text: str) -> str:
     """Shorten what was typed to what a line can show."""
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,7 +12,10 @@ from cat_lm.errors import UserError, command
 from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
 
-KINDS = ("python-stdlib", "files", "slimpajama")
+RAW = "raw-bytes"
+KINDS = ("python-stdlib", "files", "slimpajama", RAW)
+# What raw-bytes reads; it chooses nothing and has one document a split.
+RAW_OPTIONS = {"source", "path", "splits", "tokenizer", "out"}
 STAGES = ("all", "encode", "assemble")
 LIMITS = ("max_documents", "max_bytes")
 # The first so many documents are no uniform subset: a budget among them would mean nothing.
@@ -38,6 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     _add_choice(parser.add_argument_group("choice of documents"))
     _add_running(parser.add_argument_group("running"))
     arguments = parser.parse_args(argv)
+    _check_splits(arguments, parser)
     _convert(arguments)
     _check(arguments)
     return arguments
@@ -50,7 +54,14 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
         "--path",
         help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
         "slimpajama: hub:OWNER/NAME[/FOLDER][@REVISION], such as hub:DKYoon/SlimPajama-6B or "
-        "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it",
+        "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it; "
+        "raw-bytes: a file, such as enwik8",
+    )
+    add(
+        "--splits",
+        metavar="N,N,N",
+        help="raw-bytes: the bytes of train, validation and test, in this order, as 90M,5M,5M; "
+        "the last may be left out",
     )
     add(
         "--validation-path",
@@ -185,6 +196,27 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _check_splits(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Read --splits; refuse what says nothing with or without raw-bytes."""
+    if arguments.source != RAW:
+        if arguments.splits is not None:
+            raise UserError(f"--splits {amounts.cut(arguments.splits)}: only with --source {RAW}")
+        return
+    for name, value in vars(arguments).items():
+        if name not in RAW_OPTIONS and value != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag}: says nothing with --source {RAW}; leave it out")
+    for name, what in (("path", "a file"), ("splits", "bytes of each split, such as 90M,5M,5M")):
+        if getattr(arguments, name) is None:
+            raise UserError(f"--source {RAW} needs --{name}: {what}")
+    if arguments.tokenizer != "bytes":
+        raise UserError(
+            f"--tokenizer {amounts.cut(arguments.tokenizer)}: --source {RAW} has bytes for ids; "
+            "give bytes"
+        )
+    arguments.splits = amounts.split_sizes("--splits", arguments.splits)
+
+
 def _convert(arguments: argparse.Namespace) -> None:
     """Values that argparse leaves as they were typed."""
     for name, convert in (
@@ -251,6 +283,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends cleanly, as Ctrl-C does
     # Set before the library starts its threads; the preparation brings its own processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if arguments.source == RAW:
+        from data_prep import raw_bytes
+
+        raw_bytes.prepare(arguments)
+        return
     from data_prep.pipeline import prepare
 
     prepare(arguments)

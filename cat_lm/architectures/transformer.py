@@ -196,7 +196,8 @@ class Transformer(Architecture):
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""
-        said, added = dict(theirs), False
+        free = attention.keys_of_any_weights(theirs, ours)
+        said, added = {name: v for name, v in theirs.items() if name not in free}, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":
                 said = {name: v for name, v in said.items() if not name.startswith(others)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.data.manifest import MANIFEST, SPLITS, open_shard
+from cat_lm.data.manifest import MANIFEST, open_shard, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 
@@ -34,8 +34,8 @@ class TokenCorpus:
         self.folder = folder
         self.split = split
         self.manifest = manifest
-        if split not in SPLITS:
-            raise UserError(f"{self.name}: no split {split!r}; there are: {', '.join(SPLITS)}")
+        if split not in (known := splits_of(manifest)):
+            raise UserError(f"{self.name}: no split {split!r}; there are: {', '.join(known)}")
         counts = manifest["splits"][split]
         self.num_tokens: int = counts["tokens"]
         self.num_documents: int = counts["documents"]

@@ -21,7 +21,8 @@ from cat_lm.limits import VOCABULARY
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation")  # of all data
+ALL_SPLITS = (*SPLITS, "test")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -61,6 +62,7 @@ class _Split(_Counts):
 class _Splits(Record):
     train: _Split
     validation: _Split
+    test: _Split | None = None
 
 
 class _Tokenizer(Record):
@@ -86,7 +88,7 @@ class _Manifest(Record):
     tokenizer: _Tokenizer
     dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16"]
     unigram_loss: FiniteFloat
-    sources: dict[str, dict[Literal[SPLITS], _Counts]]
+    sources: dict[str, dict[Literal[ALL_SPLITS], _Counts]]
     splits: _Splits
     arguments: dict[str, Any] = Field(default_factory=dict)
     input: dict[str, Any] = Field(default_factory=dict)
@@ -94,7 +96,8 @@ class _Manifest(Record):
     @model_validator(mode="after")
     def _names_differ(self) -> _Manifest:
         seen: set[str] = set()
-        for shard in (*self.splits.train.shards, *self.splits.validation.shards):
+        splits = (self.splits.train, self.splits.validation, self.splits.test)
+        for shard in (shard for split in splits if split for shard in split.shards):
             if shard.name in seen:
                 raise ValueError(f"the shard {shard.name} must stand once only")
             seen.add(shard.name)
@@ -131,8 +134,13 @@ def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
 
 def listed_shards(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Give all shards that a manifest lists, in its order."""
-    for split in SPLITS:
+    for split in splits_of(manifest):
         yield from manifest["splits"][split]["shards"]
+
+
+def splits_of(manifest: dict[str, Any]) -> list[str]:
+    """List the splits that a manifest has, in their order."""
+    return [split for split in ALL_SPLITS if manifest["splits"].get(split) is not None]
 
 
 def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:

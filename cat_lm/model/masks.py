@@ -88,6 +88,8 @@ def sequence_layout(
         elif by == "varlen" and attention_mask is None and padding_mask is None and is_known:
             borders = document_borders(documents) if borders is None else borders
             attention_kwargs = {"document_borders": borders}
+        elif by == "rows" and attention_mask is None and padding_mask is None:
+            attention_kwargs = {"by_rows": True}
         else:
             same_document = _same_document_function(documents)
     if config.reads_positions:
@@ -199,9 +201,16 @@ def positions_of(
 ) -> Tensor:
     """Count real tokens, from 0 in every document; [B or 1, T]."""
     time, device = inputs_embeds.shape[1], inputs_embeds.device
+    is_known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
     if documents is not None:
-        return document_positions(documents)
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        positions = document_positions(documents)
+        if not is_known:
+            return positions
+        real = attention_mask.long()
+        counted = real.cumsum(dim=1) - real  # before each token, in its row
+        starts = torch.arange(time, device=device) - positions
+        return counted - counted.gather(1, starts)
+    if is_known:
         counted = attention_mask.long().cumsum(dim=1) - 1
         return counted.clamp(min=0)[:, -time:]
     past = 0 if cache is None else cache.get_seq_length()

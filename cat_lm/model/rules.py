@@ -20,6 +20,7 @@ from cat_lm.ops.convolution import kinds
 
 STREAMS = "qkv"
 CANON_PLACES = "ACD"
+CHUNK_SIZE = 128  # as LaS-chunk's
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
 _ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
@@ -262,6 +263,13 @@ def unmixed_problems(model: Any) -> list[str]:
 def mixes_maps(model: Any) -> bool:
     """Tell whether the values' filters mix attention maps."""
     return model.conv_type == "multihead" and model.conv_mixing == "maps"
+
+
+def chunk_size(model: Any) -> int | None:
+    """Give the tokens of a chunk, out of which no query sees (`attention: chunk`), or None."""
+    if model.attention != "chunk":
+        return None
+    return (model.attention_options or {}).get("size", CHUNK_SIZE)
 
 
 def attention_channels(model: Any) -> int:

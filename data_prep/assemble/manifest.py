@@ -54,6 +54,58 @@ def build_manifest(
     }
 
 
+def manifest_of(
+    sets: dict[str, dict[str, list[ShardInfo]]],
+    token_counts: dict[str, np.ndarray],
+    info: TokenizerInfo,
+    dtype: np.dtype,
+    arguments: dict,
+) -> dict:
+    """Give the manifest of data that are prepared without a choice of documents.
+
+    Args:
+        sets: the shards of each set by their split.
+        token_counts: of each split, int64 [vocab_size].
+        arguments: what was asked for, with a description of the `source`.
+    """
+    splits = {}
+    for split in token_counts:
+        infos = [shard for by_split in sets.values() for shard in by_split.get(split, ())]
+        infos.sort(key=lambda shard: shard.name)  # the order in which they were given
+        splits[split] = {**_sums(infos), "shards": [shard.to_json() for shard in infos]}
+    shards = [shard for entry in splits.values() for shard in entry["shards"]]
+    return {
+        "format_version": FORMAT_VERSION,
+        "tool_version": cat_lm.__version__,
+        "fingerprint": fingerprint(shards, info.sha256),
+        "source": arguments["source"],
+        "tokenizer": asdict(info),
+        "dtype": dtype.name,
+        "unigram_loss": unigram_loss(token_counts["train"], token_counts["validation"]),
+        "empty_documents": 0,
+        "sources": {
+            name: {split: _sums(own) for split, own in by_split.items() if own}
+            for name, by_split in sorted(sets.items())
+        },
+        "splits": splits,
+        "arguments": arguments,
+    }
+
+
+def _sums(infos: list[ShardInfo]) -> dict:
+    return {key: sum(getattr(i, key) for i in infos) for key in ("documents", "tokens", "bytes")}
+
+
+def print_counts(manifest: dict) -> None:
+    """Print the counts of such data."""
+    for split, counts in manifest["splits"].items():
+        print(
+            f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
+            f"{counts['bytes']:,} bytes of text, {len(counts['shards'])} shards"
+        )
+    print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
+
+
 def _selection(assembly: Assembly) -> dict:
     """Tell how often each set's training documents occur, and below which hash place once more."""
     return {

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.manifest import SPLITS, listed_shards, read_manifest
+from cat_lm.data.manifest import listed_shards, read_manifest, splits_of
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
@@ -72,7 +72,7 @@ def _check(
 ) -> tuple[dict[str, TokenCorpus], list[str]]:
     """The opened splits, and everything that is wrong with them."""
     try:
-        corpora = {split: open_corpus(options.folder, split) for split in SPLITS}
+        corpora = {split: open_corpus(options.folder, split) for split in splits_of(manifest)}
     except UserError as error:  # a shard is gone, or its size is not what the manifest says
         return {}, [str(error)]
     problems = list(manifest_problems(options.folder, manifest))

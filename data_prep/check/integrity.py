@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.manifest import SPLITS, fingerprint
+from cat_lm.data.manifest import fingerprint, listed_shards, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
@@ -31,10 +31,9 @@ def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
         yield f"{tokenizer_file}: no such file"
     elif sha256(tokenizer_file) != digest:
         yield f"{tokenizer_file}: differs from the tokenizer that made the data"
-    listed = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    if fingerprint(listed, digest) != manifest["fingerprint"]:
+    if fingerprint(listed_shards(manifest), digest) != manifest["fingerprint"]:
         yield f"{folder}: the manifest's fingerprint does not belong to its shards"
-    for split in SPLITS:
+    for split in splits_of(manifest):
         counts = manifest["splits"][split]
         for key in ("documents", "tokens", "bytes"):
             if sum(shard[key] for shard in counts["shards"]) != counts[key]:

@@ -6,13 +6,12 @@ import argparse
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-import cat_lm
-from cat_lm.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, fingerprint
+from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
@@ -23,7 +22,7 @@ from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
-from data_prep.assemble.manifest import unigram_loss
+from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
@@ -96,7 +95,8 @@ def _make(making: Path, pairs: list[Pair], arguments: argparse.Namespace) -> Non
         sync_directory(out.parent)
     finally:
         remove_marked(making, _PURPOSE)
-    _print_summary(out, manifest)
+    print_counts(manifest)
+    print(f"{out}: complete")
 
 
 def _check_free(out: Path) -> None:
@@ -260,44 +260,23 @@ def _copy(source: Path, target: Path, start: int, size: int) -> str:
 
 
 def _manifest(adopted: list[Adopted], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
-    splits, counts, sets = {}, {}, {}
-    for split in SPLITS:
-        members = [item for item in adopted if item.pair.split == split]
-        infos = [item.info for item in members]
-        splits[split] = {**_sums(infos), "shards": [shard.to_json() for shard in infos]}
-        counts[split] = np.sum([item.counts for item in members], axis=0)
-    for name in sorted({item.pair.set for item in adopted}):
-        sets[name] = {
-            split: _sums(own)
-            for split in SPLITS
-            if (own := [i.info for i in adopted if (i.pair.set, i.pair.split) == (name, split)])
-        }
-    source = _describe(adopted)
-    shards = [shard for split in SPLITS for shard in splits[split]["shards"]]
-    return {
-        "format_version": FORMAT_VERSION,
-        "tool_version": cat_lm.__version__,
-        "fingerprint": fingerprint(shards, info.sha256),
-        "source": source,
-        "tokenizer": asdict(info),
-        "dtype": adopted[0].pair.shard.dtype.name,
-        "unigram_loss": unigram_loss(*(counts[split] for split in SPLITS)),
-        "empty_documents": 0,
-        "sources": sets,
-        "splits": splits,
-        "arguments": {
-            "source": source,
-            "tokenizer": arguments.tokenizer,
-            "tokenizer_sha256": spec_sha256(arguments.tokenizer),
-            "eod_token": arguments.eod_token,
-            "documents": arguments.documents,
-            "validation_documents": arguments.validation_documents,
-        },
+    sets: dict[str, dict[str, list[ShardInfo]]] = {}
+    for item in adopted:
+        by_split = sets.setdefault(item.pair.set, {split: [] for split in SPLITS})
+        by_split[item.pair.split].append(item.info)
+    counts = {
+        split: np.sum([item.counts for item in adopted if item.pair.split == split], axis=0)
+        for split in SPLITS
     }
-
-
-def _sums(infos: list[ShardInfo]) -> dict[str, int]:
-    return {key: sum(getattr(i, key) for i in infos) for key in ("documents", "tokens", "bytes")}
+    said = {
+        "source": _describe(adopted),
+        "tokenizer": arguments.tokenizer,
+        "tokenizer_sha256": spec_sha256(arguments.tokenizer),
+        "eod_token": arguments.eod_token,
+        "documents": arguments.documents,
+        "validation_documents": arguments.validation_documents,
+    }
+    return manifest_of(sets, counts, info, adopted[0].pair.shard.dtype, said)
 
 
 def _describe(adopted: list[Adopted]) -> dict:
@@ -309,13 +288,3 @@ def _describe(adopted: list[Adopted]) -> dict:
         "file_bytes": sum(i.info.tokens * i.pair.shard.dtype.itemsize for i in adopted),
         "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
     }
-
-
-def _print_summary(out: Path, manifest: dict) -> None:
-    for split, counts in manifest["splits"].items():
-        print(
-            f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-            f"{counts['bytes']:,} bytes of text, {len(counts['shards'])} shards"
-        )
-    print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
-    print(f"{out}: complete")

@@ -34,6 +34,7 @@ from eval.length_sweep.text import WIKITEXT
 # Options that choose among a text's tokens.
 OTHER_TEXT = ("documents", "document_separator", "min_document_tokens", "max_document_tokens")
 OTHER_TEXT += ("max_tokens",)
+HELD_OUT = ("validation", "test")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
     )
     source.add_argument(
         "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
+    )
+    parser.add_argument(
+        "--split", choices=HELD_OUT, help="of --data (default: validation; raw bytes have a test)"
     )
     lengths = whole_numbers(limits.CONTEXT, "256,512")
     parser.add_argument("--lengths", type=lengths, required=True, metavar="256,512,...")
@@ -147,6 +151,7 @@ def main() -> None:
     _check(arguments)
     quiet_transformers()
     arguments.documents = arguments.documents or DOCUMENTS[0]
+    arguments.split = arguments.split or HELD_OUT[0]
     options = vars(arguments)
     with comparing_files(skip=options.pop("skip_checksums")):
         rows = sweep(
@@ -166,6 +171,8 @@ def _check(arguments: argparse.Namespace) -> None:
         _check_wikitext(arguments)
     elif arguments.data_dir is not None:
         raise UserError(f"--data-dir {arguments.data_dir}: only with --text {WIKITEXT}")
+    if arguments.split is not None and arguments.data is None:
+        raise UserError(f"--split {arguments.split}: only with --data")
     if arguments.stride is not None and arguments.stride > largest:
         raise UserError(
             f"--stride {arguments.stride}: does nothing, the largest of --lengths is {largest}"

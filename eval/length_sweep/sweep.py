@@ -82,6 +82,7 @@ def sweep(
     *,
     text: Path | str | None = None,
     data: Path | str | None = None,
+    split: str = "validation",
     data_dir: Path | str | None = None,
     document_separator: str | None = None,
     methods: Sequence[str] = ("none",),
@@ -101,6 +102,7 @@ def sweep(
 
     Args:
         text, data: a text file (or `WIKITEXT`), or prepared data; exactly one of them.
+        split: of `data`: validation, or test where the data have one.
         data_dir: with WIKITEXT, the folder that holds its rows; None: the Hub.
         document_separator: regular expression between the documents of `text`; None for one.
         methods: see `resolve_methods`, which knows the sets ("all",) and ("paper",).
@@ -131,7 +133,7 @@ def sweep(
         chosen = Documents(min_document_tokens or lengths[-1], max_document_tokens)
         choice = None if documents == DOCUMENTS[0] else chosen
         streams = sweep_streams(
-            subjects, lengths[-1], text, data, document_separator, max_tokens, choice
+            subjects, lengths[-1], text, data, document_separator, max_tokens, choice, split
         )
     return _fill(subjects, streams, lengths, protocol, Path(out))
 

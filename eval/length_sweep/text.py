@@ -26,6 +26,7 @@ def sweep_streams(
     separator: str | None,
     max_tokens: int | None,
     choice: Documents | None,
+    split: str = "validation",
 ) -> list[TokenStream]:
     """Each model's tokens of the same text; the range is fixed by the first and `largest`.
 
@@ -39,7 +40,7 @@ def sweep_streams(
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.
-        streams = [split_stream(data, t, max_tokens, choice) for t in tokenizers]
+        streams = [split_stream(data, t, max_tokens, choice, split) for t in tokenizers]
         if choice is not None:
             return [long_enough(stream, largest) for stream in streams]
         return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]

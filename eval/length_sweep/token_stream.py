@@ -1,4 +1,4 @@
-"""Read the tokens that a model is scored on: a text file, or the validation split of data."""
+"""Read the tokens that a model is scored on: a text file, or a split of data."""
 
 from __future__ import annotations
 
@@ -194,26 +194,27 @@ def split_stream(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None = None,
     choice: Documents | None = None,
+    split: str = "validation",
 ) -> TokenStream:
-    """The validation split of a folder written by data_prep.prepare, as it was stored.
+    """A split of a folder written by data_prep.prepare, as it was stored.
 
     As in training's validation, all tokens after the first are scored, end-of-document tokens
     too. With `max_tokens`, only that many; with `choice`, only the documents that it chooses (see
     `TokenStream.whole_documents`).
 
     Raises:
-        UserError: the folder is no prepared data, is damaged, was made with another tokenizer, or
-            has no document that is long enough.
+        UserError: the folder is no prepared data, lacks the split, is damaged, was made with
+            another tokenizer, or has no document that is long enough.
     """
     from cat_lm.data.opening import open_verified
 
-    corpus = open_verified(folder, "validation")
+    corpus = open_verified(folder, split)
     data_tokenizer = load_tokenizer(Path(folder) / "tokenizer")
     if data_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"--data {folder}: was prepared with another tokenizer than the model's; use --text"
         )
-    source = f"{folder} (validation split)"
+    source = f"{folder} ({split} split)"
     if choice is not None:
         tokens = corpus.tokens(0, corpus.num_tokens)
         return _document_stream(tokens, choice, max_tokens, tokenizer, corpus.eod_id, source, {})

@@ -277,9 +277,12 @@ def test_a_training_step_compiles_without_a_graph_break(case, family):
 REFUSED = [
     (
         {"score_transform": "alibi"},
-        "score_transform=[\"']alibi[\"']: must be one of none, decay, softcap",
+        "score_transform=[\"']alibi[\"']: must be one of none, exponential_decay, decay",
     ),
-    ({"value_transform": "box2"}, "value_transform=[\"']box2[\"']: must be one of none, box"),
+    (
+        {"value_transform": "box2"},
+        "value_transform=[\"']box2[\"']: must be one of none, smoothing, box",
+    ),
     (
         {"attention": "linear"},
         "attention=[\"']linear[\"']: must be one of softmax, map_mixing, .*sigmoid",

@@ -11,6 +11,7 @@ import it when they build their modules.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from cat_lm import plugins
@@ -21,7 +22,8 @@ from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
 __all__ += ["check_parameters"]
-__all__ += ["implementation_problems", "length_problems", "names", "pattern", "problems"]
+__all__ += ["implementation_problems", "keys_of_any_weights", "length_problems", "names"]
+__all__ += ["pattern", "problems"]
 __all__ += ["register", "usual_implementation"]
 __all__ += ["score_transform", "value_transform"]
 
@@ -31,7 +33,9 @@ _KEYS = {
     ScoreTransform: ("score_transform", "score_options"),
     ValueTransform: ("value_transform", "value_options"),
 }
-_BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark")  # modules here with an ENTRY
+# Modules here with an ENTRY.
+_BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark", "chunk")
+_BUILT_IN += ("exponential_decay", "smoothing")
 
 _ENTRIES: dict[type[Entry], dict[str, Entry]] = {kind: {} for kind in _KEYS}
 
@@ -144,13 +148,27 @@ def usual_implementation(model: Any) -> str | None:
 
 
 def length_problems(model: Any, length: int) -> list[str]:
-    """Say whether a model's pattern is for rows of fewer tokens than `length`."""
-    chosen = pattern(model)
-    if chosen.longest is None or length <= chosen.longest:
-        return []
+    """Say which parts of a model's attention are not for rows of `length` tokens."""
+    chosen = (pattern(model), score_transform(model), value_transform(model))
     return [
-        f"attention={chosen.name}: reads rows of at most {chosen.longest} tokens, not of {length}"
+        problem
+        for entry in chosen
+        if entry is not None
+        for problem in entry.length_problems(model, length)
     ]
+
+
+def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> set[str]:
+    """List the keys of what our model has and the one that its weights come from has not.
+
+    Only of entries that `takes_any_weights`.
+    """
+    found = set()
+    for kind, (key, options_key) in _KEYS.items():
+        plain = "softmax" if kind is Pattern else "none"
+        if theirs[key] == plain != ours[key] and _ENTRIES[kind][ours[key]].takes_any_weights:
+            found |= {key, options_key}
+    return found
 
 
 def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:

@@ -28,6 +28,8 @@ class Entry:
         words: for descriptions of a model; "" where there is nothing to say.
         implementations: the values of `attn_implementation` that can compute it; None for all.
         options: the options' names with their defaults.
+        takes_any_weights: whether a model that was trained without it can be trained on with it:
+            it has no parameters, and is something else from the first step on.
     """
 
     name: ClassVar[str]
@@ -35,6 +37,7 @@ class Entry:
     words: ClassVar[str] = ""
     implementations: tuple[str, ...] | None = None
     options: ClassVar[Mapping[str, Any]] = {}
+    takes_any_weights: ClassVar[bool] = False
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Give all options: those given, and the others' defaults."""
@@ -42,6 +45,10 @@ class Entry:
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options or with the model, in lines that begin with a key."""
+        return []
+
+    def length_problems(self, model: Any, length: int) -> list[str]:
+        """Say why rows of `length` tokens cannot be read, in lines that begin with a key."""
         return []
 
     def serves(self, implementation: str | None) -> bool:
@@ -92,6 +99,14 @@ class Pattern(Entry):
     masks_keys: ClassVar[bool] = False
     longest: ClassVar[int | None] = None
 
+    def length_problems(self, model: Any, length: int) -> list[str]:
+        """Say whether rows have more than `longest` tokens."""
+        if self.longest is None or length <= self.longest:
+            return []
+        return [
+            f"attention={self.name}: reads rows of at most {self.longest} tokens, not of {length}"
+        ]
+
     def build(self, config: Any) -> nn.Module:
         """Make a layer's module."""
         raise NotImplementedError
@@ -139,6 +154,9 @@ class ScoreTransform(Entry):
     additive: l + b_h(i, j), where b does not depend on l: eager, sdpa, flex_attention.
     elementwise: f_h(l, i, j): eager, flex_attention.
     separable: l · f_h(i) · g_h(j), by which queries and keys are scaled: every implementation.
+
+    A separable transform whose factors are too large or too small for long rows may compute the
+    logits themselves there, for some queries at a time (`ScoreModule.separates`).
     """
 
     FORMS: ClassVar[dict[str, tuple[str, ...] | None]] = {
@@ -158,6 +176,13 @@ class ScoreTransform(Entry):
         is_mask = self.form == "additive" and model.attn_implementation == "sdpa"
         return model.num_attention_heads if is_mask else 0
 
+    def masks_documents(self, model: Any) -> bool:
+        """Tell whether sdpa computes logits for some queries at a time, whatever the row.
+
+        It then keeps documents apart by their numbers, and no mask is made for them.
+        """
+        return False
+
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make a layer's module."""
         raise NotImplementedError
@@ -168,7 +193,8 @@ class ValueTransform(Entry):
 
     `build` gives a module whose forward takes values [B, T, H, D] of the heads of values,
     `padding_mask`, `document_ids` and `state` as `cat_lm.model.convolution` does, and returns
-    values. What it reads of earlier tokens it keeps in the state under "value".
+    values. What it reads of earlier tokens it keeps in the state under "value". One with a true
+    `reads_positions` is also given `positions` [B or 1, T], of the tokens in their documents.
     """
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:

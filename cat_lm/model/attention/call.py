@@ -20,7 +20,8 @@ class AttentionCall:
     Attributes:
         attend: the configuration's attention function with its transform of scores: takes query
             [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
-            maps or None.
+            maps or None. A pattern that cuts rows also gives the mask, as the function takes it
+            (None for a causal one), and the positions of queries and keys, all three or none.
         mask: what `Pattern.mask` made; None for a pattern that masks keys itself.
         scaling: of q·k, 1 / (t sqrt(D)).
         dropout: the part of the maps to drop, 0 outside training.
@@ -33,7 +34,7 @@ class AttentionCall:
         losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
     mask: Any
     scaling: float
     dropout: float

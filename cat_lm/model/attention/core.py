@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
-from cat_lm.model.attention.documents import attend_within_borders
+from cat_lm.model.attention.documents import attend_within_borders, computing_dtype
+from cat_lm.model.attention.rows import attend_by_rows
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
@@ -104,7 +105,11 @@ class AttentionMixin:
         cache, continues = context.cache, self._continues(context.cache)
         state = state_of(cache, self.layer_idx)
         if self.value_transform is not None:
-            value = self.value_transform(value, context.padding_mask, context.document_ids, state)
+            where = {}
+            if getattr(self.value_transform, "reads_positions", False):
+                where["positions"] = context.arguments["position_ids"]
+            given = context.padding_mask, context.document_ids, state
+            value = self.value_transform(value, *given, **where)
         # [B, T, H, D] to [B, H, T, D]
         query, key, value = (stream.transpose(1, 2) for stream in (query, key, value))
         if cache is not None:
@@ -113,8 +118,17 @@ class AttentionMixin:
         if self.config.reads_positions:
             positions = self._positions(query, key, context)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-            return self._attend(query, key, value, *positions, context)
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *own: Tensor | None,
+        ) -> tuple[Tensor, Tensor | None]:
+            if not own:
+                return self._attend(query, key, value, *positions, context)
+            mask, query_positions, key_positions = own
+            part = replace(context, mask=mask, document_ids=None)
+            return self._attend(query, key, value, query_positions, key_positions, part)
 
         call = AttentionCall(
             attend,
@@ -144,6 +158,14 @@ class AttentionMixin:
         # A static cache has room for keys that are still to come.
         return context.arguments["position_ids"], F.pad(known, (0, keys - known.shape[1]))
 
+    def _scales(self, query: Tensor, context: SequenceContext) -> bool:
+        """Tell whether scaled queries and keys have the scores; else they are computed."""
+        if self.score_form != "separable" or context.arguments.get("by_rows"):
+            return False
+        return self.score_transform.separates(
+            query.shape[2], computing_dtype(query), self.config._attn_implementation
+        )
+
     def _attend(
         self,
         query: Tensor,
@@ -155,11 +177,16 @@ class AttentionMixin:
     ) -> tuple[Tensor, Tensor | None]:
         """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
         implementation = self.config._attn_implementation
-        if self.score_form == "separable":
+        if self.score_form is not None and self._scales(query, context):
             query, key = scale_queries_and_keys(
                 self.score_transform, query, key, query_positions, key_positions
             )
             value = repeat_kv(value, key.shape[1] // value.shape[1])
+        elif self.score_form == "separable" and implementation == "sdpa":
+            return attend_by_rows(
+                self.score_transform, query, key, value, context.mask, context.document_ids,
+                query_positions, key_positions, self.scaling, self._dropout,
+            ), None  # fmt: skip
         elif self.score_form is not None:
             return attend_with_scores(
                 implementation, self.score_transform, query, key, value, context.mask,

@@ -24,7 +24,8 @@ _MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
 class DocumentAttention(NamedTuple):
     """What keeps documents apart, and why it does.
 
-    name: `varlen`, torch's kernel; `flash`, that of the implementation; or `mask`.
+    name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's place
+    is taken by `attend_by_rows`; or `mask`.
     """
 
     name: str
@@ -45,6 +46,9 @@ def document_attention(
     if implementation != "sdpa":
         made = _MASKS.get(implementation, "a mask")
         return DocumentAttention("mask", f"attn_implementation={implementation} takes {made}")
+    score = attention.score_transform(config)
+    if score is not None and score.masks_documents(config):
+        return DocumentAttention("rows", f"{score.title}, computed for some queries at a time")
     if obstacle := _why_no_kernel(config, device, dtype):
         return DocumentAttention("mask", obstacle)
     return DocumentAttention("varlen", "torch's flash attention for rows of many lengths")

@@ -16,8 +16,9 @@ class ScoreModule(nn.Module):
     """A layer's transform of scores: its parameters, and a function of them.
 
     A subclass defines either `score` or, if its form is separable, `factors`. Both
-    are static: `flex_attention` calls them inside its kernel. With parameters it also has what
-    `cat_lm.model.attention.base.Entry` asks of modules.
+    are static, or read numbers alone of the module: `flex_attention` calls them inside its kernel.
+    With parameters it also has what `cat_lm.model.attention.base.Entry` asks of modules. A
+    separable one that is not always computed by factors has `score` and `separates` too.
     """
 
     no_decay: ClassVar[tuple[str, ...]] = ()
@@ -59,17 +60,52 @@ class ScoreModule(nn.Module):
         """Give the factors of a query and of a key at a position, broadcast as in `score`."""
         raise NotImplementedError
 
+    def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
+        """Tell whether so many new queries of a row are scaled by factors, not scored.
+
+        Args:
+            dtype: in which q·k is computed.
+
+        Raises:
+            ValueError: the implementation knows nothing but factors, and they do not serve.
+        """
+        return True
+
+    def separated(
+        self,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        head: Tensor,
+        dtype: torch.dtype,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Give the factors of queries [B or 1, H, T] and of keys [B or 1, H, S].
+
+        Args:
+            query_positions, key_positions: [B or 1, 1, T] and [B or 1, 1, S].
+            head: [H, 1].
+            dtype: fp32 or fp64, what the factors are computed in.
+        """
+        of_query, _ = self.factors(query_positions, head, *tensors)
+        _, of_key = self.factors(key_positions, head, *tensors)
+        return of_query, of_key
+
 
 def scale_queries_and_keys(
     module: ScoreModule, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scale query [B, H, T, D] and key [B, H or fewer, S, D], which gets as many heads."""
     head = torch.arange(query.shape[1], device=query.device)[:, None]
-    tensors = module()
-    of_query, _ = module.factors(query_positions[:, None], head, *tensors)
-    _, of_key = module.factors(key_positions[:, None], head, *tensors)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    of_query, of_key = module.separated(
+        query_positions[:, None], key_positions[:, None], head, dtype, *module()
+    )
     key = repeat_kv(key, query.shape[1] // key.shape[1])
-    return query * of_query[..., None].to(query.dtype), key * of_key[..., None].to(key.dtype)
+    # Rounded once, after the product.
+    query, key = (
+        (x * factor[..., None]).to(x.dtype) for x, factor in ((query, of_query), (key, of_key))
+    )
+    return query, key
 
 
 def attend_with_scores(
@@ -85,7 +121,7 @@ def attend_with_scores(
     dropout: float,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with additive or elementwise scores.
+    """Attend with scores that a function makes of logits.
 
     Args:
         implementation: eager, sdpa or flex_attention; the last for additive scores alone.
@@ -121,9 +157,14 @@ def attend_with_scores(
             query, key, value, attn_mask=scores, dropout_p=dropout, scale=scaling
         )
         return output.transpose(1, 2).contiguous(), None
-    maps = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    maps = softmax(scores).to(query.dtype)
     maps = F.dropout(maps, dropout, training=dropout > 0)
     return (maps @ value).transpose(1, 2).contiguous(), maps
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Give maps over the last dimension, in fp32 or fp64."""
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def _flex(

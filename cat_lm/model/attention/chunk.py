@@ -1,0 +1,80 @@
+"""Attention inside chunks of so many tokens (`attention: chunk`): linear in the length of a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cat_lm import limits
+from cat_lm.io.readers import short
+from cat_lm.model.attention.base import Pattern
+from cat_lm.model.rules import CHUNK_SIZE, attention_channels, chunk_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Chunk(Pattern):
+    """Softmax over the keys of a query's own chunk, those up to itself.
+
+    Chunk n of a document holds its tokens n·size … (n + 1)·size − 1, as LaS-chunk's and that of
+    Ma et al. (Mega, 2022).
+    """
+
+    name = "chunk"
+    title = words = "attention inside chunks"
+    implementations = ("eager", "sdpa")
+    reads_positions = True
+    takes_any_weights = True
+    options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
+
+    def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
+        """Say whether the size is none."""
+        size = options["size"]
+        if isinstance(size, bool) or not isinstance(size, int):
+            return [f"attention_options.size={short(size)}: must be a whole number"]
+        problem = limits.CONTEXT.problem(size)
+        return [f"attention_options.size={size}: {problem}"] if problem else []
+
+    def length_problems(self, model: Any, length: int) -> list[str]:
+        """Say whether a chunk is longer than a row."""
+        size = chunk_size(model)
+        if size <= length:
+            return []
+        return [
+            f"attention_options.size={size}: is beyond data.context_length={length}; use "
+            "attention=softmax"
+        ]
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count 12·C for each key of a chunk, as softmax."""
+        return 12 * min(chunk_size(model), context_length) * attention_channels(model)
+
+    def mask(self, config: Any, **inputs: Any) -> Any:
+        """Make a causal mask, which says what is padding, after a cache or beside odd padding.
+
+        Without one, which eager always has, the module reads documents and padding, and holds no
+        mask of [T, T].
+        """
+        import torch
+
+        from cat_lm.model.cache import follows_cache
+        from cat_lm.ops.landmark.layout import interior_padding
+
+        given = inputs.get("attention_mask")
+        starts = not follows_cache(inputs.get("past_key_values"), 0)
+        if starts and config._attn_implementation == "sdpa":
+            if given is None:
+                return None
+            is_read = given.ndim == 2 and not torch.compiler.is_compiling()
+            if is_read and not interior_padding(given.bool(), None).any():
+                return None
+        return super().mask(config, **inputs)
+
+    def build(self, config: Any) -> nn.Module:
+        """Make the module, which has no parameters."""
+        from cat_lm.model.chunk import ChunkCore
+
+        return ChunkCore(chunk_size(config), config)
+
+
+ENTRY = Chunk()

@@ -1,0 +1,100 @@
+"""Logits that decay exponentially with distance: the local part of LaS attention.
+
+Zimerman and Wolf, *Viewing Transformers Through the Lens of Long Convolutions Layers* (ICML 2024),
+equation 4: the logit of query i and key j ≤ i in head c is multiplied by e^{−α_c (i − j)}.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cat_lm.io.readers import short
+from cat_lm.model.attention.base import ScoreTransform
+from cat_lm.model.rules import attention_channels, chunk_size
+from cat_lm.ops.decay_rates import REACH, largest_rate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SPACINGS = ("slow", "steep")
+
+
+class ExponentialDecay(ScoreTransform):
+    """l e^{−α_c (i − j)}, with a fixed rate α_c for each of the H heads, 0 for the first.
+
+    The paper says that e^{−α_c} is uniform in [0, B] and that α_c lies there, which cannot both be.
+    `slow`: e^{−α_c} goes evenly from 1 to e^{−B}, so that α_c ≤ B; `steep`: from 1 to B.
+    """
+
+    name = "exponential_decay"
+    title = words = "logits that decay with distance"
+    form = "separable"
+    takes_any_weights = True
+    options: ClassVar[dict[str, Any]] = {"spacing": "slow", "bound": 1e-3}
+
+    def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
+        """Say which options are wrong, and where no head would decay."""
+        spacing, bound = options["spacing"], options["bound"]
+        found = []
+        if spacing not in SPACINGS:
+            known = ", ".join(SPACINGS)
+            found.append(f"score_options.spacing={short(spacing)}: must be one of {known}")
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if not is_number or not 0 < bound < 1:
+            found.append(
+                f"score_options.bound={short(bound)}: must be a number between 0 and 1, both left "
+                "out"
+            )
+        if model.num_attention_heads == 1:
+            found.append(
+                f"score_transform={self.name}: needs num_attention_heads of at least 2, as the "
+                "first head does not decay"
+            )
+        return found
+
+    def length_problems(self, model: Any, length: int) -> list[str]:
+        """Say whether flash attention, which knows factors alone, is asked for more than they can.
+
+        Half precision is taken for bf16, whose numbers reach as far as those of fp32.
+        """
+        if model.attn_implementation != "flash_attention_2" or not self.is_beyond(model, length):
+            return []
+        options = self.resolved(model.score_options)
+        return [
+            f"attn_implementation=flash_attention_2: cannot compute score_options.spacing="
+            f"{options['spacing']} with bound={options['bound']} for {length} tokens, over which "
+            f"logits decay by more than e^-{REACH:.0f}; use sdpa"
+        ]
+
+    def is_beyond(self, model: Any, length: int) -> bool:
+        """Tell whether over `length` tokens a head decays by more than factors can say."""
+        length = min(length, chunk_size(model) or length)
+        return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
+
+    def masks_documents(self, model: Any) -> bool:
+        """Tell that rows of the longest length are computed by some queries at a time."""
+        return self.is_beyond(model, model.max_position_embeddings)
+
+    def flops(self, model: Any, context_length: int) -> float:
+        """Count the scaling of queries and keys, or of logits, forward and backward."""
+        if self.is_beyond(model, context_length):
+            return 2 * context_length * model.num_attention_heads
+        return 4 * attention_channels(model)
+
+    def saved_maps(self, model: Any) -> int:
+        """Count the factors of every logit, which eager attention keeps."""
+        return model.num_attention_heads if model.attn_implementation == "eager" else 0
+
+    def saved_tensors(self, model: Any) -> float:
+        """Count keys and values that are repeated for every head of queries."""
+        heads = model.num_attention_heads
+        return 2 * (1 - (getattr(model, "num_key_value_heads", None) or heads) / heads)
+
+    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
+        """Make the module, which has no parameters."""
+        from cat_lm.model.decay import DecayScores
+
+        return DecayScores(config.num_attention_heads, **options)
+
+
+ENTRY = ExponentialDecay()

@@ -1,0 +1,62 @@
+"""The module of `value_transform: smoothing`: a causal box filter of the values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cat_lm.model.cache import LayerStateMixin
+from cat_lm.ops import head_conv
+
+
+class SmoothedValues(nn.Module):
+    """Averages each value with those of the P − 1 tokens before it, in one convolution.
+
+    Args:
+        heads: of the values.
+        width: P.
+        run: the tokens of a chunk, beyond which no query sees and nothing is averaged; None for
+            attention to all keys.
+    """
+
+    def __init__(self, heads: int, width: int, run: int | None):
+        super().__init__()
+        self.heads, self.width, self.run = heads, width, run
+        self.reads_positions = run is not None
+
+    def forward(
+        self,
+        value: Tensor,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        state: LayerStateMixin | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Average values [B, T, H, D]; positions [B or 1, T] are asked for with chunks alone."""
+        if padding_mask is not None:
+            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
+        before = None
+        if state is not None:
+            before = state.exchange_inputs("value", value, self.width, padding_mask)
+        taps = value.new_full((self.heads, self.width), 1 / self.width)
+        if self.run is None:
+            return head_conv(value, taps, document_ids=document_ids, initial_state=before)
+        runs = self._runs(value, positions, document_ids)
+        if before is None:
+            return head_conv(value, taps, document_ids=runs)
+        # Of the values before, those that the first new token's chunk holds.
+        past = before.shape[1]
+        ages = torch.arange(past, 0, -1, device=value.device)
+        is_same = ages <= positions[:, :1] % self.run
+        runs = torch.cat([(is_same.int() - 1).expand(len(value), -1), runs], dim=1)
+        whole = torch.cat([before, value], dim=1)
+        return head_conv(whole, taps, document_ids=runs)[:, past:]
+
+    def _runs(self, value: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
+        """Number the chunks of new tokens, [B, T], from 0."""
+        starts = positions % self.run == 0
+        starts = starts.expand(*value.shape[:2]).clone()
+        if document_ids is not None:
+            starts[:, 1:] |= document_ids.diff(dim=1) != 0
+        starts[:, 0] = False
+        return starts.int().cumsum(dim=1).int()

@@ -1,0 +1,374 @@
+"""Logits that decay, values that are smoothed, attention inside chunks: LaS in language models."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from cat_lm import architectures
+from cat_lm.config import load_config
+from cat_lm.errors import UserError
+from cat_lm.model import attention
+from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.decay import DecayScores
+from cat_lm.upcycle import Convolution, upcycle
+from tests.conftest import REPOSITORY
+from tests.unit.exactness import check_decoding, check_sequences
+from tests.unit.tiny_models import SIZES, cat_model
+
+DECAY = {"score_transform": "exponential_decay"}
+SLOW = DECAY | {"score_options": {"bound": 0.9}}  # some of e^-33 over 37 tokens
+STEEP = DECAY | {"score_options": {"spacing": "steep", "bound": 1e-3}}
+SMOOTH = {"value_transform": "smoothing", "value_options": {"width": 3}}
+CHUNK = {"attention": "chunk", "attention_options": {"size": 7}}
+WIDE_CHUNK = {"attention": "chunk", "attention_options": {"size": 150}}
+CASES = {
+    "slow": SLOW,
+    "steep": STEEP,
+    "smoothed": SMOOTH,
+    "las": SLOW | SMOOTH,
+    "steep las": STEEP | SMOOTH,
+    "chunk": CHUNK,
+    "chunk las": CHUNK | SLOW | SMOOTH,
+    "chunk steep las": CHUNK | STEEP | SMOOTH,
+    "one wide chunk": WIDE_CHUNK | STEEP,
+}
+LLAMA = {"family": "llama", "num_key_value_heads": 2, "conv_type": "none"}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def definition(query, key, value, case, places):
+    """LaS by its equation, with a matrix of all distances; places: documents and positions [T]."""
+    time, heads, width = query.shape[1:]
+    documents, positions = places
+    options = case.get("score_options", {"bound": 0.0})
+    low = options["bound"] if "spacing" in options else math.exp(-options["bound"])
+    rates = -torch.linspace(1, low, heads, dtype=torch.float64).log()
+    distance = (positions[:, None] - positions).clamp(min=0)
+    key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+    logits = torch.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(width)
+    size = case.get("attention_options", {"size": time})["size"]
+    chunks = documents * time + positions // size
+    seen = (chunks[:, None] == chunks) & torch.ones(time, time).tril().bool()
+    decayed = logits * torch.exp(-rates[:, None, None] * distance)
+    maps = decayed.masked_fill(~seen, -torch.inf).softmax(-1)
+    taps = case.get("value_options", {"width": 1})["width"]
+    pooled = sum(F.pad(maps, (0, lag))[..., lag:] for lag in range(taps)) / taps * seen
+    return torch.einsum("bhij,bjhd->bihd", pooled, value)
+
+
+def one_layer(case, dtype=torch.float64, **fields):
+    """A model whose first layer's attention reads what it is given, with large logits."""
+    model = cat_model(**LLAMA | {"position_embedding": "none"} | case | fields).to(dtype)
+    model.model.layers = model.model.layers[:1]
+    model.model.layers[0].input_layernorm = torch.nn.Identity()
+    module = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for projection in (module.q_proj, module.k_proj):
+            projection.weight.mul_(4)
+    return model, module
+
+
+def compare(case, implementation, time, documents, dtype=torch.float64, **close):
+    """Compare one layer's outputs and gradients with the definition's."""
+    model, module = one_layer(case, dtype, attn_implementation=implementation)
+    found = []
+    module.register_forward_hook(lambda _, __, output: found.append(output[0]))
+    torch.manual_seed(time)
+    x = torch.randn(2, time, 32, dtype=dtype, requires_grad=True)
+    ids, positions = torch.zeros(time, dtype=torch.long), torch.arange(time)
+    given = {}
+    if documents:
+        lengths = torch.tensor([time // 2, 1, time - time // 2 - 1])
+        ids = torch.arange(3).repeat_interleave(lengths)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        given["document_ids"] = ids.expand(2, -1)
+    model(inputs_embeds=x, use_cache=False, **given)
+    streams = (
+        getattr(module, f"{stream}_proj")(x).unflatten(2, (-1, 8)).double() for stream in "qkv"
+    )
+    expected = definition(*streams, case, (ids, positions)).flatten(2).to(dtype)
+    expected = module.o_proj(expected)
+    torch.testing.assert_close(found[0], expected, **close)
+    if not found[0].requires_grad:
+        return
+    weights = torch.randn_like(expected)
+    gradients = [
+        torch.autograd.grad((y * weights).sum(), x, retain_graph=True)[0]
+        for y in (found[0], expected)
+    ]
+    torch.testing.assert_close(*gradients, **close)
+
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+ROUNDED = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@each_case
+def test_the_definition_with_gradients(case):
+    for time in (1, 2, 37, 150):  # at 150 the slow rates' factors are beyond their bound
+        for documents in (False, True)[: 1 + (time > 2)]:
+            compare(case, "sdpa", time, documents, **EXACT)
+    if "score_transform" in case:  # without it, the library's own takes its softmax in fp32
+        compare(case, "eager", 37, True, **EXACT)
+
+
+@pytest.mark.long  # loading what compiles it takes seconds; the registry's tests have its seam
+@pytest.mark.parametrize("case", [SLOW | SMOOTH, STEEP], ids=["las", "steep"])
+def test_flex_attention(case, plain_flex_attention):
+    with torch.no_grad():  # which flex attention has on GPUs alone
+        compare(case, "flex_attention", 37, True, torch.float32, **ROUNDED)
+
+
+def test_the_slow_rates_of_the_paper():
+    rates = DecayScores(8, "slow", 1e-3).rates(torch.arange(8), torch.float64)
+    even = torch.linspace(1, math.exp(-1e-3), 8, dtype=torch.float64)
+    torch.testing.assert_close(torch.exp(-rates), even, rtol=1e-15, atol=0)
+    assert rates[0] == 0 and rates[-1] == pytest.approx(1e-3, rel=1e-12)
+
+
+def test_factors_serve_within_their_bound_alone(monkeypatch):
+    scores = DecayScores(4, "slow", 0.5)
+    assert scores.separates(121, torch.bfloat16, "sdpa")
+    assert not scores.separates(122, torch.bfloat16, "sdpa")
+    assert not scores.separates(10, torch.float16, "sdpa")
+    assert not scores.separates(1, torch.float32, "sdpa")  # a token's logits are computed
+    assert scores.separates(1, torch.float32, "flash_attention_2")
+    said = r"attn_implementation=flash_attention_2: logits decay by more than e\^-60 over 122 "
+    with pytest.raises(ValueError, match=said):
+        scores.separates(122, torch.float32, "flash_attention_2")
+    # What the bound is for.
+    compare(STEEP, "sdpa", 150, False, torch.float32, **ROUNDED)
+    monkeypatch.setattr(DecayScores, "separates", lambda *_: True)
+    with pytest.raises(AssertionError):
+        compare(STEEP, "sdpa", 150, False, torch.float32, **ROUNDED)
+
+
+def test_flash_attention_gets_exact_factors(monkeypatch):
+    """Its kernel's place is taken by what it computes of queries and keys."""
+    case = SLOW | {"attn_implementation": "sdpa"}
+    expected, _ = one_layer(case)
+    model, _ = one_layer(case)
+    separates = DecayScores.separates
+    monkeypatch.setattr(
+        DecayScores, "separates", lambda self, *given: separates(self, *given[:2], "flash")
+    )
+    x = torch.randn(1, 37, 32, dtype=torch.float64)
+    logits = model(inputs_embeds=x, use_cache=False).logits
+    cached = model(inputs_embeds=x[:, :36], use_cache=True)
+    last = model(inputs_embeds=x[:, 36:], past_key_values=cached.past_key_values).logits
+    torch.testing.assert_close(last[:, 0], logits[:, -1], **EXACT)
+    monkeypatch.undo()
+    torch.testing.assert_close(logits, expected(inputs_embeds=x, use_cache=False).logits, **EXACT)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operator gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = function(*args, **kwargs or {})
+        for tensor in given if isinstance(given, tuple | list) else [given]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return given
+
+
+@pytest.mark.parametrize("case", [STEEP | SMOOTH, CHUNK | SLOW | SMOOTH], ids=["steep", "chunk"])
+def test_no_map_of_all_pairs_is_held(case):
+    time = 640
+    for documents in (None, torch.arange(time)[None] // 300):
+        model = cat_model(
+            **LLAMA | case | {"num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8},
+            max_position_embeddings=time,
+        )
+        ids = torch.randint(1, 97, (1, time))
+        saved = []
+
+        def save(tensor, saved=saved):
+            saved.append(tensor.numel())
+            return tensor
+
+        with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            model(ids, document_ids=documents, labels=ids).loss.backward()
+        assert seen.numbers < time * time and sum(saved) < 3 * time * time
+        control = cat_model(**LLAMA | {"attn_implementation": "eager"})
+        with Largest() as seen:
+            control(ids, use_cache=False)
+        assert seen.numbers >= time * time
+
+
+EVERYWHERE = {
+    "las": SLOW | SMOOTH | {"conv_type": "head", "conv_window": 4},
+    "steep las": STEEP | SMOOTH | {"conv_type": "none"},
+    "chunk las": CHUNK | SLOW | SMOOTH | {"conv_type": "none"},
+    "Llama, chunk steep las": LLAMA | CHUNK | STEEP | SMOOTH,
+    "Llama, las": LLAMA | SLOW | SMOOTH | {"conv_type": "depthwise", "conv_window": 4},
+}
+
+
+@pytest.mark.parametrize("fields", EVERYWHERE.values(), ids=EVERYWHERE)
+def test_sequences_and_decoding_are_exact(fields):
+    check_sequences(fields)
+    check_decoding(fields)
+    check_sequences(fields, "eager")
+
+
+def test_chunks_do_not_leak():
+    """A later chunk reads nothing of an earlier one, with smoothed values too."""
+    model = cat_model(**LLAMA | CHUNK | SMOOTH | {"num_hidden_layers": 1})
+    ids = torch.randint(1, 97, (1, 30))
+    other = ids.clone()
+    other[:, :7] = 5
+    with torch.no_grad():
+        one, two = (model(x, use_cache=False).logits for x in (ids, other))
+    assert torch.equal(one[:, 7:], two[:, 7:]) and not torch.equal(one[:, :7], two[:, :7])
+
+
+@torch.no_grad()
+def test_documents_whose_positions_go_on_are_apart():
+    model = cat_model(**LLAMA | CHUNK | SMOOTH)
+    ids = torch.randint(1, 97, (1, 30))
+    other = ids.clone()
+    other[:, :17] = 5
+    given = {"document_ids": torch.arange(30)[None] // 17, "position_ids": torch.arange(30)[None]}
+    one, two = (model(x, **given).logits[:, 17:] for x in (ids, other))
+    assert torch.equal(one, two)
+
+
+def test_padding_between_tokens_of_a_chunk():
+    """Such rows get a mask: the tokens of a chunk are not side by side."""
+    model = cat_model(**LLAMA | CHUNK | SLOW | {"position_embedding": "none"})
+    ids, mask = torch.randint(1, 97, (1, 20)), torch.ones(1, 20, dtype=torch.long)
+    mask[:, 4:13] = 0
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        alone = model(ids[mask.bool()][None], use_cache=False).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_documents_need_no_mask_where_rows_are_computed():
+    config = cat_model(**STEEP).config
+    said = document_attention(config, torch.device("cpu"), torch.float32)
+    assert said.name == "rows" and said.reason.endswith("computed for some queries at a time")
+    gentle = cat_model(**DECAY | {"score_options": {"bound": 1e-3}}).config
+    assert document_attention(gentle, torch.device("cpu"), torch.float32).name == "mask"
+
+
+WRONG = [
+    (
+        DECAY | {"score_options": {"bound": 1.0}},
+        "score_options.bound=1.0: must be a number between",
+    ),
+    (DECAY | {"score_options": {"bound": True}}, "score_options.bound=true: must be a number betw"),
+    (
+        DECAY | {"score_options": {"spacing": "fast"}},
+        'score_options.spacing="fast": must be one of',
+    ),
+    (DECAY | {"num_attention_heads": 1}, "needs num_attention_heads of at least 2"),
+    (DECAY | {"attention": "landmark"}, "cannot be combined with landmark attention"),
+    (SMOOTH | {"value_options": {"width": 1}}, "value_options.width=1: smooths nothing; use"),
+    (SMOOTH | {"value_options": {"width": 2.5}}, "value_options.width=2.5: must be a whole number"),
+    (
+        SMOOTH | {"value_options": {"mode": "centred"}},
+        "value_options.mode=centred: averages values of later tokens",
+    ),
+    (SMOOTH | {"value_options": {"mode": "both"}}, 'value_options.mode="both": must be causal'),
+    (
+        SMOOTH | {"conv_type": "multihead", "conv_mixing": "maps"},
+        "value_transform=smoothing: cannot be combined with",
+    ),
+    (CHUNK | {"attention_options": {"size": 0}}, "attention_options.size=0: must be from 1"),
+    (CHUNK | {"attention_options": {"size": "7"}}, 'attention_options.size="7": must be a whole'),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_does_not_go_together(fields, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")) as refused:
+        cat_model(**fields)
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_that_are_too_short_or_too_long():
+    def problems(length, **fields):
+        return attention.length_problems(cat_model(**fields).config, length)
+
+    assert problems(3, **SMOOTH) == problems(7, **CHUNK) == []
+    assert problems(2, **SMOOTH)[0].startswith("value_options.width=3: is beyond data.context_len")
+    assert problems(6, **CHUNK)[0].startswith("attention_options.size=7: is beyond data.context_l")
+
+
+def test_counts():
+    config = cat_model(**SLOW | SMOOTH | LLAMA).config
+    config.attn_implementation = "sdpa"
+    width, grouped = SIZES["hidden_size"], SIZES["hidden_size"] // 2
+    decay, smooth = attention.score_transform(config), attention.value_transform(config)
+    assert decay.flops(config, 40) == 4 * width
+    assert decay.flops(config, 400) == 2 * 400 * SIZES["num_attention_heads"]
+    assert decay.saved_tensors(config) == 1.0  # keys and values of half the heads, repeated
+    assert smooth.flops(config, 40) == 4 * 3 * grouped
+    assert smooth.state_bytes(config, 40, 2) == 2 * grouped * 2
+    chunk = cat_model(**CHUNK).config
+    assert attention.pattern(chunk).flops(chunk, 400) == 12 * 7 * width
+
+
+ROWS = {"vanilla": (), "l": ("score",), "s": ("value",), "las": ("score", "value")}
+
+
+@pytest.mark.parametrize("text", ["text8", "enwik8", "wt103"])
+def test_the_papers_rows(text):
+    for name, transforms in ROWS.items():
+        config = load_config(REPOSITORY / f"configs/las/{text}_{name}.yaml")
+        model = config.model
+        assert (model.hidden_size, model.num_attention_heads, config.data.context_length) == (
+            768,
+            8,
+            512,
+        )
+        assert model.num_hidden_layers == (12 if text == "wt103" else 6)
+        assert (model.score_transform != "none") == ("score" in transforms)
+        assert (model.value_transform != "none") == ("value" in transforms)
+        assert config.train.output_dir == f"runs/las/{text}_{name}"
+        assert text.replace("wt103", "wikitext-103") in config.data.path
+
+
+def test_weights_of_a_model_without_it_fit():
+    family = architectures.get("gpt_neox")
+    plain, las = (
+        family.section_values(cat_model(conv_type="none", **fields).config)
+        for fields in ({}, SLOW | SMOOTH | CHUNK)
+    )
+    assert family.differences(plain, las) == family.differences(las, las) == []
+    there = "model.score_transform is 'exponential_decay' there and 'none' here"
+    assert there in family.differences(las, plain)
+    other = las | {"value_options": {"width": 4}}
+    assert family.differences(las, other)[0].startswith("model.value_options is")
+    marked = plain | {"attention": "landmark"}
+    assert family.differences(plain, marked) == [
+        "model.attention is 'softmax' there and 'landmark' here"
+    ]
+
+
+def test_it_is_exported_loaded_and_upcycled(tmp_path):
+    fields = SLOW | SMOOTH | CHUNK | {"conv_type": "none"}
+    model = cat_model(**fields)
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.randint(1, 97, (1, 40))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(loaded(ids).logits, expected)
+    upcycle(tmp_path / "model", tmp_path / "more", Convolution(window=4))
+    more = AutoModelForCausalLM.from_pretrained(tmp_path / "more")
+    assert more.config.score_options == model.config.score_options
+    with torch.no_grad():
+        torch.testing.assert_close(more(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"has attention='chunk'; plain .* has 'softmax'"):
+        upcycle(tmp_path / "model", tmp_path / "plain", Convolution(conv_type="none"))
