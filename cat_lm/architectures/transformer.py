@@ -317,7 +317,8 @@ class Transformer(Architecture):
         kind = section.conv_type
         convolved, mixes = kind != "none", kinds.mixes_heads(kind)
         is_long = rules.has_long_filters(section)
-        return {
+        own = {key: getattr(section, key) for key in ("conv_filter", "conv_state") if is_long}
+        return own | {
             "conv_type": kind,
             "conv_streams": section.conv_streams if convolved else None,
             "conv_window": section.conv_window if convolved and not is_long else None,

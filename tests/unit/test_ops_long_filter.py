@@ -8,6 +8,7 @@ import torch
 from cat_lm.ops.long_filter import chunks, filters
 from cat_lm.ops.long_filter.api import FORMS, choose_backend, long_conv, state_after
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.runtime.triton_launch import INSTALLED
 from tests.unit.long_filters import KINDS, by_loops, random_numbers, taps_by_definition
 
 
@@ -201,3 +202,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="conv_filter='fir': choose one of exponential, ssm"):
         filters.get("fir")
     assert choose_backend("cpu", torch.float32, 6).name == "reference"
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+def test_serves_a_gpu_alone():
+    assert choose_backend("cuda", torch.bfloat16, 16).name == "triton"
+    reasons = {"it has no fp64": torch.float64, "conv_state=128 is above its 64": torch.float32}
+    for reason, dtype in reasons.items():
+        name, said = choose_backend("cuda", dtype, 128)
+        assert name == "reference" and reason in said
+    with pytest.raises(ValueError, match="it computes cuda tensors, not cpu tensors"):
+        choose_backend("cpu", torch.float32, 16, "triton")

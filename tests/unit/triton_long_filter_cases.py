@@ -1,4 +1,4 @@
-"""Kernels of long filters in Triton's interpreter; test_ops_long_filter_triton.py runs this file."""
+"""Long filters' kernels in Triton's interpreter; test_recall_scan_triton.py runs this file."""
 
 from __future__ import annotations
 

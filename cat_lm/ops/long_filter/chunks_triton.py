@@ -1,8 +1,8 @@
 """The chunks of chunks.py on a GPU: Triton kernels that keep a head's state in registers.
 
 A program has one head of one row and some of its channels, and goes from chunk to chunk. Products
-are of fp32 numbers, sums and states in fp32. Sums over rows and channels are made afterwards, in a
-fixed order.
+are of fp32 numbers, of three parts each in TF32 where there is that; sums and states are in fp32.
+Sums over rows and channels are made afterwards, in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-COLUMNS = 64  # channels of a head that a program has at most
+COLUMNS = 32  # channels of a head that a program has at most: more do not fit its registers
 MOST_STATE = 64  # numbers of state; more do not fit beside the taps
 _LEAST = 16  # of every side of a matrix product
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
@@ -42,8 +42,8 @@ def _store(matrix_ptr, rows, columns, row, column, value):
 
 
 @triton.jit
-def _dot(a, b):
-    return tl.dot(a, b, input_precision="ieee")
+def _dot(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def forward_kernel(
     time, length, heads, state, width,
     x_stride_b, x_stride_t, x_stride_h,
     BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs, the last state, and that before every chunk."""
     item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -84,14 +85,14 @@ def forward_kernel(
         at = x_ptr + row * x_stride_b + (start + step)[:, None].to(tl.int64) * x_stride_t
         x = tl.load(at + head * x_stride_h + column[None, :], inside, 0.0).to(tl.float32)
         if positions_ptr is None:
-            y = _dot(taps, x) + _dot(read, held)
-            held = _dot(carry, held) + _dot(write, x)
+            y = _dot(taps, x, PRECISION) + _dot(read, held, PRECISION)
+            held = _dot(carry, held, PRECISION) + _dot(write, x, PRECISION)
         else:
             near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
-            y = _dot(tl.where(near, taps, 0.0), x)
-            y += tl.where(before[:, None], _dot(read, held), 0.0)
-            passed = tl.where(on, _dot(carry, held), 0.0)
-            held = passed + _dot(tl.where(after[None, :], write, 0.0), x)
+            y = _dot(tl.where(near, taps, 0.0), x, PRECISION)
+            y += tl.where(before[:, None], _dot(read, held, PRECISION), 0.0)
+            passed = tl.where(on, _dot(carry, held, PRECISION), 0.0)
+            held = passed + _dot(tl.where(after[None, :], write, 0.0), x, PRECISION)
         to = y_ptr + ((row * time + start + step)[:, None] * heads + head) * width + column[None, :]
         tl.store(to, y.to(y_ptr.dtype.element_ty), inside)
     _store(last_ptr + ends_at, state, width, number, column, held)
@@ -104,6 +105,7 @@ def backward_kernel(
     time, length, heads, state, width,
     x_stride_b, x_stride_t, x_stride_h, dy_stride_b, dy_stride_t, dy_stride_h,
     BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients; those of the matrices are this program's part of them."""
     item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -132,23 +134,23 @@ def backward_kernel(
         at = dy_ptr + row * dy_stride_b + place * dy_stride_t + head * dy_stride_h
         dy = tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
         if positions_ptr is None:
-            dx = _dot(taps.T, dy) + _dot(write.T, flow)
-            dtaps += _dot(dy, x.T)
-            dread += _dot(dy, held.T)
-            dwrite += _dot(flow, x.T)
-            dcarry += _dot(flow, held.T)
-            flow = _dot(read.T, dy) + _dot(carry.T, flow)
+            dx = _dot(taps.T, dy, PRECISION) + _dot(write.T, flow, PRECISION)
+            dtaps += _dot(dy, x.T, PRECISION)
+            dread += _dot(dy, held.T, PRECISION)
+            dwrite += _dot(flow, x.T, PRECISION)
+            dcarry += _dot(flow, held.T, PRECISION)
+            flow = _dot(read.T, dy, PRECISION) + _dot(carry.T, flow, PRECISION)
         else:
             near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
             reading = tl.where(before[:, None], dy, 0.0)
-            dx = _dot(tl.where(near, taps, 0.0).T, dy)
-            dx += tl.where(after[:, None], _dot(write.T, flow), 0.0)
-            dtaps += tl.where(near, _dot(dy, x.T), 0.0)
-            dread += _dot(reading, held.T)
-            dwrite += tl.where(after[None, :], _dot(flow, x.T), 0.0)
+            dx = _dot(tl.where(near, taps, 0.0).T, dy, PRECISION)
+            dx += tl.where(after[:, None], _dot(write.T, flow, PRECISION), 0.0)
+            dtaps += tl.where(near, _dot(dy, x.T, PRECISION), 0.0)
+            dread += _dot(reading, held.T, PRECISION)
+            dwrite += tl.where(after[None, :], _dot(flow, x.T, PRECISION), 0.0)
             passed = tl.where(on, flow, 0.0)
-            dcarry += _dot(passed, held.T)
-            flow = _dot(read.T, reading) + _dot(carry.T, passed)
+            dcarry += _dot(passed, held.T, PRECISION)
+            flow = _dot(read.T, reading, PRECISION) + _dot(carry.T, passed, PRECISION)
         to = dx_ptr + ((row * time + place) * heads + head) * width + column[None, :]
         tl.store(to, dx.to(dx_ptr.dtype.element_ty), inside)
     _store(dinitial_ptr + ends_at, state, width, number, column, flow)
@@ -168,10 +170,11 @@ def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
     return None if state <= MOST_STATE else f"conv_state={state} is above its {MOST_STATE}"
 
 
-def options(length: int, state: int, width: int) -> dict[str, int]:
-    """Give the sizes that a kernel is compiled for."""
+def options(length: int, state: int, width: int, hip: bool) -> dict[str, int | str]:
+    """Give what a kernel is compiled for; `hip` for AMD's GPUs."""
     found = {"BLOCK": length, "STATE": state, "COLUMNS": min(width, COLUMNS)}
     found = {name: max(_LEAST, triton.next_power_of_2(size)) for name, size in found.items()}
+    found["PRECISION"] = "ieee" if hip else "tf32x3"
     return found | {"num_warps": 8 if found["BLOCK"] > 32 else 4, "num_stages": 1}
 
 
@@ -183,7 +186,7 @@ def forward(
     length, state = chunk.read.shape[1:]
     x, y, last = unit_stride(x), x.new_empty(x.shape), torch.empty_like(initial)
     kept = initial.new_empty(batch, triton.cdiv(time, length), heads, state, width)
-    compiled = options(length, state, width)
+    compiled = options(length, state, width, torch.version.hip is not None)
     with on_device_of(x):
         forward_kernel[(batch * heads, triton.cdiv(width, compiled["COLUMNS"]))](
             x_ptr=x,
@@ -208,7 +211,7 @@ def backward(
     length, state = chunk.read.shape[1:]
     x, dy = unit_stride(x), unit_stride(dy)
     dx, dinitial = x.new_empty(x.shape), dlast.new_empty(dlast.shape)
-    compiled = options(length, state, width)
+    compiled = options(length, state, width, torch.version.hip is not None)
     columns = triton.cdiv(width, compiled["COLUMNS"])
     parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
     with on_device_of(x):
