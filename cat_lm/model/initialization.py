@@ -87,8 +87,9 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
 def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
     kind = kinds.get(config.conv_type)
     for stream, filters in convolution.filters().items():
-        if convolution.long_filter is not None:
-            init.copy_(filters, _long_start(config, stream))
+        if (long_filter := convolution.long_filter) is not None:
+            heads = config.stream_heads(stream)
+            init.copy_(filters, long_filter.start_as(config.conv_init, heads, config.conv_state))
             continue
         bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
         if config.conv_init == "uniform":
@@ -101,15 +102,3 @@ def _initialize_filters(convolution: StreamConvolution, config: AttentionSetting
     for stream in "qk" if config.conv_rank > 1 else "":
         filters = getattr(convolution, f"{stream}_rank_filter")
         init.copy_(filters, rank_start(config, stream))
-
-
-def _long_start(config: AttentionSettings, stream: str) -> torch.Tensor:
-    """Make the numbers of long filters: only what they are sums of is drawn."""
-    start = identity_filters(config, stream)
-    drawn = start[:, -config.conv_state - 1 :]
-    bound = 1 / math.sqrt(config.conv_state)
-    if config.conv_init == "uniform":
-        drawn.uniform_(-bound, bound)
-    elif config.conv_init == "residual":
-        drawn += torch.empty_like(drawn).uniform_(-bound, bound)
-    return start

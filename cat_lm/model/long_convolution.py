@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cat_lm.model.cache import LayerStateMixin
-from cat_lm.ops.long_filter.api import long_conv, state_after
+from cat_lm.ops.long_filter.api import continued, long_conv
 from cat_lm.ops.long_filter.filters import LongFilter
 
 
@@ -45,14 +44,6 @@ def convolve_long(
             x, modes, bias, document_ids=document_ids, positions=positions, backend=backend
         )
     before = state.recurrent.get(name)
-    outputs, after = long_conv(
-        x, modes, bias, initial_state=before, return_state=True, backend=backend
-    )
-    # What is compiled cannot ask.
-    if padding_mask is not None and (
-        torch.compiler.is_compiling() or not padding_mask[:, -1].all()
-    ):
-        trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)
-        after = state_after(x, modes, x.shape[1] - trailing, before)
+    outputs, after = continued(x, modes, bias, before, padding_mask, backend)
     state.replace_recurrent(name, after)
     return outputs

@@ -135,25 +135,13 @@ def has_long_filters(model: Any) -> bool:
 
 def filter_problems(model: Any) -> list[str]:
     """Say what the keys of long filters contradict in the others."""
-    name, state = model.conv_filter, model.conv_state
-    if name == filters.TAPS:
-        if state == 0:
-            return []
-        known = " or ".join(f"conv_filter={known}" for known in filters.names())
-        return [f"conv_state={state}: says nothing with conv_filter=taps; choose {known}"]
-    named = f"conv_filter={name}"
-    if not kinds.takes_long_filters(model.conv_type):
-        able = [kind for kind in kinds.names() if kinds.takes_long_filters(kind)]
-        return [f"{named}: needs conv_type={' or '.join(able)}, not conv_type={model.conv_type}"]
-    if state == 0:
-        return [
-            f"{named}: needs conv_state, its numbers of state for each channel, as in conv_state=16"
-        ]
-    if problem := filters.get(name).problem(state):
-        return [f"conv_state={state}: {problem} (conv_filter={name})"]
+    name = model.conv_filter
+    found = filters.problems(name, model.conv_state, model.conv_type)
+    if found or name == filters.TAPS:
+        return found
     usual = {"conv_window": DEFAULT_WINDOW, "conv_rank": 1, "conv_norm": "none"}
     return [
-        f"{key}={value}: is for taps, and {named} has none; leave it out"
+        f"{key}={value}: is for taps, and conv_filter={name} has none; leave it out"
         for key, default in usual.items()
         if (value := getattr(model, key)) != default
     ]

@@ -186,13 +186,14 @@ def test_what_training_keeps_is_estimated(case, precision):
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of what a cache keeps: of keys, values and convolutions' inputs, or of states."""
+    """Bytes of what a cache keeps: of keys, values, convolutions' inputs and states."""
     found: list[Tensor] = []
     for layer in cache.layers:
         if hasattr(layer, "state"):
             found += layer.state.values()
         else:
             found += [layer.keys, layer.values, *getattr(layer, "inputs", {}).values()]
+            found += getattr(layer, "recurrent", {}).values()
     return sum(tensor.nbytes for tensor in found)
 
 

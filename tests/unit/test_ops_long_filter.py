@@ -168,10 +168,10 @@ def test_models_at_once_are_models_in_turn():
         return long_conv(x, modes_of("ssm", numbers), length=4)
 
     for axes in ((0, 0), (0, None)):
-        given = [numbers.requires_grad_(), (xs if axes[1] == 0 else xs[0]).requires_grad_()]
+        given = [numbers.requires_grad_(), (xs if axes[1] == 0 else xs[0].clone()).requires_grad_()]
         found = torch.func.vmap(outputs, axes)(*given)
         expected = torch.stack(
-            [outputs(numbers[i], xs[i] if axes[1] == 0 else xs[0]) for i in range(3)]
+            [outputs(numbers[i], given[1][i] if axes[1] == 0 else given[1]) for i in range(3)]
         )
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         gradients = (torch.autograd.grad(y.sin().sum(), given) for y in (found, expected))

@@ -126,6 +126,29 @@ def state_size(modes: Modes) -> int:
     return modes.rate.shape[1] * (1 if modes.angle is None else 2)
 
 
+def continued(
+    x: Tensor,
+    modes: Modes,
+    bias: Tensor | None,
+    before: Tensor | None,
+    padding_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Convolve x, zeros at padding, after the state `before`, and give the state after it.
+
+    Args:
+        padding_mask: [B, T] bool, False at padding; the state of a row that ends in it is that
+            after its last real token.
+    """
+    outputs, after = long_conv(
+        x, modes, bias, initial_state=before, return_state=True, backend=backend
+    )
+    if padding_mask is not None:  # wherever it is: to look would make the host wait for a GPU
+        trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)
+        after = state_after(x, modes, x.shape[1] - trailing, before)
+    return outputs, after
+
+
 def state_after(
     x: Tensor, modes: Modes, lengths: Tensor, initial_state: Tensor | None = None
 ) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from cat_lm.ops.convolution import kinds
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,6 +71,22 @@ class LongFilter:
 
         coefficients = torch.zeros(heads, state)
         return torch.cat([self.start(heads, state), coefficients, torch.ones(heads, 1)], dim=1)
+
+    def start_as(self, init: str, heads: int, state: int) -> Tensor:
+        """Make the numbers [H, P] as they start: only what filters are sums of is drawn.
+
+        Args:
+            init: identity; uniform, coefficients and d from ±1/√N; or residual, both added.
+        """
+        import torch
+
+        numbers = self.identity(heads, state)
+        drawn, bound = numbers[:, -state - 1 :], state**-0.5
+        if init == "uniform":
+            drawn.uniform_(-bound, bound)
+        elif init == "residual":
+            drawn += torch.empty_like(drawn).uniform_(-bound, bound)
+        return numbers
 
     def modes_of(self, numbers: Tensor, state: int) -> Modes:
         """Compute the filters that numbers [H, P] are, in fp32 at least."""
@@ -137,6 +155,31 @@ def _ssm(fixed: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
         angle,
         2 * (c_real * imaginary + c_imaginary * real),
     )
+
+
+def problems(
+    name: str, state: int, conv_type: str, keys: tuple[str, str] = ("conv_filter", "conv_state")
+) -> list[str]:
+    """Say what of the name of a filter, its N and the kind of convolution contradicts the others.
+
+    Args:
+        keys: what the first two are called.
+    """
+    if name == TAPS:
+        if state == 0:
+            return []
+        known = " or ".join(f"{keys[0]}={known}" for known in names())
+        return [f"{keys[1]}={state}: says nothing with {keys[0]}={TAPS}; choose {known}"]
+    named = f"{keys[0]}={name}"
+    if not kinds.takes_long_filters(conv_type):
+        able = [kind for kind in kinds.names() if kinds.takes_long_filters(kind)]
+        return [f"{named}: needs conv_type={' or '.join(able)}, not conv_type={conv_type}"]
+    if state < 1:
+        return [
+            f"{named}: needs {keys[1]}, its numbers of state for each channel, as in {keys[1]}=16"
+        ]
+    problem = get(name).problem(state)
+    return [f"{keys[1]}={state}: {problem} ({named})"] if problem else []
 
 
 _KINDS = {
