@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from cat_lm.architectures.transformer import Transformer
 
+_STATES = {"exponential": 1, "ssm": 16}  # of a family's variants
 _STATE_BYTES = 4  # of a number of a long filter's state, which is in fp32 always
 
 
@@ -65,6 +66,21 @@ def saved_tensors(family: Transformer, section: Any) -> float:
     heads = sum(family.heads_of(section, stream) for stream in family.streams(section))
     part = heads * family.head_channels(section) / section.hidden_size
     return part * section.conv_state / LENGTH
+
+
+def long_variants() -> dict[str, str]:
+    """Name every kind of filters as long as the text, with what it is; N as `long_keys` has it."""
+    return {
+        name: f"one filter for each head, {filters.get(name).meaning}, N={_STATES[name]}"
+        for name in filters.names()
+    }
+
+
+def long_keys(name: str) -> dict[str, Any]:
+    """Give the keys of a kind of filters as long as the text, of its usual N."""
+    window = {"conv_window": rules.DEFAULT_WINDOW}  # which says nothing
+    own = {"conv_type": kinds.HEAD.name, "conv_filter": name, "conv_state": _STATES[name]}
+    return window | own
 
 
 def identity(family: Transformer, section: Any, stream: str) -> Tensor:

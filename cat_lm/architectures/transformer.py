@@ -335,16 +335,18 @@ class Transformer(Architecture):
         return sizes | ({"window": section.conv_window} if self.streams(section) else {})
 
     def variant(self, section: Any) -> str:
-        """Name the kind of convolution."""
-        return section.conv_type
+        """Name the kind of convolution, or of filters as long as the text."""
+        return section.conv_filter if rules.has_long_filters(section) else section.conv_type
 
     def variants(self) -> dict[str, str]:
-        """Give every kind of convolution, after none."""
+        """Give every kind of convolution, after none, and of filters as long as the text."""
         every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
-        return {"none": "no convolution"} | every
+        return {"none": "no convolution"} | every | filter_counts.long_variants()
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the kind of convolution."""
+        """Give the kind of convolution or of filters."""
+        if variant in filter_counts.long_variants():
+            return filter_counts.long_keys(variant)
         return {"conv_type": variant}
 
     def describe_backend(

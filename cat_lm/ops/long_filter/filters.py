@@ -187,7 +187,7 @@ _KINDS = {
     for kind in (
         LongFilter(
             "exponential",
-            "a sum of N decays",
+            "a sum of decays",
             fixed=lambda state: state,
             products=lambda state: 2 * state + 1,
             problem=lambda state: "",
@@ -196,7 +196,7 @@ _KINDS = {
         ),
         LongFilter(
             "ssm",
-            "a state-space model of N numbers (S4D)",
+            "a state-space model (S4D)",
             fixed=lambda state: state + 1,
             products=lambda state: 3 * state + 1,
             problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
