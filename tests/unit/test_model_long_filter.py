@@ -11,6 +11,7 @@ from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.long_filter import chunks, filters
 from cat_lm.pretrained import load_model
 from cat_lm.upcycle import Convolution, upcycle
+from eval.common.filters import read_filters
 from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.long_filters import random_numbers
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
@@ -116,6 +117,16 @@ def test_a_plain_model_gets_them_and_computes_the_same(family, tmp_path):
     assert gradient[:, [-7, -6, -5, -3, -2, -1]].all() and not gradient[:, :-7].any()
     back, _ = upcycle(out, tmp_path / "back", Convolution("none"))
     assert load_model(back, device="cpu").config.model_type == family
+
+
+def test_a_page_shows_their_first_taps(tmp_path):
+    model = long_model(**SSM)
+    model.save_pretrained(tmp_path)
+    found = read_filters(tmp_path)
+    modes = filters.get("ssm").modes_of(convolution_of(model).v_filter.detach(), 6)
+    assert found.conv_type == "head" and found.streams["v"].shape == (2, 4, 64)
+    expected = chunks.taps_of(modes, 64)
+    torch.testing.assert_close(torch.from_numpy(found.streams["v"][0]), expected)
 
 
 def test_starts():
