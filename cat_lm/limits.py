@@ -49,6 +49,8 @@ HEADS = Range(1, 4096)
 INTERMEDIATE_SIZE = Range(1, 2**20)
 VOCABULARY = Range(1, 2**24)
 WINDOW = Range(1, 2**16)
+# Numbers of state of a long filter; 0 where there is none.
+CONV_STATE = Range(0, 2**10)
 STATE_SIZE = Range(1, 2**14)
 CONTEXT = Range(1, 2**24)
 # Its numbers

@@ -23,9 +23,11 @@ from cat_lm.export_record import comparing_files, verify
 from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.io.readers import read_object
 from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
-from cat_lm.limits import WINDOW
+from cat_lm.limits import CONV_STATE, WINDOW
+from cat_lm.model.rules import DEFAULT_WINDOW
 from cat_lm.model_card import describe_model
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import (
     is_of_tokenizer,
     load_model,
@@ -61,7 +63,9 @@ class Convolution:
     """The convolutions of the new model, in the terms of `model:`; `conv_type` none for none."""
 
     conv_type: str = "head"
-    window: int = 21
+    window: int = DEFAULT_WINDOW
+    filter: str = filters.TAPS
+    state: int = 0
     streams: str = "qkv"
     mixing: str = "embeddings"
     activation: str = "none"
@@ -173,8 +177,9 @@ def _target_config(
 ) -> PreTrainedConfig:
     if convolution.makes_plain:
         return architecture.library_config(source)
+    is_long = convolution.filter != filters.TAPS
     windows = {
-        "--window": (convolution.conv_type, convolution.window),
+        "--window": ("none" if is_long else convolution.conv_type, convolution.window),
         "--canon-window": (convolution.canon, convolution.canon_window),
     }
     for option, (used, window) in windows.items():
@@ -186,6 +191,8 @@ def _target_config(
     changes = {
         "conv_type": convolution.conv_type,
         "conv_window": convolution.window,
+        "conv_filter": convolution.filter,
+        "conv_state": convolution.state,
         "conv_streams": convolution.streams,
         "conv_mixing": convolution.mixing,
         "conv_activation": convolution.activation,
@@ -210,8 +217,9 @@ def _target_weights(
     if source.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights[architecture.embedding])
     for name in _filters(folder, source):
-        unchanged = architecture.identity_filter(source, name)
-        difference = (weights.pop(name).to(unchanged.dtype) - unchanged).abs().max()
+        own = weights.pop(name)
+        # As it was stored: the rates of long filters are no numbers of half precision.
+        difference = (own - architecture.identity_filter(source, name).to(own.dtype)).abs().max()
         if not difference == 0:
             raise UserError(
                 f"model {folder}: {name} is no longer the identity (it differs by "
@@ -303,6 +311,14 @@ def main() -> None:
         help="kind of convolution; none makes the plain model (default: head)",
     )
     parser.add_argument("--window", type=whole(WINDOW), help="taps of a filter (default: 21)")
+    parser.add_argument(
+        "--filter",
+        choices=(filters.TAPS, *filters.names()),
+        help="for --conv head: exponential and ssm are as long as the text (default: taps)",
+    )
+    parser.add_argument(
+        "--state", type=whole(CONV_STATE), help="numbers of state of such a filter, as in 16"
+    )
     parser.add_argument("--streams", metavar="qkv", help="some of q, k and v (default: qkv)")
     parser.add_argument(
         "--mixing",
@@ -330,7 +346,7 @@ def main() -> None:
     )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    names = ("window", "streams", "mixing", "activation", "rank")
+    names = ("window", "filter", "state", "streams", "mixing", "activation", "rank")
     names += ("canon", "canon_window", "qk_norm")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     _refuse_idle(arguments.conv, given)

@@ -55,6 +55,8 @@ class GPTNeoX(Transformer):
         "none": "pythia",
         "head": "cat",
         "multihead": "mh_cat",
+        "exponential": "cat_exp",
+        "ssm": "cat_ssm",
     }
     unoffered_keys = ("hidden_act", "attention_bias")
     old_constants = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"

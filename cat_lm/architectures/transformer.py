@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits
+from cat_lm.architectures import filter_counts
 from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
 from cat_lm.config_sections import number, whole
 from cat_lm.model import attention, rules
@@ -185,6 +186,7 @@ class Transformer(Architecture):
             *rules.head_problems(section),
             *rules.given_once_problems(section.rope_parameters, dict(section)),
             *rules.temperature_problems(section),
+            *rules.filter_problems(section),
             *rules.convolution_problems(section),
             *rules.norm_problems(section),
             *rules.rank_problems(section),
@@ -241,9 +243,7 @@ class Transformer(Architecture):
         """Count the filters' taps, the norm's of queries and keys, and what attention adds."""
         channels = self.head_channels(section)
         own = sum(entry.parameters(section) for entry in self.attention_entries(section))
-        for stream in self.streams(section):
-            heads, kind = self.heads_of(section, stream), kinds.get(section.conv_type)
-            own += kind.filter_parameters(heads, channels, section.conv_window)
+        own += filter_counts.parameters(self, section)
         own += self.canon_channels(section) * section.canon_window
         own += self._rank_heads(section) * section.conv_window
         own += {"none": 0, "l2": section.num_attention_heads, "rms": 2 * channels}[section.qk_norm]
@@ -252,19 +252,15 @@ class Transformer(Architecture):
     def mixing_flops(self, section: Any, context_length: int) -> float:
         """Count a token's FLOPs of attention and convolutions, forward and backward.
 
-        The pattern's, and those of transforms (see `cat_lm.model.attention`), and 6·W per channel
-        of each convolved stream, H times that where heads are mixed, and of each Canon layer.
+        The pattern's, and those of transforms (see `cat_lm.model.attention`), those of filters,
+        and 6·W per channel of each further rank and Canon layer.
         """
         layers, channels = section.num_hidden_layers, self.head_channels(section)
         entries = self.attention_entries(section)
         attended = layers * sum(entry.flops(section, context_length) for entry in entries)
         convolution = 6 * layers * section.canon_window * self.canon_channels(section)
         convolution += 6 * layers * section.conv_window * self._rank_heads(section) * channels
-        for stream in self.streams(section):
-            own = self.heads_of(section, stream)
-            inputs = kinds.get(section.conv_type).fan_in(own, section.conv_window)
-            convolution += 6 * layers * inputs * own * channels
-        return attended + convolution
+        return attended + convolution + layers * filter_counts.flops(self, section)
 
     def saved_maps(self, section: Any) -> int:
         """Count attention's maps, which no fused attention keeps, and those of transforms."""
@@ -276,6 +272,7 @@ class Transformer(Architecture):
         kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
         # Queries, keys, values and what comes out are as wide as all ranks.
         kept += 4 * (section.conv_rank - 1)
+        kept += filter_counts.saved_tensors(self, section)
         # What is normalised of q and k, and comes out: on a CPU once more in fp32 where it is bf16.
         return kept + {"none": 0, "l2": 4, "rms": 6}[section.qk_norm]
 
@@ -290,14 +287,10 @@ class Transformer(Architecture):
         return layer_channels(section) + mixed * section.hidden_size + self.canon_channels(section)
 
     def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count keys, values, convolutions' last W−1 inputs and what attention adds."""
-        streams = self.streams(section)
-        if self.mixes_maps(section):
-            streams = streams.replace("v", "")  # whose filters read the cached values
-        heads = sum(self.heads_of(section, stream) for stream in streams)
-        inputs = heads * self.head_channels(section) * (section.conv_window - 1)
-        inputs += self.canon_channels(section) * (section.canon_window - 1)
-        own = inputs * itemsize + sum(
+        """Count keys, values, what convolutions keep and what attention adds."""
+        own = self.canon_channels(section) * (section.canon_window - 1) * itemsize
+        own += filter_counts.state_bytes(self, section, itemsize)
+        own += sum(
             entry.state_bytes(section, length, itemsize)
             for entry in self.attention_entries(section)
         )
@@ -315,13 +308,7 @@ class Transformer(Architecture):
 
     def words(self, section: Any) -> str:
         """Name the convolutions and the positions."""
-        kind = "no convolution"
-        if self.streams(section):
-            streams = ", ".join(self.streams(section))
-            kind = f"{section.conv_type} convolution of {streams}, W={section.conv_window}"
-            kind += f", rank {section.conv_rank}" if section.conv_rank > 1 else ""
-            kind += ", l1-normalised" if section.conv_norm == "l1" else ""
-            kind += ", then SiLU" if section.conv_activation == "silu" else ""
+        kind = filter_counts.words(self, section)
         for entry in self.attention_entries(section):
             kind += f", {entry.words}" if entry.words else ""
         if section.qk_norm != "none":
@@ -336,10 +323,12 @@ class Transformer(Architecture):
         """Give the convolutions' keys, those that say nothing as None, and the positions."""
         kind = section.conv_type
         convolved, mixes = kind != "none", kinds.mixes_heads(kind)
-        return {
+        is_long = rules.has_long_filters(section)
+        own = {key: getattr(section, key) for key in ("conv_filter", "conv_state") if is_long}
+        return own | {
             "conv_type": kind,
             "conv_streams": section.conv_streams if convolved else None,
-            "conv_window": section.conv_window if convolved else None,
+            "conv_window": section.conv_window if convolved and not is_long else None,
             "conv_mixing": section.conv_mixing if mixes else None,
             "conv_activation": section.conv_activation if kinds.takes_activation(kind) else None,
             "position_embedding": section.position_embedding,
@@ -348,19 +337,23 @@ class Transformer(Architecture):
     def sizes(self, section: Any) -> dict[str, int]:
         """Give layers, width, heads and, with convolutions, the window."""
         sizes = super().sizes(section) | {"heads": section.num_attention_heads}
+        if rules.has_long_filters(section):
+            return sizes | {"filter state": section.conv_state}
         return sizes | ({"window": section.conv_window} if self.streams(section) else {})
 
     def variant(self, section: Any) -> str:
-        """Name the kind of convolution."""
-        return section.conv_type
+        """Name the kind of convolution, or of filters as long as the text."""
+        return section.conv_filter if rules.has_long_filters(section) else section.conv_type
 
     def variants(self) -> dict[str, str]:
-        """Give every kind of convolution, after none."""
+        """Give every kind of convolution, after none, and of filters as long as the text."""
         every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
-        return {"none": "no convolution"} | every
+        return {"none": "no convolution"} | every | filter_counts.long_variants()
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the kind of convolution."""
+        """Give the kind of convolution or of filters."""
+        if variant in filter_counts.long_variants():
+            return filter_counts.long_keys(variant)
         return {"conv_type": variant}
 
     def describe_backend(
@@ -400,6 +393,4 @@ class Transformer(Architecture):
             from cat_lm.model.stream_convolution import rank_start
 
             return rank_start(config, name.removesuffix("_rank_filter")[-1])
-        kind, window = kinds.get(section.conv_type), section.conv_window
-        heads = self.heads_of(section, name.removesuffix("_filter")[-1])
-        return kind.identity(heads, self.head_channels(section), window)
+        return filter_counts.identity(self, section, name.removesuffix("_filter")[-1])

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures.base import ModelSection
 from cat_lm.config_sections import whole
+from cat_lm.ops.long_filter import filters
+
+
+def _known_filter(name: str) -> str:
+    known = (filters.TAPS, *filters.names())
+    if name not in known:
+        raise ValueError(f"must be one of {', '.join(known)}")
+    return name
 
 
 class KernelKeys(ModelSection):
-    """The rank of the kernel of scores, and norms of filters, queries and keys."""
+    """What filters are, the kernel of scores that they make, and norms of them, q and k."""
 
+    conv_filter: Annotated[str, AfterValidator(_known_filter)] = Field(
+        "taps", description="or exponential, ssm: as long as the text, for each head"
+    )
+    conv_state: Annotated[int, whole(limits.CONV_STATE)] = Field(
+        0, description="N, the numbers of state of such a filter"
+    )
     conv_rank: Annotated[int, whole(limits.WINDOW)] = Field(
         1, description="of the scores' kernel that filters of q and k make, one for each head"
     )

@@ -91,13 +91,14 @@ class ConvolvedAttention(MixerKind):
     def saved_tensors(self, options: Options, setting: Setting) -> float:
         turned = 2 * (options.position == "rope")
         mixed = 2 * (options.heads - 1) if options.mixes_maps else 0
-        return 5.0 + max(options.convolved, turned) + options.activated + mixed
+        own = max(options.convolved, turned) + options.kept
+        return 5.0 + own + options.activated + mixed
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return attention_maps(options.heads, options.dropout)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        past = (options.window - 1) * options.convolved
+        past = options.remembered * options.convolved
         values = options.heads if options.mixes_maps else 1
         return setting.d_model * ((1 + values) * length + past)
 

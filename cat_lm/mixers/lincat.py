@@ -45,7 +45,7 @@ class ConvolvedLinearAttention(MixerKind):
         return attention_flops(length, width) + options.filter_flops(width)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 8.0 + options.convolved + options.activated
+        return 8.0 + options.convolved + options.kept + options.activated
 
     def saved_in_fp32(self, options: Options, setting: Setting) -> float:
         return 4.0  # mapped queries and keys, values, and their sums
@@ -54,7 +54,7 @@ class ConvolvedLinearAttention(MixerKind):
         return options.heads / 2  # in fp32 alone
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        width, past = setting.d_model, (options.window - 1) * options.convolved
+        width, past = setting.d_model, options.remembered * options.convolved
         head = width // options.heads
         return options.heads * head * (head + 1) + past * width
 

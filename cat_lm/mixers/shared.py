@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import LENGTH, filters
 from cat_lm.ops.recurrence import CHUNK
 
 STREAMS = "qkv"
@@ -82,6 +83,8 @@ class ConvolutionOptions:
             whole head and no bias the two are the same function.
         heads: H.
         shared_kv: whether keys and values have one projection, K = V before the filters.
+        filter: taps; or exponential, ssm: filters as long as the row (`cat_lm.ops.long_filter`).
+        filter_state: N, the numbers of state of such a filter for each channel.
     """
 
     streams: str | None = STREAMS
@@ -92,13 +95,41 @@ class ConvolutionOptions:
     place: str = "after"
     heads: int = 1
     shared_kv: bool = False
+    filter: str = filters.TAPS
+    filter_state: int | None = None
 
     def __post_init__(self) -> None:
         check_filters(self)
+        check_choice(self, "filter", (filters.TAPS, *filters.names()))
+        if self.filter_state is not None:
+            check_counts(self, "filter_state")
+        keys = ("filter", "filter_state")
+        for problem in filters.problems(self.filter, self.filter_state or 0, self.conv_type, keys):
+            raise ValueError(problem)
+        if self.long_filter is not None and self.window != ConvolutionOptions.window:
+            raise ValueError(
+                f"window={self.window}: is for taps, of which filter={self.filter} has none; leave "
+                "it out"
+            )
         if self.place not in ("after", "before"):
             raise ValueError(f"place={self.place!r}: must be after or before")
         if self.place == "before" and self.heads > 1:
             raise ValueError("place=before needs heads=1: before the projection there are no heads")
+
+    @property
+    def long_filter(self) -> filters.LongFilter | None:
+        """The kind of filters as long as the row; None for taps."""
+        return None if self.filter == filters.TAPS else filters.get(self.filter)
+
+    @property
+    def remembered(self) -> int:
+        """Count the numbers that decoding keeps for a channel of each convolved stream."""
+        return self.window - 1 if self.long_filter is None else self.filter_state
+
+    @property
+    def kept(self) -> float:
+        """Count what autograd keeps for filters as long as the row, in tensors of [B, T, C]."""
+        return self.convolved * (self.filter_state or 0) / LENGTH
 
     @property
     def convolved(self) -> int:
@@ -112,8 +143,11 @@ class ConvolutionOptions:
 
     def filter_flops(self, width: int) -> float:
         """Count a token's FLOPs of the filters."""
-        mixed = kinds.get(self.conv_type).fan_in(self.heads, self.window)
-        return convolution_flops(mixed, self.convolved * width)
+        if self.long_filter is not None:
+            products = self.long_filter.products(self.filter_state)
+        else:
+            products = kinds.get(self.conv_type).fan_in(self.heads, self.window)
+        return convolution_flops(products, self.convolved * width)
 
 
 @dataclass(frozen=True)

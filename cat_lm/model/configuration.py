@@ -51,6 +51,11 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
         multihead ±1/sqrt(W H).
         `"residual"` adds the two, as a Canon layer in the convolution's place would start.
+    conv_filter (`str`, defaults to `"taps"`): `"exponential"` or `"ssm"` filters are as long as the
+        text, with O(N) numbers for each head, and are decoded from N numbers of state for each
+        channel; conv_state (`int`, defaults to 0): N. For `"head"`, without conv_window. Their
+        `"uniform"` draws the coefficients and the tap of lag 0 from ±1/sqrt(N). See
+        `cat_lm.ops.long_filter`.
     conv_norm (`str`, defaults to `"none"`): `"l1"` divides a filter by its magnitudes' sum.
     conv_rank (`int`, defaults to 1): R, of the kernel by which filters of queries and keys convolve
         their scores; queries and keys become R times as wide. For `"head"` with both streams.

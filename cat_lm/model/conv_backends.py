@@ -7,6 +7,8 @@ import torch
 from cat_lm.model.rules import canon_places
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import BACKENDS, choose_backend
+from cat_lm.ops.long_filter import LENGTH
+from cat_lm.ops.long_filter import api as long_filter
 
 
 def describe_backend(
@@ -31,13 +33,14 @@ def describe_backend(
             heads = config.stream_heads(streams[0])
             parts.append((conv_type, what, config.conv_window, heads, config.head_width))
 
-    add(config.conv_type, config.embedding_streams)
+    if not config.has_long_filters:
+        add(config.conv_type, config.embedding_streams)
     if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
         add("head", "v", " for the mixing of attention maps")
     if places := canon_places(config):
         what = f"Canon layers {', '.join(places)}"
         parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
-    lines = []
+    lines = [_long_filters(config, device, dtype, backend)] if config.has_long_filters else []
     for conv_type, what, window, heads, head_dim in parts:
         choice = choose_backend(
             conv_type,
@@ -51,3 +54,13 @@ def describe_backend(
         runs = BACKENDS[choice.name].describe(conv_type, dtype, window)
         lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
     return "; ".join(lines) or "no convolutions"
+
+
+def _long_filters(
+    config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str
+) -> str:
+    size = config.conv_state
+    choice = long_filter.choose_backend(device, dtype, size, backend)
+    what = f"{config.conv_filter} filters of {', '.join(config.embedding_streams)} (N={size})"
+    runs = f"chunks of {LENGTH} tokens, sums and states in fp32"
+    return f"{what}: {choice.name}, {choice.reason}; {runs}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,10 @@ class PackedConvolution(StreamConvolution):
         norm: QueryKeyNorm | None,
     ) -> tuple[Tensor, ...]:
         """Queries, keys and values of [B, T, H, 3, D], after what the state holds."""
+        if self.long_filter is not None:
+            how = {"document_ids": document_ids, "positions": document_positions, "state": state}
+            *turned, value = self._long_streams(projected, bias, padding_mask=padding_mask, **how)
+            return *self._turned(*turned, norm, rotary), value
         initial_state = self._exchange_state(projected, padding_mask, state)
         if self.conv_type == kinds.HEAD.name:  # one kernel for all three streams
             turns_later = norm is not None or self.rank > 1
@@ -158,6 +163,26 @@ class PackedConvolution(StreamConvolution):
             for stream, inputs, own_bias in zip(STREAMS, projected.unbind(3), biases, strict=True)
         )
         return *self._turned(query, key, norm, rotary), value
+
+    def _long_streams(
+        self, projected: Tensor, bias: Tensor | None, **how: Any
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of [B, T, H, 3, D] by long filters, all heads in one call."""
+        streams = self.embedding_streams
+        chosen = STREAM_SLICES[streams]
+        # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
+        numbers = torch.stack([*self.filters().values()], dim=1).flatten(0, 1)
+        own_bias = None if bias is None else bias[:, chosen].flatten(0, 1)
+        inputs = projected[:, :, :, chosen].flatten(2, 3)
+        outputs = self._long(numbers, inputs, own_bias, name="qkv", **how)
+        convolved = dict(
+            zip(streams, outputs.unflatten(2, (-1, len(streams))).unbind(3), strict=True)
+        )
+        biases = (None,) * len(STREAMS) if bias is None else bias.unbind(1)
+        return tuple(
+            convolved[stream] if stream in convolved else self._unconvolved(inputs, own)
+            for stream, inputs, own in zip(STREAMS, projected.unbind(3), biases, strict=True)
+        )
 
     @staticmethod
     def _normalized(
@@ -298,6 +323,12 @@ class SeparateConvolution(StreamConvolution):
         if stream in self.embedding_streams:
             if padding_mask is not None:
                 inputs = inputs.masked_fill(~padding_mask[:, :, None, None], 0.0)
+            if self.long_filter is not None:
+                return self._long(
+                    self.taps(stream), inputs, bias,
+                    name=stream, padding_mask=padding_mask, document_ids=document_ids,
+                    positions=document_positions, state=state,
+                )  # fmt: skip
             if state is not None and self.window > 1:
                 before = inputs_before(state, stream, inputs, self.window, padding_mask)
         documents = document_ids, document_positions

@@ -16,6 +16,8 @@ C is the model width, L the number of layers, W the window, H the number of head
 | filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
 |                                              | multihead ±1 / sqrt(W H)    |            |
 | filters, `conv_init: residual`               | identity + uniform          |            |
+| long filters: coefficients and lag 0         | as above, W being N         |            |
+| long filters: rates, turns                   | `cat_lm.ops.long_filter`    |            |
 | filters of ranks beyond the first           | q: 1/64 at a lag of their   |            |
 |                                              | own, k: 0                   |            |
 | Canon filters, `canon_init: uniform`         | uniform in ±1 / sqrt(W)     |            |
@@ -85,6 +87,10 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
 def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
     kind = kinds.get(config.conv_type)
     for stream, filters in convolution.filters().items():
+        if (long_filter := convolution.long_filter) is not None:
+            heads = config.stream_heads(stream)
+            init.copy_(filters, long_filter.start_as(config.conv_init, heads, config.conv_state))
+            continue
         bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
         if config.conv_init == "uniform":
             init.uniform_(filters, -bound, bound)

@@ -17,8 +17,10 @@ from cat_lm.model.rope_scaling import (
     yarn_magnitude,
 )
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 
 STREAMS = "qkv"
+DEFAULT_WINDOW = 21
 CANON_PLACES = "ACD"
 CHUNK_SIZE = 128  # as LaS-chunk's
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
@@ -127,6 +129,25 @@ def convolution_problems(model: Any) -> list[str]:
     return problems
 
 
+def has_long_filters(model: Any) -> bool:
+    """Tell whether filters are as long as the text."""
+    return model.conv_type != "none" and model.conv_filter != filters.TAPS
+
+
+def filter_problems(model: Any) -> list[str]:
+    """Say what the keys of long filters contradict in the others."""
+    name = model.conv_filter
+    found = filters.problems(name, model.conv_state, model.conv_type)
+    if found or name == filters.TAPS:
+        return found
+    usual = {"conv_window": DEFAULT_WINDOW, "conv_rank": 1, "conv_norm": "none"}
+    return [
+        f"{key}={value}: is for taps, and conv_filter={name} has none; leave it out"
+        for key, default in usual.items()
+        if (value := getattr(model, key)) != default
+    ]
+
+
 def is_streams(value: Any) -> bool:
     """Tell whether a value names some of the streams, each once."""
     return is_some_of(value, STREAMS)
@@ -208,7 +229,8 @@ def canon_places(model: Any) -> str:
 
 def window_problems(model: Any, context_length: int) -> list[str]:
     """Say whether a filter's last taps would read nothing."""
-    used = {"conv_window": model.conv_type != "none", "canon_window": bool(canon_places(model))}
+    has_taps = model.conv_type != "none" and not has_long_filters(model)
+    used = {"conv_window": has_taps, "canon_window": bool(canon_places(model))}
     return [
         f"{key}={getattr(model, key)}: is beyond data.context_length={context_length}; its "
         "last taps would read nothing"

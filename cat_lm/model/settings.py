@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from cat_lm.limits import (
     CONTEXT,
+    CONV_STATE,
     FRACTION,
     HEADS,
     HIDDEN_SIZE,
@@ -24,21 +25,26 @@ from cat_lm.limits import (
 )
 from cat_lm.model import attention
 from cat_lm.model.rules import (
+    DEFAULT_WINDOW,
     STREAMS,
     canon_places,
     canon_problems,
     convolution_problems,
+    filter_problems,
+    has_long_filters,
     head_problems,
     mixes_maps,
     norm_problems,
     rank_problems,
 )
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 
 CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform", "residual")
 CANON_INITS = ("uniform", "zero")
+FILTERS = (filters.TAPS, *filters.names())
 CONV_NORMS = ("none", "l1")
 QK_NORMS = ("none", "l2", "rms")
 QK_NORM_PLACES = ("after", "before")
@@ -51,6 +57,7 @@ WHOLE_NUMBERS = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": CONTEXT,
     "conv_window": WINDOW,
+    "conv_state": CONV_STATE,
     "conv_rank": WINDOW,
     "canon_window": WINDOW,
 }
@@ -76,11 +83,13 @@ class AttentionSettings:
     convolved_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
-    conv_window: int = 21
+    conv_window: int = DEFAULT_WINDOW
     conv_streams: str = "qkv"
     conv_mixing: str = "embeddings"
     conv_activation: str = "none"
     conv_init: str = "identity"
+    conv_filter: str = "taps"
+    conv_state: int = 0
     conv_norm: str = "none"
     conv_rank: int = 1
     qk_norm: str = "none"
@@ -122,6 +131,11 @@ class AttentionSettings:
         return "".join(stream for stream in STREAMS if stream in self.conv_streams)
 
     @property
+    def has_long_filters(self) -> bool:
+        """Tell whether filters are as long as the text, and kept as a state when decoding."""
+        return has_long_filters(self)
+
+    @property
     def mixes_maps(self) -> bool:
         """Tell whether the values' filters mix attention maps."""
         return mixes_maps(self)
@@ -135,7 +149,7 @@ class AttentionSettings:
     @property
     def needs_layer_state(self) -> bool:
         """Tell whether a cache must hold more than keys and values."""
-        if self.embedding_streams and self.conv_window > 1:
+        if self.embedding_streams and (self.has_long_filters or self.conv_window > 1):
             return True
         if canon_places(self) and self.canon_window > 1:
             return True
@@ -173,9 +187,11 @@ class AttentionSettings:
         check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
+        check_choice("conv_filter", self.conv_filter, FILTERS)
         check_choice("conv_norm", self.conv_norm, CONV_NORMS)
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
+        refuse(filter_problems(self))
         refuse([*convolution_problems(self), *norm_problems(self), *rank_problems(self)])
         refuse(canon_problems(self))
         attention.check_names(self)

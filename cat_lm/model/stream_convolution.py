@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.long_convolution import convolve_long
 from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rules import STREAMS
 from cat_lm.model.settings import AttentionSettings
@@ -16,6 +18,7 @@ from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.convolution.step import can_step, convolve_step
+from cat_lm.ops.long_filter import filters as long_filters
 
 RANK_START = 2.0**-6  # exact in half precision too
 
@@ -26,9 +29,12 @@ def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
     Raises:
         ValueError: the kind is none that there can be.
     """
+    heads = config.stream_heads(stream)
+    if config.has_long_filters:
+        return long_filters.get(config.conv_filter).identity(heads, config.conv_state)
     kind = kinds.get(config.conv_type)
     check_kind(kind)
-    return kind.identity(config.stream_heads(stream), config.head_width, config.conv_window)
+    return kind.identity(heads, config.head_width, config.conv_window)
 
 
 def rank_start(config: AttentionSettings, stream: str) -> Tensor:
@@ -75,9 +81,13 @@ class StreamConvolution(nn.Module):
     masked scores. Only the first rank has biases. With `conv_norm: l1` a filter is divided by its
     magnitudes' sum, `Kind.normalized`.
 
+    With `conv_filter` other than `taps` the sum is over all lags j ≤ t, and a filter is O(N)
+    numbers that `cat_lm.ops.long_filter` computes F from: `long_filter` is their kind, N is
+    `state_size`.
+
     Queries and keys are then rotated. The projections stay plain linear layers, so that what
     replaces or adapts linear layers (LoRA, quantisation) means the same as in any other model. This
-    module holds the filters `q_filter`, `k_filter`, `v_filter`, lag 0 first, and the
+    module holds the filters `q_filter`, `k_filter`, `v_filter`, taps with lag 0 first, and the
     projections' biases, and its forward reads no other parameters: whoever gathers a module's
     parameters before its forward (ZeRO-3, FSDP) gathers all that it needs.
 
@@ -95,7 +105,10 @@ class StreamConvolution(nn.Module):
     def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
         super().__init__()
         self.conv_type = config.conv_type
-        self.window = config.conv_window
+        self.window, self.long_filter = config.conv_window, None
+        if config.has_long_filters:
+            self.long_filter = long_filters.get(config.conv_filter)
+        self.state_size = config.conv_state
         self.streams = config.convolved_streams
         self.embedding_streams = config.embedding_streams
         self.activation = config.conv_activation
@@ -127,6 +140,11 @@ class StreamConvolution(nn.Module):
         """Give the projections' biases that there are."""
         return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
 
+    def _long(self, numbers: Tensor, x: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        """[B, T, H, D] convolved by long filters of numbers [H, P]; see `convolve_long`."""
+        size, backend = self.state_size, self.conv_backend
+        return convolve_long(self.long_filter, size, numbers, x, bias, **how, backend=backend)
+
     def _stream(
         self,
         stream: str,
@@ -139,7 +157,7 @@ class StreamConvolution(nn.Module):
     ) -> Tensor:
         """One stream [B, T, H, D], convolved by itself; bias [H, D], rotary of `_fused_rotary`."""
         if stream not in self.embedding_streams:
-            return inputs if bias is None else inputs + bias.to(inputs.dtype)
+            return self._unconvolved(inputs, bias)
         outputs = convolve(
             self.conv_type,
             inputs,
@@ -152,6 +170,10 @@ class StreamConvolution(nn.Module):
             backend=self.conv_backend,
         )
         return F.silu(outputs) if self.activation == "silu" else outputs
+
+    @staticmethod
+    def _unconvolved(inputs: Tensor, bias: Tensor | None) -> Tensor:
+        return inputs if bias is None else inputs + bias.to(inputs.dtype)
 
     def _ranked(
         self,
@@ -221,6 +243,7 @@ class StreamConvolution(nn.Module):
             inputs.shape[1] == 1
             and padding_mask is None
             and bool(self.embedding_streams)
+            and self.long_filter is None
             and self.rank == 1
             and can_step(self.conv_type, inputs, self.window, self.conv_backend)
         )

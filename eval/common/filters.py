@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters as long_filters
 from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+_LAGS = 64  # of filters without an end
 # Whatever a family calls its attention.
 _FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
 
@@ -21,7 +28,8 @@ class Filters:
 
     Attributes:
         conv_type: their kind's name.
-        streams: q, k, v -> float32 [layers, *shape], the shape being the kind's.
+        streams: q, k, v -> float32 [layers, *shape], the shape being the kind's; of filters as long
+            as the text the first 64 taps.
     """
 
     conv_type: str
@@ -45,7 +53,9 @@ def read_filters(model: Path) -> Filters | None:
     names = skeleton(model, config).state_dict()
     places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
     tensors = load_weights(model, config, places.keys())
-    if getattr(config, "conv_norm", "none") == "l1":  # filters are shown as they are used
+    if config.has_long_filters:
+        tensors = {name: _first_taps(config, numbers) for name, numbers in tensors.items()}
+    elif getattr(config, "conv_norm", "none") == "l1":  # filters are shown as they are used
         kind = kinds.get(config.conv_type)
         tensors = {name: kind.normalized(taps.float()) for name, taps in tensors.items()}
     layers: dict[str, dict[int, np.ndarray]] = {}
@@ -56,6 +66,14 @@ def read_filters(model: Path) -> Filters | None:
         for stream in config.convolved_streams
     }
     return Filters(config.conv_type, streams)
+
+
+def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:
+    """[H, lags] of filters as long as the text: the first of them."""
+    from cat_lm.ops.long_filter.chunks import taps_of
+
+    modes = long_filters.get(config.conv_filter).modes_of(numbers, config.conv_state)
+    return taps_of(modes, min(_LAGS, config.max_position_embeddings))
 
 
 def own_taps(filters: Filters) -> dict[str, np.ndarray]:

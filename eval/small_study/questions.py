@@ -59,6 +59,14 @@ MODELS = {
     "cat_l1": "CAT, filters of l1 norm 1",
     "cat_qk_r2": "CAT on q and k, rank 2",
     "cat_qk_r4": "CAT on q and k, rank 4",
+    **{
+        f"{name}{suffix}": f"{words}, {positions}"
+        for name, words in (
+            ("cat_ssm", "CAT, SSM filters of N=16"),
+            ("cat_exp", "CAT, exponential filters"),
+        )
+        for suffix, positions in (("", "RoPE"), ("_nope", "NoPE"))
+    },
     "mta": "multi-token attention",
     "mta_kernel": "multi-token attention, heads not mixed",
 }
@@ -105,6 +113,7 @@ def _pairs(*contrasts: tuple[tuple[str, str], tuple[str, str]]) -> tuple[tuple[s
 
 
 _V, _K, _QK, _KV, _W4 = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_w4"))
+_SSM, _EXPONENTIAL = map(_both, ("cat_ssm", "cat_exp"))
 _MH_V, _MAPS, _MAPS_V = map(_both, ("mh_cat_v", "mh_maps", "mh_maps_v"))
 
 # Convolved streams -> the model without a norm, and the names of those with one.
@@ -193,5 +202,13 @@ QUESTIONS = {
             ("mta", "mta_kernel"),
         ),
         factors=(0.5, 1, 2, 4),  # rows of multi-token attention have at most 512 tokens
+    ),
+    "filters": Question(
+        "do filters as long as the text give what 21 taps give, at 8 times the length too?",
+        _pairs(
+            (_CAT, _PLAIN),
+            *((model, other) for model in (_SSM, _EXPONENTIAL) for other in (_PLAIN, _CAT)),
+        ),
+        factors=(1, 2, 4, 8),
     ),
 }

@@ -256,6 +256,10 @@ def test_options_act_the_same_under_every_stage(stages):
             {"canon": "ACD", "conv_rank": 2, "qk_norm": "l2", "qk_norm_place": "before"},
             *({}, {}),
         ),
+        "long filters": (
+            {"conv_filter": "ssm", "conv_state": 4, "conv_window": 21, "conv_init": "uniform"},
+            *({}, {}),
+        ),
         "compiled": ({}, {}, {"compile": True}),
         "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
     }

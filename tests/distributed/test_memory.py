@@ -72,6 +72,7 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
 
 ATTENDING = {"num_attention_heads": 4, "conv_window": 4}
 HEAD = ATTENDING | {"conv_type": "head"}
+LONG = {"num_attention_heads": 4, "conv_type": "head", "conv_filter": "ssm", "conv_state": 16}
 STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf16"}
 
 
@@ -85,6 +86,7 @@ STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf
                 (1, ATTENDING | {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
                 (2, ATTENDING | {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
                 (1, HEAD | {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+                (1, LONG, (1024, 2, 8000), BF16),
                 (1, {"architecture": "mamba"}, (512, 2, 8000), {"zero_stage": 1}),
                 (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
                 (1, {"architecture": "mixer", "mixer": "gla"}, (512, 2, 8000), BF16),

@@ -239,6 +239,7 @@ def test_paper_rows_are_what_their_names_say():
         "pythia": (None, None, "embeddings", 0),
         "cat": ("head", "qkv", "embeddings", 3 * head),
         "cat_v": ("head", "v", "embeddings", head),
+        "cat_ssm": ("head", "qkv", "embeddings", 3 * 24 * 16 * 34),
         "mh_cat": ("multihead", "qkv", "embeddings", 3 * multihead),
         "mh_cat_v": ("multihead", "v", "embeddings", multihead),
         "mh_maps": ("multihead", "qkv", "maps", 3 * multihead),

@@ -36,6 +36,13 @@ SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 CASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 4, "rotary_pct": 1.0},
     "gpt_neox: cat": {"num_attention_heads": 4, "conv_type": "head", "conv_window": 4},
+    "gpt_neox: long filters": {
+        "num_attention_heads": 4,
+        "rotary_pct": 1.0,
+        "conv_type": "head",
+        "conv_filter": "ssm",
+        "conv_state": 4,
+    },
     "llama": {"num_attention_heads": 4, "intermediate_size": 48, "num_key_value_heads": 2},
     "llama: parts": {
         "num_attention_heads": 4,
@@ -192,13 +199,14 @@ def test_what_training_keeps_is_estimated(case, precision):
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of what a cache keeps: of keys, values and convolutions' inputs, or of states."""
+    """Bytes of what a cache keeps: of keys, values, convolutions' inputs and states."""
     found: list[Tensor] = []
     for layer in cache.layers:
         if hasattr(layer, "state"):
             found += layer.state.values()
         else:
             found += [layer.keys, layer.values, *getattr(layer, "inputs", {}).values()]
+            found += getattr(layer, "recurrent", {}).values()
     return sum(tensor.nbytes for tensor in found)
 
 

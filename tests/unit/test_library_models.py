@@ -124,6 +124,8 @@ def test_the_rows_of_tfpp_have_their_sizes():
     rows |= {"cat_canon_acd": rows["pythia"] + 24_192 + 589_824}
     rows |= {"tfpp_canon_abcd": rows["tfpp"] + 1_032_192}
     rows |= {"tfpp_cat_canon_acd": rows["tfpp_cat"] + 1_032_192 - 294_912}
+    # 34 numbers for each of 24 x 16 x 3 filters.
+    rows |= dict.fromkeys(("cat_ssm_rope", "cat_ssm_nope"), rows["pythia"] + 39_168)
     for name, parameters in rows.items():
         config = load_config(folder / f"{name}.yaml")
         assert config.num_parameters(0) == parameters

@@ -28,9 +28,11 @@ SPECIFICATIONS = [
     "cat:window=1",
     "cat:shared_kv=true,init=identity",
     "cat:heads=2,conv_type=depthwise,activation=silu",
+    "cat:heads=2,filter=ssm,filter_state=6",
     "cat:heads=4,conv_type=multihead",
     "cat:heads=4,conv_type=multihead,conv_mixing=maps",
     "lincat:heads=2,window=4",
+    "lincat:filter=exponential,filter_state=2,streams=k,place=before",
     "lincat:heads=2,conv_type=multihead,activation=silu",
     "deltanet:streams=none",
     "deltanet:conv_type=head,activation=none,init=identity",
@@ -413,6 +415,23 @@ def test_wrong_options_are_one_clear_line(name, options, said):
     with pytest.raises(UserError) as error:
         make(name, options)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"filter_state": 4}, "filter_state=4: says nothing with filter=taps; choose filter=expo"),
+        ({"filter": "ssm"}, "filter=ssm: needs filter_state"),
+        ({"filter": "ssm", "filter_state": 0}, "filter_state=0: must be at least 1"),
+        ({"filter": "ssm", "filter_state": 3}, "filter_state=3: must be even"),
+        ({"filter": "ssm", "filter_state": 4, "window": 5}, "window=5: is for taps"),
+        ({"filter": "ssm", "filter_state": 4, "conv_type": "depthwise"}, "needs conv_type=head"),
+        ({"filter": "fir"}, "filter='fir': choose one of taps, exponential, ssm"),
+    ],
+)
+def test_filters_as_long_as_the_row_say_what_they_need(options, said):
+    with pytest.raises(UserError, match=said):
+        make("cat", options)
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -288,5 +288,25 @@ def test_scan_of_recall(kind, target):
         assert re.search(r"tt\.addptr %v_ptr\S*, %\S+ : \S+, i64", code)
 
 
+@pytest.mark.parametrize(
+    ("target", "positions"),
+    # Packed documents are all that the kernels are of without them, and their borders.
+    [(HOPPER, "i32"), pytest.param(HOPPER, None, marks=pytest.mark.long)]
+    + [pytest.param(*gpu.values, "i32", marks=pytest.mark.long) for gpu in OTHERS],
+)
+def test_long_filters(target, positions, tmp_path):
+    from cat_lm.ops.long_filter import LENGTH, chunks_triton
+
+    constants = chunks_triton.options(LENGTH, 16, 64, hip=target is MI300)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    for kernel in (chunks_triton.forward_kernel, chunks_triton.backward_kernel):
+        pointers = {name: "fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+        pointers |= {"positions_ptr": positions, "x_ptr": "bf16", "y_ptr": "bf16"}
+        pointers |= {"dy_ptr": "bf16", "dx_ptr": "bf16"}
+        made = compiled(kernel, target, pointers, constants, options)
+        if target is HOPPER:
+            assert registers_and_stack(made, tmp_path)[1] <= 16  # bytes spilled of a thread
+
+
 def test_compiled_and_not_interpreted_here():
     assert not backend.INTERPRETED

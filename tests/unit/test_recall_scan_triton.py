@@ -1,4 +1,4 @@
-"""The scan's Triton kernels where there is no GPU, and what is chosen where there is one."""
+"""Triton kernels of the scan and of long filters where there is no GPU, and what one would get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
-    run_cases(("triton_scan_cases.py",), tmp_path, pytestconfig)
+    run_cases(("triton_scan_cases.py", "triton_long_filter_cases.py"), tmp_path, pytestconfig)
 
 
 def test_serves_fp32_on_a_gpu_alone(monkeypatch):

@@ -58,6 +58,11 @@ DEFINITION = {
     },
     "cat_l1": ("head", "qkv", 21, "rope"),
     **dict.fromkeys(("cat_qk_r2", "cat_qk_r4"), ("head", "qk", 21, "rope")),
+    **{
+        f"{name}{suffix}": ("head", "qkv", 21, positions)
+        for name in ("cat_ssm", "cat_exp")
+        for suffix, positions in (("", "rope"), ("_nope", "none"))
+    },
     **dict.fromkeys(("mta", "mta_kernel"), ("none", None, None, "rope")),
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
@@ -96,6 +101,7 @@ class TestPlan:
             assert own["model"].keys() <= {
                 *("conv_type", "conv_streams", "conv_window", "position_embedding"),
                 *("conv_mixing", "conv_init", "canon", "conv_norm", "qk_norm", "qk_norm_place"),
+                *("conv_filter", "conv_state"),
                 *("conv_rank", "attention", "attention_options", "attn_implementation"),
             }
             study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
@@ -107,6 +113,9 @@ class TestPlan:
             assert (config.model.conv_norm == "l1") == model.endswith("_l1")
             rank = re.search("_r([24])$", model)
             assert config.model.conv_rank == (int(rank[1]) if rank else 1)
+            long = {"cat_ssm": ("ssm", 16), "cat_exp": ("exponential", 1)}
+            filters = long.get(model.removesuffix("_nope"), ("taps", 0))
+            assert (config.model.conv_filter, config.model.conv_state) == filters
             assert (config.model.attention == "multi_token") == model.startswith("mta")
             if "abcd" in model:
                 assert config.model.conv_init == "residual"
@@ -132,14 +141,15 @@ class TestPlan:
             "canon",
             "qk_norm",
             "rank",
+            "filters",
         ]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
         first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
-        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6}
+        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6, "filters": 8}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
-        for name in ("streams", "maps"):
+        for name in ("streams", "maps", "filters"):
             for a, b in QUESTIONS[name].contrasts:
                 assert DEFINITION[a][3] == DEFINITION[b][3], "the same positions"
         positions = [pair for pair in QUESTIONS["length"].contrasts if "nope" not in pair[1]]

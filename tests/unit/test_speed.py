@@ -442,7 +442,8 @@ MODELS = choices.models()
 
 
 def test_models_are_all_variants_of_all_families():
-    assert tuple(MODELS)[:5] == ("pythia", "cat", "depthwise", "mh_cat", "stock")
+    assert tuple(MODELS)[:5] == ("pythia", "cat", "depthwise", "mh_cat", "cat_exp")
+    assert tuple(MODELS)[5:7] == ("cat_ssm", "stock")
     for family in map(architectures.get, architectures.names()):
         own = [m for name, m in MODELS.items() if (m.architecture, name) != (family.name, m.stock)]
         own = [model for model in own if not model.compiled_rotation]

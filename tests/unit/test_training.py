@@ -442,6 +442,8 @@ MODEL_KEYS = {
     "conv_mixing": {"conv_mixing": "maps", "conv_type": "multihead"},
     "conv_activation": {"conv_activation": "silu", "conv_type": "depthwise"},
     "conv_init": {"conv_init": "uniform"},
+    "conv_filter": {"conv_filter": "ssm", "conv_state": 2, "conv_window": 21},
+    "conv_state": {"conv_filter": "ssm", "conv_state": 4, "conv_window": 21},
     "conv_norm": {"conv_norm": "l1"},
     "conv_rank": {"conv_rank": 2},
     "qk_norm": {"qk_norm": "l2"},
@@ -462,6 +464,8 @@ MODEL_KEYS = {
     "value_transform": {"value_transform": "box"},
     "value_options": {"value_transform": "box", "value_options": {"width": 5}},
 }
+# What else is another value than the default where a key says nothing without the others.
+WITHOUT = {"conv_filter": {"conv_state": 0}, "conv_state": {"conv_state": 2}}
 
 
 def test_the_list_of_model_keys_is_whole():
@@ -488,6 +492,7 @@ def test_every_model_key_changes_the_model(key):
         return built(torch.arange(24)[None], use_cache=False).logits
 
     companions = {k: v for k, v in MODEL_KEYS[key].items() if k != key}
+    companions |= WITHOUT.get(key, {})
     usual, changed = model(companions), model(MODEL_KEYS[key])
     if key == "attn_implementation":
         assert changed.config._attn_implementation == "eager"

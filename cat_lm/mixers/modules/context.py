@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cat_lm.ops import convolve
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter.api import continued, long_conv
+from cat_lm.ops.long_filter.filters import Modes
 
 # Tensors by name, rows first; see cat_lm/mixers/base.py.
 State = dict[str, Tensor]
@@ -53,6 +55,24 @@ def short_convolution(
     before = inputs_before(x, past, name, padding_mask, state)
     how = {"document_ids": document_ids, "initial_state": before, "backend": backend}
     return convolve(conv_type, x, filters, bias, **how)
+
+
+def long_convolution(
+    x: Tensor,
+    modes: Modes,
+    name: str,
+    *,
+    document_ids: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    state: State | None = None,
+) -> Tensor:
+    """Convolve x [B, T, H, D] by filters as long as it, after what `state` holds under `name`."""
+    x = without_padding(x, padding_mask)
+    if state is None:
+        return long_conv(x, modes, document_ids=document_ids)
+    y, after = continued(x, modes, None, state.get(name), padding_mask)
+    state[name] = after.detach()
+    return y
 
 
 def inputs_before(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cat_lm.mixers.modules.context import (
     State,
     inputs_before,
+    long_convolution,
     short_convolution,
     without_padding,
 )
@@ -18,6 +19,10 @@ from cat_lm.mixers.shared import STREAMS, ConvolutionOptions, DeltaOptions
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.reference import check_kind
+from cat_lm.ops.long_filter.chunks import taps_of
+from cat_lm.ops.long_filter.filters import LongFilter, Modes
+
+_SHOWN = 64  # taps of a filter without an end
 
 
 def initial_filters(
@@ -30,6 +35,8 @@ def initial_filters(
     """
     kind, window = kinds.get(options.conv_type), options.window
     check_kind(kind)
+    if (long_filter := getattr(options, "long_filter", None)) is not None:
+        return long_filter.start_as(options.init, heads, options.filter_state)
     if options.init == "identity":
         return kind.identity(heads, head_dim, window)
     filters = torch.empty(kind.filter_shape(heads, head_dim, window))
@@ -41,13 +48,24 @@ class Filters(nn.ParameterDict):
 
     Attributes:
         conv_type: their kind's name.
+        long_filter, state: the kind of those as long as the row, and their N; None for taps.
     """
 
     no_decay = tuple(STREAMS)
 
-    def __init__(self, conv_type: str, filters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        conv_type: str,
+        filters: dict[str, nn.Parameter],
+        long_filter: LongFilter | None = None,
+        state: int | None = None,
+    ) -> None:
         super().__init__(filters)
-        self.conv_type = conv_type
+        self.conv_type, self.long_filter, self.state = conv_type, long_filter, state
+
+    def modes(self, stream: str) -> Modes:
+        """Compute a stream's filters as long as the row."""
+        return self.long_filter.modes_of(self[stream], self.state)
 
     @property
     def of_channels(self) -> bool:
@@ -55,7 +73,13 @@ class Filters(nn.ParameterDict):
         return "D" in kinds.get(self.conv_type).filter_axes
 
     def lists(self) -> dict[str, list[list[float]]]:
-        """Give each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels."""
+        """Give each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
+
+        Of filters as long as the row the first 64 taps.
+        """
+        if self.long_filter is not None:
+            with torch.no_grad():
+                return {stream: taps_of(self.modes(stream), _SHOWN).tolist() for stream in self}
         axis = kinds.get(self.conv_type).window_axis
         last = {stream: f.detach().movedim(axis, -1) for stream, f in self.items()}
         return {stream: f.reshape(-1, f.shape[-1]).tolist() for stream, f in last.items()}
@@ -89,6 +113,8 @@ class ConvolvedProjections(nn.Module):
         self.filters = Filters(
             options.conv_type,
             {stream: nn.Parameter(initial_filters(options, *sizes)) for stream in convolved},
+            options.long_filter,
+            options.filter_state,
         )
         self.filtered = set(convolved) - ({"v"} if mixes_maps else set())
 
@@ -141,6 +167,8 @@ class ConvolvedProjections(nn.Module):
     def _filtered(self, stream: str, x: Tensor, **how: Tensor | State | None) -> Tensor:
         if stream not in self.filtered:
             return x
+        if self.filters.long_filter is not None:
+            return long_convolution(x, self.filters.modes(stream), f"{stream}_filter", **how)
         return short_convolution(
             *(x, self.filters[stream]),
             name=f"{stream}_inputs",

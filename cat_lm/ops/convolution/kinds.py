@@ -30,6 +30,8 @@ class Kind:
         add_lag: the reference: (taps, lag, x delayed by it) to that lag's part of the sum.
         meaning: what a filter belongs to, as in "one filter for each head".
         takes_activation: whether `conv_activation` may follow.
+        takes_long_filters: whether `conv_filter` may be one of `cat_lm.ops.long_filter`, which
+            are of heads.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Kind:
     add_lag: Callable[[Tensor, int, Tensor], Tensor]
     meaning: str
     takes_activation: bool = False
+    takes_long_filters: bool = False
 
     @property
     def mixes_heads(self) -> bool:
@@ -98,7 +101,7 @@ def _over_heads(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
     return torch.einsum("ih,bthd->btid", taps[lag], delayed)
 
 
-HEAD = Kind("head", ("H", "W"), _per_head, "one filter for each head")
+HEAD = Kind("head", ("H", "W"), _per_head, "one filter for each head", takes_long_filters=True)
 MULTIHEAD = Kind("multihead", ("W", "H", "I"), _over_heads, "one filter for each pair of heads")
 DEPTHWISE = Kind(
     "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
@@ -136,6 +139,11 @@ def register(kind: Kind) -> None:
 def takes_activation(name: str) -> bool:
     """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
     return _is_known(name) and _KINDS[name].takes_activation
+
+
+def takes_long_filters(name: str) -> bool:
+    """Tell whether filters of a kind, or of "none", may be long."""
+    return _is_known(name) and _KINDS[name].takes_long_filters
 
 
 def mixes_heads(name: str) -> bool:

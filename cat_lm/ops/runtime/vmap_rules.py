@@ -37,12 +37,12 @@ def forward(
     """
     x, filters, bias, positions = tensors
     if axes[1] is None and axes[2] is None:
-        x, positions = _folded(size, x, axes[0], 0), _folded(size, positions, axes[3], 0)
+        x, positions = folded(size, x, axes[0], 0), folded(size, positions, axes[3], 0)
         return apply(x, filters, bias, positions).unflatten(0, (size, -1)), 0
     if mixes_heads or axes[3] is not None:
         return in_turn(size, axes, apply, tensors)
-    x = _folded(size, x, axes[0], 2)
-    filters, bias = _folded(size, filters, axes[1], 0), _folded(size, bias, axes[2], 0)
+    x = folded(size, x, axes[0], 2)
+    filters, bias = folded(size, filters, axes[1], 0), folded(size, bias, axes[2], 0)
     return apply(x, filters, bias, positions).unflatten(2, (size, -1)), 2
 
 
@@ -60,8 +60,8 @@ def backward(
     dy, x, filters, positions = tensors
     if mixes_heads or axes[3] is not None:
         return in_turn(size, axes, apply, tensors)
-    dy, x = _folded(size, dy, axes[0], 2), _folded(size, x, axes[1], 2)
-    found = apply(dy, x, _folded(size, filters, axes[2], 0), positions)
+    dy, x = folded(size, dy, axes[0], 2), folded(size, x, axes[1], 2)
+    found = apply(dy, x, folded(size, filters, axes[2], 0), positions)
     split, heads = [], (2, 0, 0)
     for gradient, axis in zip(found, heads, strict=True):
         wanted = gradient.numel() > 0
@@ -73,7 +73,7 @@ def backward(
     return tuple(split), (0, 0, 0)
 
 
-def _folded(size: int, tensor: Tensor | None, axis: Axis, into: int) -> Tensor | None:
+def folded(size: int, tensor: Tensor | None, axis: Axis, into: int) -> Tensor | None:
     """The vmapped axis and axis `into` as one, with the S outside."""
     if tensor is None:
         return None

@@ -1,0 +1,321 @@
+"""`long_conv`: a convolution with long filters, what computes it, and its state for decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cat_lm.ops.convolution.api import BackendChoice, head_conv, packed_positions
+from cat_lm.ops.long_filter import LENGTH, chunks
+from cat_lm.ops.long_filter.filters import Modes
+from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.precision import without_autocast
+from cat_lm.ops.runtime.triton_launch import INSTALLED
+
+if INSTALLED:
+    from cat_lm.ops.long_filter import chunks_triton
+
+FORMS = ("chunked", "recurrent", "materialised")
+
+
+def choose_backend(
+    device: torch.device | str, dtype: torch.dtype, state: int, backend: str = "auto"
+) -> BackendChoice:
+    """Choose what computes chunks: `triton` on a GPU where it can, else `reference`, plain torch.
+
+    Args:
+        device, dtype: where and in what the inputs are.
+        state: K, the numbers of state of a head and channel.
+        backend: auto, or the name of one that must serve.
+
+    Raises:
+        ValueError: the name is unknown, or it cannot serve.
+    """
+    if backend not in ("auto", "reference", "cpu", "triton"):
+        raise ValueError(f"backend={backend!r}: choose auto or one of reference, triton")
+    if backend == "reference":
+        return BackendChoice(backend, "asked for by name")
+    if backend == "cpu":
+        raise ValueError("backend='cpu' cannot serve long filters: they have reference and triton")
+    obstacle = _why_not_triton(torch.device(device), dtype, state)
+    if backend == "triton":
+        if obstacle is not None:
+            raise ValueError(f"backend='triton' cannot serve long filters: {obstacle}")
+        return BackendChoice(backend, "asked for by name")
+    if obstacle is None:
+        return BackendChoice("triton", "the fast path of cuda tensors")
+    if torch.device(device).type == "cpu":
+        return BackendChoice("reference", "matrix products, the fast path of cpu tensors")
+    return BackendChoice("reference", f"triton cannot serve: {obstacle}")
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
+    if not INSTALLED:
+        return "triton is not installed"
+    return chunks_triton.why_not(device, dtype, state)
+
+
+def long_conv(
+    x: Tensor,
+    modes: Modes,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    form: str = "chunked",
+    length: int = LENGTH,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Convolve x along time by filters as long as it, within documents.
+
+        y[b,t,h,:] = bias[h,:] + sum_{j≤t} F[h,j] x[b,t−j,h,:]
+
+    Sums and states are in the dtype of `modes`, fp32 at least.
+
+    Args:
+        x: [B, T, H, D].
+        modes: the filters of H heads.
+        bias: [H, D].
+        document_ids: [B, T] integers; positions: [B, T] int32, what they say if it is known.
+        initial_state: [B, H, K, D], what `return_state` gave for the tokens before x; none: zeros.
+        return_state: also return the state after x.
+        form: chunked; recurrent, in chunks of one token; or materialised, with all T taps through
+            `head_conv`, which has no state.
+        length: L, the tokens of a chunk.
+        backend: auto, reference or triton, see `choose_backend`.
+
+    Returns:
+        y [B, T, H, D] in the dtype of x, or (y, state [B, H, K, D]).
+
+    Raises:
+        ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
+            a state, which belongs to no document.
+    """
+    _check(x, modes, initial_state, form)
+    positions = packed_positions(x, document_ids, None, positions)
+    has_state = initial_state is not None or return_state
+    if positions is not None and has_state:
+        raise ValueError("packed documents cannot be used together with a state")
+    if form == "materialised":
+        if has_state:
+            raise ValueError("form='materialised': has no state; use chunked or recurrent")
+        return head_conv(
+            x, chunks.taps_of(modes, x.shape[1]), bias, document_ids=_ids_of(positions),
+            backend="reference",
+        )  # fmt: skip
+    with without_autocast(x):
+        state = state_size(modes)
+        if initial_state is None:
+            batch, _, heads, width = x.shape
+            initial_state = modes.rate.new_zeros(batch, heads, state, width)
+        dtype = torch.promote_types(x.dtype, modes.rate.dtype)
+        choice = choose_backend(x.device, dtype, state, backend).name
+        length = 1 if form == "recurrent" else length
+        y, last = _in_whole_chunks(x, modes, positions, initial_state, return_state, length, choice)
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+    return (y, last) if return_state else y
+
+
+def state_size(modes: Modes) -> int:
+    """Count K, the numbers of state of a head and channel."""
+    return modes.rate.shape[1] * (1 if modes.angle is None else 2)
+
+
+def continued(
+    x: Tensor,
+    modes: Modes,
+    bias: Tensor | None,
+    before: Tensor | None,
+    padding_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Convolve x, zeros at padding, after the state `before`, and give the state after it.
+
+    Args:
+        padding_mask: [B, T] bool, False at padding; the state of a row that ends in it is that
+            after its last real token.
+    """
+    outputs, after = long_conv(
+        x, modes, bias, initial_state=before, return_state=True, backend=backend
+    )
+    if padding_mask is not None:  # wherever it is: to look would make the host wait for a GPU
+        trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)
+        after = state_after(x, modes, x.shape[1] - trailing, before)
+    return outputs, after
+
+
+def state_after(
+    x: Tensor, modes: Modes, lengths: Tensor, initial_state: Tensor | None = None
+) -> Tensor:
+    """Give the state [B, H, K, D] after the first `lengths` [B] tokens of every row of x.
+
+    For rows that end in padding, whose state must not decay further.
+    """
+    steps = torch.arange(x.shape[1], device=x.device)
+    lags = lengths[:, None] - 1 - steps  # [B, T]
+    cosines, sines = chunks.powers(modes, lags.clamp(min=0).flatten())
+    parts = [part.unflatten(2, lags.shape) for part in (cosines, sines) if part is not None]
+    weights = torch.cat(parts, dim=1) * (lags >= 0)  # [H, K, B, T]
+    state = torch.einsum("hkbt,bthd->bhkd", weights, x.to(weights.dtype))
+    if initial_state is None:
+        return state
+    cosines, sines = chunks.powers(modes, lengths)
+    if sines is None:
+        return state + torch.einsum("hkb,bhkd->bhkd", cosines, initial_state)
+    real, imaginary = initial_state.chunk(2, dim=2)
+    turned = [
+        torch.einsum("hkb,bhkd->bhkd", a, real) + torch.einsum("hkb,bhkd->bhkd", b, imaginary)
+        for a, b in ((cosines, -sines), (sines, cosines))
+    ]
+    return state + torch.cat(turned, dim=2)
+
+
+def _in_whole_chunks(
+    x: Tensor,
+    modes: Modes,
+    positions: Tensor | None,
+    initial: Tensor,
+    return_state: bool,
+    length: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Convolve in chunks; what is left over, where the state after it matters, in a short one."""
+    time = x.shape[1]
+    length = min(length, time)
+    rest = time % length if return_state else 0
+    whole = _scan(x[:, : time - rest], chunks.chunk_of(modes, length), positions, initial, backend)
+    if not rest:
+        return whole
+    left = _scan(x[:, -rest:], chunks.chunk_of(modes, rest), positions, whole[1], backend)
+    return torch.cat([whole[0], left[0]], dim=1), left[1]
+
+
+def _scan(
+    x: Tensor, chunk: chunks.Chunk, positions: Tensor | None, initial: Tensor, backend: str
+) -> tuple[Tensor, Tensor]:
+    y, last, _ = _forward(x, *chunk, positions, initial.to(chunk.taps.dtype), backend)
+    return y, last
+
+
+def _ids_of(positions: Tensor | None) -> Tensor | None:
+    return None if positions is None else (positions == 0).cumsum(1)
+
+
+def _check(x: Tensor, modes: Modes, initial_state: Tensor | None, form: str) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}: choose one of {', '.join(FORMS)}")
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
+    if modes.rate.shape[0] != x.shape[2]:
+        raise ValueError(f"filters are {modes.rate.shape[0]} heads', x {list(x.shape)} is not")
+    state = (x.shape[0], x.shape[2], state_size(modes), x.shape[3])
+    if initial_state is not None and tuple(initial_state.shape) != state:
+        raise ValueError(f"initial_state must be {list(state)}, not {list(initial_state.shape)}")
+
+
+@torch.library.custom_op("cat_lm::long_conv", mutates_args=())
+def _forward(
+    x: Tensor,
+    taps: Tensor,
+    read: Tensor,
+    write: Tensor,
+    carry: Tensor,
+    positions: Tensor | None,
+    initial: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute y, the last state and the states before chunks, see chunks.py."""
+    chunk = chunks.Chunk(taps, read, write, carry)
+    kernels = chunks_triton if backend == "triton" else chunks
+    return kernels.forward(x, chunk, positions, initial)
+
+
+@_forward.register_fake
+def _(x, taps, read, write, carry, positions, initial, backend):
+    batch, heads, state, width = initial.shape
+    number = -(-x.shape[1] // taps.shape[1])
+    kept = initial.new_empty(batch, number, heads, state, width)
+    return x.new_empty(x.shape), initial.new_empty(initial.shape), kept
+
+
+@torch.library.custom_op("cat_lm::long_conv_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    dlast: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    read: Tensor,
+    write: Tensor,
+    carry: Tensor,
+    positions: Tensor | None,
+    kept: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of x, taps, read, write, carry and the initial state."""
+    chunk = chunks.Chunk(taps, read, write, carry)
+    kernels = chunks_triton if backend == "triton" else chunks
+    dx, found, dinitial = kernels.backward(dy, dlast, x, chunk, positions, kept)
+    return dx, *found, dinitial
+
+
+@_backward.register_fake
+def _(dy, dlast, x, taps, read, write, carry, positions, kept, backend):
+    return tuple(s.new_empty(s.shape) for s in (x, taps, read, write, carry, dlast))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, *chunk, positions, _, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(x, *chunk, positions, output[2])
+
+
+def _gradients(ctx: Any, dy: Tensor, dlast: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, *chunk, positions, kept = ctx.saved_tensors
+    with without_autocast(x):
+        *found, dinitial = _backward(dy, dlast, x, *chunk, positions, kept, ctx.backend)
+    return *found, None, dinitial, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+@_forward.register_vmap
+def _(info, axes, *given):
+    *tensors, backend = given
+    size, *axes = info.batch_size, *axes[:-1]
+    if axes[5] is not None:  # documents of their own
+        return vmap_rules.in_turn(size, tuple(axes), lambda *t: _forward(*t, backend), tensors)
+    # The models' heads as one model's: of x axis 2, of the matrices 0, of the state 1.
+    into = (2, 0, 0, 0, 0, 0, 1)
+    found = _forward(*_folded(size, tensors, axes, into), backend)
+    return _split(size, found, (2, 1, 2))
+
+
+@_backward.register_vmap
+def _(info, axes, *given):
+    *tensors, backend = given
+    size, *axes = info.batch_size, *axes[:-1]
+    if axes[7] is not None:
+        return vmap_rules.in_turn(size, tuple(axes), lambda *t: _backward(*t, backend), tensors)
+    into = (2, 1, 2, 0, 0, 0, 0, 0, 2)
+    found = _backward(*_folded(size, tensors, axes, into), backend)
+    return _split(size, found, (2, 0, 0, 0, 0, 1))
+
+
+def _folded(size: int, tensors: Any, axes: Any, into: tuple[int, ...]) -> list[Tensor | None]:
+    """Join the mapped axes with the heads'; positions, None or shared, as they are."""
+    return [
+        tensor
+        if tensor is None or tensor.dtype == torch.int32
+        else vmap_rules.folded(size, tensor, axis, place)
+        for tensor, axis, place in zip(tensors, axes, into, strict=True)
+    ]
+
+
+def _split(size: int, found: Any, places: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    return tuple(t.unflatten(p, (size, -1)) for t, p in zip(found, places, strict=True)), places

@@ -1,0 +1,243 @@
+"""The chunks of chunks.py on a GPU: Triton kernels that keep a head's state in registers.
+
+A program has one head of one row and some of its channels, and goes from chunk to chunk. Products
+are of fp32 numbers, of three parts each in TF32 where there is that; sums and states are in fp32.
+Sums over rows and channels are made afterwards, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cat_lm.ops.long_filter.chunks import Chunk
+from cat_lm.ops.runtime.triton_launch import (
+    INTERPRETED,
+    contiguous,
+    on_device_of,
+    strides,
+    unit_stride,
+)
+
+COLUMNS = 32  # channels of a head that a program has at most: more do not fit its registers
+MOST_STATE = 64  # numbers of state; more do not fit beside the taps
+_LEAST = 16  # of every side of a matrix product
+# Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
+VARYING = ("time", "length")
+
+
+@triton.jit
+def _load(matrix_ptr, rows, columns, row, column):
+    """A matrix [rows, columns] with zeros beyond."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(matrix_ptr + row[:, None] * columns + column[None, :], inside, 0.0)
+
+
+@triton.jit
+def _store(matrix_ptr, rows, columns, row, column, value):
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(matrix_ptr + row[:, None] * columns + column[None, :], value, inside)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _borders(positions_ptr, row, start, time, length, step):
+    """As `chunks.borders` of the chunk at `start`: what may be read, kept and carried on."""
+    position = tl.load(positions_ptr + row * time + start + step, start + step < time, 0)
+    at_end = start + length - 1
+    # Beyond the row's end nothing is read, so that what is carried there is nobody's.
+    last = tl.load(positions_ptr + row * time + at_end, at_end < time, 0)
+    taps = (step[:, None] - step[None, :]) <= position[:, None]
+    return taps, position > step, (length - 1 - step) <= last, last >= length
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    x_ptr, taps_ptr, read_ptr, write_ptr, carry_ptr, positions_ptr, initial_ptr,
+    y_ptr, last_ptr, kept_ptr,
+    time, length, heads, state, width,
+    x_stride_b, x_stride_t, x_stride_h,
+    BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs, the last state, and that before every chunk."""
+    item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row, head = (item // heads).to(tl.int64), item % heads
+    step, number = tl.arange(0, BLOCK), tl.arange(0, STATE)
+    taps = _load(taps_ptr + head * length * length, length, length, step, step)
+    read = _load(read_ptr + head * length * state, length, state, step, number)
+    write = _load(write_ptr + head * state * length, state, length, number, step)
+    carry = _load(carry_ptr + head * state * state, state, state, number, number)
+    ends_at = (row * heads + head) * state * width
+    held = _load(initial_ptr + ends_at, state, width, number, column)
+    chunks = tl.cdiv(time, length)
+    for chunk in range(chunks):
+        kept = ((row * chunks + chunk) * heads + head) * state * width
+        _store(kept_ptr + kept, state, width, number, column, held)
+        start = chunk * length
+        inside = ((step < length) & (start + step < time))[:, None] & (column < width)[None, :]
+        at = x_ptr + row * x_stride_b + (start + step)[:, None].to(tl.int64) * x_stride_t
+        x = tl.load(at + head * x_stride_h + column[None, :], inside, 0.0).to(tl.float32)
+        if positions_ptr is None:
+            y = _dot(taps, x, PRECISION) + _dot(read, held, PRECISION)
+            held = _dot(carry, held, PRECISION) + _dot(write, x, PRECISION)
+        else:
+            near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
+            y = _dot(tl.where(near, taps, 0.0), x, PRECISION)
+            y += tl.where(before[:, None], _dot(read, held, PRECISION), 0.0)
+            passed = tl.where(on, _dot(carry, held, PRECISION), 0.0)
+            held = passed + _dot(tl.where(after[None, :], write, 0.0), x, PRECISION)
+        to = y_ptr + ((row * time + start + step)[:, None] * heads + head) * width + column[None, :]
+        tl.store(to, y.to(y_ptr.dtype.element_ty), inside)
+    _store(last_ptr + ends_at, state, width, number, column, held)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_kernel(
+    dy_ptr, dlast_ptr, x_ptr, taps_ptr, read_ptr, write_ptr, carry_ptr, positions_ptr, kept_ptr,
+    dx_ptr, dtaps_ptr, dread_ptr, dwrite_ptr, dcarry_ptr, dinitial_ptr,
+    time, length, heads, state, width,
+    x_stride_b, x_stride_t, x_stride_h, dy_stride_b, dy_stride_t, dy_stride_h,
+    BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients; those of the matrices are this program's part of them."""
+    item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row, head = (item // heads).to(tl.int64), item % heads
+    step, number = tl.arange(0, BLOCK), tl.arange(0, STATE)
+    taps = _load(taps_ptr + head * length * length, length, length, step, step)
+    read = _load(read_ptr + head * length * state, length, state, step, number)
+    write = _load(write_ptr + head * state * length, state, length, number, step)
+    carry = _load(carry_ptr + head * state * state, state, state, number, number)
+    ends_at = (row * heads + head) * state * width
+    flow = _load(dlast_ptr + ends_at, state, width, number, column)  # of the state after a chunk
+    dtaps = tl.zeros((BLOCK, BLOCK), tl.float32)
+    dread = tl.zeros((BLOCK, STATE), tl.float32)
+    dwrite = tl.zeros((STATE, BLOCK), tl.float32)
+    dcarry = tl.zeros((STATE, STATE), tl.float32)
+    chunks = tl.cdiv(time, length)
+    for left in range(chunks):
+        chunk = chunks - 1 - left
+        start = chunk * length
+        kept = ((row * chunks + chunk) * heads + head) * state * width
+        held = _load(kept_ptr + kept, state, width, number, column)
+        inside = ((step < length) & (start + step < time))[:, None] & (column < width)[None, :]
+        place = (start + step)[:, None].to(tl.int64)
+        at = x_ptr + row * x_stride_b + place * x_stride_t + head * x_stride_h
+        x = tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
+        at = dy_ptr + row * dy_stride_b + place * dy_stride_t + head * dy_stride_h
+        dy = tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
+        if positions_ptr is None:
+            dx = _dot(taps.T, dy, PRECISION) + _dot(write.T, flow, PRECISION)
+            dtaps += _dot(dy, x.T, PRECISION)
+            dread += _dot(dy, held.T, PRECISION)
+            dwrite += _dot(flow, x.T, PRECISION)
+            dcarry += _dot(flow, held.T, PRECISION)
+            flow = _dot(read.T, dy, PRECISION) + _dot(carry.T, flow, PRECISION)
+        else:
+            near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
+            reading = tl.where(before[:, None], dy, 0.0)
+            dx = _dot(tl.where(near, taps, 0.0).T, dy, PRECISION)
+            dx += tl.where(after[:, None], _dot(write.T, flow, PRECISION), 0.0)
+            dtaps += tl.where(near, _dot(dy, x.T, PRECISION), 0.0)
+            dread += _dot(reading, held.T, PRECISION)
+            dwrite += tl.where(after[None, :], _dot(flow, x.T, PRECISION), 0.0)
+            passed = tl.where(on, flow, 0.0)
+            dcarry += _dot(passed, held.T, PRECISION)
+            flow = _dot(read.T, reading, PRECISION) + _dot(carry.T, passed, PRECISION)
+        to = dx_ptr + ((row * time + place) * heads + head) * width + column[None, :]
+        tl.store(to, dx.to(dx_ptr.dtype.element_ty), inside)
+    _store(dinitial_ptr + ends_at, state, width, number, column, flow)
+    part = item * tl.num_programs(1) + tl.program_id(1)
+    _store(dtaps_ptr + part * length * length, length, length, step, step, dtaps)
+    _store(dread_ptr + part * length * state, length, state, step, number, dread)
+    _store(dwrite_ptr + part * state * length, state, length, number, step, dwrite)
+    _store(dcarry_ptr + part * state * state, state, state, number, number, dcarry)
+
+
+def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
+    """Say why these kernels cannot serve; None where they can."""
+    if device.type != "cuda" and not INTERPRETED:
+        return f"it computes cuda tensors, not {device.type} tensors"
+    if dtype == torch.float64:
+        return "it has no fp64"
+    return None if state <= MOST_STATE else f"conv_state={state} is above its {MOST_STATE}"
+
+
+def options(length: int, state: int, width: int, hip: bool) -> dict[str, int | str]:
+    """Give what a kernel is compiled for; `hip` for AMD's GPUs."""
+    found = {"BLOCK": length, "STATE": state, "COLUMNS": min(width, COLUMNS)}
+    found = {name: max(_LEAST, triton.next_power_of_2(size)) for name, size in found.items()}
+    found["PRECISION"] = "ieee" if hip else "tf32x3"
+    return found | {"num_warps": 8 if found["BLOCK"] > 32 else 4, "num_stages": 1}
+
+
+def forward(
+    x: Tensor, chunk: Chunk, positions: Tensor | None, initial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `chunks.forward` does."""
+    batch, time, heads, width = x.shape
+    length, state = chunk.read.shape[1:]
+    x, y, last = unit_stride(x), x.new_empty(x.shape), torch.empty_like(initial)
+    kept = initial.new_empty(batch, triton.cdiv(time, length), heads, state, width)
+    compiled = options(length, state, width, torch.version.hip is not None)
+    with on_device_of(x):
+        forward_kernel[(batch * heads, triton.cdiv(width, compiled["COLUMNS"]))](
+            x_ptr=x,
+            **_pointers(chunk),
+            positions_ptr=contiguous(positions),
+            initial_ptr=initial.contiguous(),
+            y_ptr=y,
+            last_ptr=last,
+            kept_ptr=kept,
+            **_sizes(x, chunk),
+            **strides("x", x, "bth"),
+            **compiled,
+        )
+    return y, last, kept
+
+
+def backward(
+    dy: Tensor, dlast: Tensor, x: Tensor, chunk: Chunk, positions: Tensor | None, kept: Tensor
+) -> tuple[Tensor, Chunk, Tensor]:
+    """Compute what `chunks.backward` does."""
+    batch, _, heads, width = x.shape
+    length, state = chunk.read.shape[1:]
+    x, dy = unit_stride(x), unit_stride(dy)
+    dx, dinitial = x.new_empty(x.shape), dlast.new_empty(dlast.shape)
+    compiled = options(length, state, width, torch.version.hip is not None)
+    columns = triton.cdiv(width, compiled["COLUMNS"])
+    parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
+    with on_device_of(x):
+        backward_kernel[(batch * heads, columns)](
+            dy_ptr=dy,
+            dlast_ptr=dlast.contiguous(),
+            x_ptr=x,
+            **_pointers(chunk),
+            positions_ptr=contiguous(positions),
+            kept_ptr=kept.contiguous(),
+            dx_ptr=dx,
+            **{f"d{name}_ptr": p for name, p in zip(Chunk._fields, parts, strict=True)},
+            dinitial_ptr=dinitial,
+            **_sizes(x, chunk),
+            **strides("x", x, "bth"),
+            **strides("dy", dy, "bth"),
+            **compiled,
+        )
+    return dx, Chunk(*(part.sum((0, 2)) for part in parts)), dinitial
+
+
+def _pointers(chunk: Chunk) -> dict[str, Tensor]:
+    return {f"{name}_ptr": matrix.contiguous() for name, matrix in chunk._asdict().items()}
+
+
+def _sizes(x: Tensor, chunk: Chunk) -> dict[str, int]:
+    length, state = chunk.read.shape[1:]
+    sizes = {"time": x.shape[1], "length": length, "heads": x.shape[2]}
+    return sizes | {"state": state, "width": x.shape[3]}

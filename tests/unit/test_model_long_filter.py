@@ -1,0 +1,168 @@
+"""Long filters in models: exact sequences and decoding, counts, starts, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cat_lm import architectures
+from cat_lm.model.conv_backends import describe_backend
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.ops.long_filter import chunks, filters
+from cat_lm.pretrained import load_model
+from cat_lm.upcycle import Convolution, upcycle
+from eval.common.filters import read_filters
+from tests.unit.exactness import check_decoding, check_sequences
+from tests.unit.long_filters import random_numbers
+from tests.unit.tiny_models import cat_model, random_ids, stock_model
+
+SSM = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 6}
+EXPONENTIAL = {"conv_type": "head", "conv_filter": "exponential", "conv_state": 3}
+GROUPED = {"family": "llama", "num_key_value_heads": 2, "attention_bias": True}
+MODELS = {
+    "packed": SSM,
+    "q and v, norm before, Canon": EXPONENTIAL
+    | {"conv_streams": "vq", "qk_norm": "rms", "qk_norm_place": "before", "canon": "A"},
+    "Llama, norm after": GROUPED | SSM | {"conv_streams": "kv", "qk_norm": "l2"},
+}
+
+
+def long_model(**fields):
+    """A model whose filters reach over some 20 tokens."""
+    model = cat_model(**fields)
+    with torch.no_grad():
+        for name, numbers in model.named_parameters():
+            if name.endswith(("q_filter", "k_filter", "v_filter")):
+                kind, state = model.config.conv_filter, model.config.conv_state
+                numbers.copy_(random_numbers(kind, len(numbers), state))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def own_models(monkeypatch):
+    for module in ("exactness", "test_model_edges", "test_model_decode"):
+        monkeypatch.setattr(f"tests.unit.{module}.cat_model", long_model)
+
+
+def convolution_of(model):
+    layer = model.base_model.layers[0]
+    return (getattr(layer, "self_attn", None) or layer.attention).convolution
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_sequences_and_decoding_are_exact(fields):
+    check_sequences(fields)
+    check_decoding(fields)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_a_model_with_the_taps_of_its_filters_computes_the_same(family):
+    """The negative control of all above: the far taps matter."""
+    model, ids = long_model(**SSM, family=family), random_ids(2, 40)
+    expected = model(ids, use_cache=False).logits
+    for window, is_same in ((40, True), (10, False)):
+        taps = cat_model(conv_type="head", conv_window=window, family=family)
+        weights = model.state_dict()
+        for name in [name for name in weights if name.endswith("_filter")]:
+            modes = filters.get("ssm").modes_of(weights[name].double(), 6)
+            weights[name] = chunks.taps_of(modes, window).float()
+        taps.load_state_dict(weights)
+        found = taps(ids, use_cache=False).logits
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) == is_same
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_counts_are_those_of_the_model(fields):
+    model = long_model(**fields)
+    family = architectures.of_config(model.config)
+    section = family.section(model.config)
+    assert family.num_parameters(section, 97) == sum(p.numel() for p in model.parameters())
+    own = [p for name, p in model.named_parameters() if "_filter" in name]
+    assert {id(p) for p in own} <= {id(p) for p in parameters_by_decay(model)[1]}
+    with torch.no_grad():
+        cache = model(random_ids(1, 30), use_cache=True).past_key_values
+    held = sum(
+        4 * tensor.numel()
+        for layer in cache.layers
+        for states in (layer.inputs, layer.recurrent)
+        for tensor in (layer.keys, layer.values, *states.values())[
+            0 if states is layer.inputs else 2 :
+        ]
+    )
+    assert family.state_bytes(section, 30, 4) == held
+    more = section.model_copy(update={"conv_state": 2 * section.conv_state})
+    extra = family.mixing_flops(more, 64) - family.mixing_flops(section, 64)
+    channels = 8 * sum(family.heads_of(section, stream) for stream in section.conv_streams)
+    products = {"ssm": 3, "exponential": 2}[section.conv_filter]  # a turn, or a decay, and a sum
+    assert extra == 2 * 6 * channels * products * section.conv_state
+    assert family.facts(section)["conv_window"] is None
+    said = f"{section.conv_filter} filters of state N={section.conv_state}"
+    assert said in family.words(section) and "W=21" not in family.words(section)
+    assert family.sizes(section)["filter state"] == section.conv_state
+    said = describe_backend(model.config, "cpu", torch.float32)
+    assert said.startswith(f"{section.conv_filter} filters of ") and "reference, matrix" in said
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_a_plain_model_gets_them_and_computes_the_same(family, tmp_path):
+    stock_model(family=family).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    convolution = Convolution("head", filter="ssm", state=6)
+    out, difference = upcycle(tmp_path / "plain", tmp_path / "long", convolution)
+    assert difference == 0
+    model = load_model(out, device="cpu").train()
+    assert (model.config.conv_filter, model.config.conv_state) == ("ssm", 6)
+    model(random_ids(2, 20), labels=random_ids(2, 20)).loss.backward()
+    gradient = convolution_of(model).q_filter.grad
+    # First what is summed, then how; but the first pair, which does not turn, is one number.
+    assert gradient[:, [-7, -6, -5, -3, -2, -1]].all() and not gradient[:, :-7].any()
+    back, _ = upcycle(out, tmp_path / "back", Convolution("none"))
+    assert load_model(back, device="cpu").config.model_type == family
+
+
+def test_a_page_shows_their_first_taps(tmp_path):
+    model = long_model(**SSM)
+    model.save_pretrained(tmp_path)
+    found = read_filters(tmp_path)
+    modes = filters.get("ssm").modes_of(convolution_of(model).v_filter.detach(), 6)
+    assert found.conv_type == "head" and found.streams["v"].shape == (2, 4, 64)
+    expected = chunks.taps_of(modes, 64)
+    torch.testing.assert_close(torch.from_numpy(found.streams["v"][0]), expected)
+
+
+def test_starts():
+    for start, lag in (("identity", 1.0), ("uniform", 0.0), ("residual", 1.0)):
+        torch.manual_seed(0)
+        config = cat_model(**SSM).config.to_dict() | {"conv_init": start}
+        model = architectures.get("gpt_neox").classes()
+        numbers = convolution_of(model.causal_lm(model.config(**config))).k_filter.detach()
+        drawn = numbers[:, -7:] - torch.tensor([0.0] * 6 + [lag])
+        assert torch.equal(numbers[:, :-7], filters.get("ssm").identity(4, 6)[:, :-7])
+        assert (drawn == 0).all() if start == "identity" else (drawn.abs() > 0).all()
+        assert drawn.abs().max() <= 6**-0.5 and (start == "identity" or drawn.std() > 0.15)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conv_state": 4}, "conv_state=4: says nothing with conv_filter=taps; choose conv_filter"),
+        (SSM | {"conv_state": 0}, "conv_filter=ssm: needs conv_state, .* as in conv_state=16"),
+        (SSM | {"conv_state": 5}, "conv_state=5: must be even"),
+        (SSM | {"conv_state": -2}, "conv_state=-2: must be from 0"),
+        (SSM | {"conv_window": 4}, "conv_window=4: is for taps, and conv_filter=ssm has none"),
+        (SSM | {"conv_rank": 2}, "conv_rank=2: is for taps"),
+        (SSM | {"conv_norm": "l1"}, "conv_norm=l1: is for taps"),
+        (SSM | {"conv_type": "none"}, "needs conv_type=head, not conv_type=none"),
+        (SSM | {"conv_type": "multihead"}, "needs conv_type=head, not conv_type=multihead"),
+        (SSM | {"conv_filter": "fft"}, "conv_filter='fft' is not supported; choose one of taps"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(fields, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        cat_model(**fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_window_beyond_the_context_is_no_matter():
+    family = architectures.get("gpt_neox")
+    section = family.section(cat_model(**SSM).config)
+    assert family.problems(section, 16) == []
