@@ -36,12 +36,22 @@ def rivals_figure(summary: dict[str, Any]) -> Figure:
         _by_count(axes["counts"], summary, models)
         _frontier(axes["frontier"], summary, models)
         handles = [legend_key(model["label"], index) for index, model in enumerate(models)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8.5)
+        for handle, model in zip(handles, models, strict=True):
+            handle.set_linestyle(_dashes(model))
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=4, fontsize=8.5, handlelength=2.6
+        )
         return figure
 
 
-def _style(index: int) -> dict[str, Any]:
-    return {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER, "lw": 1.3}
+def _dashes(model: dict[str, Any]) -> str:
+    """As in `lengths_panel`: there are more rows than colours."""
+    return "-" if model["position_embedding"] == "rope" else "--"
+
+
+def _style(index: int, model: dict[str, Any]) -> dict[str, Any]:
+    style = {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER, "lw": 1.3}
+    return style | {"ls": _dashes(model)}
 
 
 def _tokens(axes: Axes, models: list[dict[str, Any]]) -> None:
@@ -56,7 +66,7 @@ def _tokens(axes: Axes, models: list[dict[str, Any]]) -> None:
         means = [statistics.fmean(found) for found in values]
         bounds = [[pick(found) for found in values] for pick in (min, max)]
         axes.fill_between(x, *bounds, color=run_colour(index), alpha=0.18, lw=0, zorder=1)
-        axes.plot(x, means, **_style(index))
+        axes.plot(x, means, **_style(index, model))
         ends.append(means[-1])
         every += means
     if ends:
@@ -82,7 +92,7 @@ def _by_length(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]
         style = {"color": run_colour(index), "ls": ":", "lw": 1.2, "zorder": 1.5}
         if found:
             axes.plot(*zip(*sorted(found), strict=True), **style)
-    title = f"(b) positions as trained; dotted: {SCALED}, where there are rotary positions"
+    title = "(b) as trained; dotted: YaRN; dashed: rows without positions"
     lengths_panel(axes, summary, models, ("none",), title)
     axes.set_ylabel("perplexity per token")
 
@@ -107,7 +117,7 @@ def _by_count(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]])
                 below.append(means[-1] - min(values))
                 above.append(max(values) - means[-1])
         if x:
-            axes.errorbar(x, means, yerr=[below, above], elinewidth=0.8, **_style(index))
+            axes.errorbar(x, means, yerr=[below, above], elinewidth=0.8, **_style(index, model))
     axes.axhline(0, color=MUTED, lw=1, zorder=0)
     tokens = {row["slice"]: row["tokens"] for row in recall["bigram"] if row["length"] == length}
     axes.set_xticks(range(len(BINS)), [f"{name}\n{short(tokens[name])}" for name in BINS])
@@ -127,7 +137,7 @@ def _frontier(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]])
             continue
         x, mean = model["state_bytes"][str(length)], statistics.fmean(values)
         axes.plot([x, x], [min(values), max(values)], color=run_colour(index), lw=1.2)
-        axes.plot([x], [mean], ms=7, ls="none", **{**_style(index), "lw": 0})
+        axes.plot([x], [mean], ms=7, **_style(index, model))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -19,6 +19,8 @@ WITHOUT = {"cat_rope": "pythia", "mh_cat_rope": "pythia", "kv_shift": "pythia"}
 REFERENCE = "pythia"  # whose number of parameters all have
 TOLERANCE = 0.02  # of that number
 TUNING_SHARE = 2  # a run that chooses a rate has one of this many parts of the tokens
+TOKENS = {"cpu": 1_024_000, "gpu": 10_485_760}  # of a run that is reported
+DOCUMENTS = 100  # held out, each scored at all lengths and by every scaling
 RATES = {"cpu": (1e-3, 3e-3, 1e-2), "gpu": (3e-4, 1e-3, 3e-3)}
 RECALLED = (1, 8)  # windows of recall, of the training length
 _OTHERS = ("tfpp_cat", "tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet")
@@ -76,7 +78,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     words = "; ".join(f"{size}: {','.join(map('{:g}'.format, r))}" for size, r in RATES.items())
     add_options(
-        parser, cpu="hours on one core", out="runs/rivals-SIZE", models="some rows", rates=words
+        parser,
+        cpu="hours on one core",
+        out="runs/rivals-SIZE",
+        models="some rows",
+        rates=words,
+        tokens="; ".join(f"{size}: {count:,}" for size, count in TOKENS.items()),
+        documents=str(DOCUMENTS),
     )
     return parser.parse_args(argv)
 
@@ -85,17 +93,14 @@ def comparison_of(arguments: argparse.Namespace) -> Comparison:
     """The comparison that the command line asks for. Raises UserError where it makes no sense."""
     size = SIZES[arguments.size]
     arguments.rates = arguments.rates or RATES[size.name]
-    study = Comparison(
+    # Always said, so that runs that choose rates have the same share of warm-up.
+    arguments.tokens = arguments.tokens or TOKENS[size.name]
+    return Comparison(
         # Every scaling that there is for rotary positions, not the paper's alone.
-        size=dataclasses.replace(size, methods="all"),
+        size=dataclasses.replace(size, methods="all", documents=DOCUMENTS),
         models=chosen_models(arguments, QUESTION, "the comparison"),
         out=from_root(arguments.out or ROOT / f"runs/rivals-{size.name}"),
         **common_values(arguments),
-    )
-    config = study.config(Job(REFERENCE, 0, study.out))
-    # Said, so that runs that choose rates have the same share of warm-up.
-    return dataclasses.replace(
-        study, tokens=study.tokens or config.total_steps * config.tokens_per_step
     )
 
 

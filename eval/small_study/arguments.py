@@ -33,18 +33,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         out="runs/small_study-SIZE (-QUESTION)",
         models="some of the question's",
         rates="the config's rate for all",
+        tokens="the config's",
+        documents="cpu: 200; gpu: 100",
     )
     return parser.parse_args(argv)
 
 
 def add_options(
-    parser: argparse.ArgumentParser, *, cpu: str, out: str, models: str, rates: str
+    parser: argparse.ArgumentParser,
+    *,
+    cpu: str,
+    out: str,
+    models: str,
+    rates: str,
+    tokens: str,
+    documents: str,
 ) -> None:
     """Add what every comparison on the study's machinery has.
 
     Args:
         cpu: how long the size takes.
-        out, rates: their defaults, in words.
+        out, rates, tokens, documents: their defaults, in words.
         models: what --models names.
     """
     add = parser.add_argument
@@ -68,13 +77,13 @@ def add_options(
         "--documents",
         type=whole(limits.ROWS.at_least(2)),
         metavar="N",
-        help="held-out documents that are scored of each text (default: cpu: 200; gpu: 100)",
+        help=f"held-out documents that are scored of each text (default: {documents})",
     )
     add("--models", help=f"{models} (default: all)")
-    _add_training(parser, rates)
+    _add_training(parser, rates, tokens)
 
 
-def _add_training(parser: argparse.ArgumentParser, rates: str) -> None:
+def _add_training(parser: argparse.ArgumentParser, rates: str, tokens: str) -> None:
     add = parser.add_argument
     add(
         "--seeds",
@@ -95,7 +104,7 @@ def _add_training(parser: argparse.ArgumentParser, rates: str) -> None:
         "--tokens",
         type=_tokens,
         metavar="N",
-        help="training tokens of a run, such as 1B (default: the config's)",
+        help=f"training tokens of a run, such as 1B (default: {tokens})",
     )
     add(
         "--parallel",

@@ -105,7 +105,7 @@ def lengths_panel(
         means = [statistics.fmean(values) for _, values in found]
         bounds = [[pick(values) for _, values in found] for pick in (min, max)]
         style = {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER, "lw": 1.4}
-        style["ls"] = "--" if model["position_embedding"] == "none" else "-"
+        style["ls"] = "-" if model["position_embedding"] == "rope" else "--"
         axes.fill_between(x, *bounds, color=run_colour(index), alpha=0.18, lw=0, zorder=1)
         axes.plot(x, means, label=model["label"], **style)
     axes.axvline(summary["training_length"], color=MUTED, ls=(0, (4, 3)), lw=1, zorder=0)
