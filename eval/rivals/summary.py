@@ -51,8 +51,6 @@ def costs(study: Comparison, model: str, vocabulary: int) -> dict[str, Any]:
     architecture, trained = config.architecture, config.data.context_length
     parameters = architecture.num_parameters(section, vocabulary)
     return {
-        "architecture": architecture.title,
-        "words": architecture.words(section),
         "flops_per_token": architecture.flops_per_token(section, parameters, trained),
         "state_bytes": {
             str(n): architecture.state_bytes(section, n, STATE_ITEMSIZE)
