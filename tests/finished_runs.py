@@ -63,13 +63,17 @@ def checkpoint(run: Path, model: Any, tokenizer: Path, step: int = 12) -> Path:
 
 
 def finished_run(run: Path, data: Path, model: Any, **model_keys: Any) -> Path:
-    """A run folder with configuration, metrics and export, as after training."""
+    """A run folder with configuration, metrics and export, as after training.
+
+    Args:
+        model_keys: beside those of `run_values`; of another family, all of them.
+    """
     from cat_lm.export import export_model
     from cat_lm.pretrained import load_tokenizer
 
     run.mkdir(parents=True)
     values = run_values(data, run)
-    values["model"] |= model_keys
+    values["model"] = model_keys if "architecture" in model_keys else values["model"] | model_keys
     load_config(write_config(run, values)).save(run / "config.yaml")
     with open(run / "metrics.jsonl", "w", encoding="utf-8") as file:
         for record in metrics():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from cat_lm import limits
 from cat_lm.cli import Parser, path, rates, whole, whole_numbers
@@ -11,7 +12,7 @@ from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped
 from eval.small_study.plan import ROOT, SEEDS, SIZES, TUNING_SEED, Study
-from eval.small_study.questions import QUESTIONS
+from eval.small_study.questions import QUESTIONS, Question
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -20,15 +21,44 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Trains models at the same size, data, seeds and budget, sweeps their context "
         "length, and compares them. A stopped study goes on where it was.",
     )
-    add = parser.add_argument
-    add("--size", choices=SIZES, default="cpu", help="cpu: under an hour on two cores; gpu: larger")
-    add(
+    parser.add_argument(
         "--question",
         choices=QUESTIONS,
         default="variants",
         help="; ".join(f"{name}: {question.text}" for name, question in QUESTIONS.items()),
     )
-    add("--out", type=path, metavar="DIR", help="default: runs/small_study-SIZE (-QUESTION)")
+    add_options(
+        parser,
+        cpu="under an hour on two cores",
+        out="runs/small_study-SIZE (-QUESTION)",
+        models="some of the question's",
+        rates="the config's rate for all",
+        tokens="the config's",
+        documents="cpu: 200; gpu: 100",
+    )
+    return parser.parse_args(argv)
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    *,
+    cpu: str,
+    out: str,
+    models: str,
+    rates: str,
+    tokens: str,
+    documents: str,
+) -> None:
+    """Add what every comparison on the study's machinery has.
+
+    Args:
+        cpu: how long the size takes.
+        out, rates, tokens, documents: their defaults, in words.
+        models: what --models names.
+    """
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="cpu", help=f"cpu: {cpu}; gpu: larger")
+    add("--out", type=path, metavar="DIR", help=f"default: {out}")
     add(
         "--data",
         type=path,
@@ -47,15 +77,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--documents",
         type=whole(limits.ROWS.at_least(2)),
         metavar="N",
-        help="held-out documents that are scored of each text (default: cpu: 200; gpu: 100)",
+        help=f"held-out documents that are scored of each text (default: {documents})",
     )
-    _add_training(parser)
-    return parser.parse_args(argv)
+    add("--models", help=f"{models} (default: all)")
+    _add_training(parser, rates, tokens)
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
+def _add_training(parser: argparse.ArgumentParser, rates: str, tokens: str) -> None:
     add = parser.add_argument
-    add("--models", help="some of the question's (default: all)")
     add(
         "--seeds",
         type=whole_numbers(limits.SEED, "0,1,2", distinct=True),
@@ -69,13 +98,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="R,R,R",
         help=f"choose each model's learning rate among these by runs of seed {TUNING_SEED}, which "
-        "are not reported (default: the config's rate for all)",
+        f"are not reported (default: {rates})",
     )
     add(
         "--tokens",
         type=_tokens,
         metavar="N",
-        help="training tokens of a run, such as 1B (default: the config's)",
+        help=f"training tokens of a run, such as 1B (default: {tokens})",
     )
     add(
         "--parallel",
@@ -115,14 +144,15 @@ def _folders(text: str) -> tuple[Path, ...]:
 def study_of(arguments: argparse.Namespace) -> Study:
     """The study that the command line asks for. Raises UserError where it makes no sense."""
     size, asked = SIZES[arguments.size], QUESTIONS[arguments.question]
-    models = tuple(arguments.models.split(",")) if arguments.models else asked.models
-    for model in models:
-        if model not in asked.models:
-            known = f"--question {arguments.question}, which has {', '.join(asked.models)}"
-            raise UserError(f"--models {clipped(model)}: is not of {known}")
-    if TUNING_SEED in arguments.seeds and arguments.rates:
-        raise UserError(f"--seeds {TUNING_SEED}: chooses the rates, and is not reported")
-    study = _named(arguments, tuple(model for model in asked.models if model in models))
+    question = f"--question {arguments.question}"
+    suffix = "" if arguments.question == "variants" else f"-{arguments.question}"
+    study = Study(
+        size=size,
+        models=chosen_models(arguments, asked, question),
+        out=from_root(arguments.out or ROOT / f"runs/small_study-{size.name}{suffix}"),
+        question=arguments.question,
+        **common_values(arguments),
+    )
     for job in study.jobs()[: len(study.models)]:
         config = study.config(job)
         for problem in config.architecture.problems(config.model, max(study.lengths())):
@@ -133,25 +163,38 @@ def study_of(arguments: argparse.Namespace) -> Study:
     return study
 
 
-def _named(arguments: argparse.Namespace, models: tuple[str, ...]) -> Study:
-    """The study of some models, in its folders."""
-    size = SIZES[arguments.size]
-    suffix = "" if arguments.question == "variants" else f"-{arguments.question}"
-    return Study(
-        size=size,
-        models=models,
-        seeds=arguments.seeds,
-        out=_from_root(arguments.out or ROOT / f"runs/small_study-{size.name}{suffix}"),
-        data=_from_root(arguments.data or ROOT / f"data/small_study_text-{size.name}"),
-        tokens=arguments.tokens,
-        question=arguments.question,
-        documents=arguments.documents,
-        held_out=tuple(map(_from_root, arguments.held_out)),
-        rates=arguments.rates,
-    )
+def chosen_models(arguments: argparse.Namespace, asked: Question, which: str) -> tuple[str, ...]:
+    """The models that are asked for, in the question's order.
+
+    Args:
+        which: the question, for people.
+
+    Raises:
+        UserError: the question has no such model.
+    """
+    models = tuple(arguments.models.split(",")) if arguments.models else asked.models
+    for model in models:
+        if model not in asked.models:
+            known = f"{which}, which has {', '.join(asked.models)}"
+            raise UserError(f"--models {clipped(model)}: is not of {known}")
+    return tuple(model for model in asked.models if model in models)
 
 
-def _from_root(path: Path) -> Path:
+def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a `Study` is given by `add_options`. Raises UserError where it makes no sense."""
+    if TUNING_SEED in arguments.seeds and arguments.rates:
+        raise UserError(f"--seeds {TUNING_SEED}: chooses the rates, and is not reported")
+    return {
+        "seeds": arguments.seeds,
+        "data": from_root(arguments.data or ROOT / f"data/small_study_text-{arguments.size}"),
+        "tokens": arguments.tokens,
+        "documents": arguments.documents,
+        "held_out": tuple(map(from_root, arguments.held_out)),
+        "rates": arguments.rates,
+    }
+
+
+def from_root(path: Path) -> Path:
     """Short where it lies in the checkout, where all commands run; absolute elsewhere."""
     path = path.absolute()
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

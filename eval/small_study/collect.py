@@ -44,7 +44,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     finished = [job for job in jobs if job not in diverged]
     config = study.config(jobs[0])
     trained = config.data.context_length
-    texts = {name: _text(study, name, finished, trained) for name in study.texts()}
+    texts = {name: _text(study, name, finished) for name in study.texts()}
     return {
         "size": study.size.name,
         "question": {"name": study.question, "text": study.asked.text},
@@ -82,7 +82,7 @@ def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return found
 
 
-def _text(study: Study, name: str, jobs: Sequence[Job], trained: int) -> dict[str, Any]:
+def _text(study: Study, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
     """What was measured on one of the study's texts."""
     swept = {job: _sweep(job, name) for job in jobs}
     if len({row["tokens_sha256"] for rows in swept.values() for row in rows}) > 1:
@@ -97,7 +97,7 @@ def _text(study: Study, name: str, jobs: Sequence[Job], trained: int) -> dict[st
         "scored_tokens": rows[0]["tokens"] if rows else None,
         "documents": rows[0]["document_count"] if rows else None,
         "cells": _cells(rows, study.models),
-        "comparisons": _comparisons(study, swept, trained),
+        "comparisons": _comparisons(study, swept),
         "rows": rows,
     }
 
@@ -176,22 +176,16 @@ def _tuned(found: Tuned) -> dict[str, Any]:
 
 
 def _comparisons(
-    study: Study, swept: Mapping[Job, Sequence[dict[str, Any]]], trained: int
+    study: Study, swept: Mapping[Job, Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The question's differences at the training length and the longest, positions not scaled.
-
-    All of them, at both lengths and on all texts, are the comparisons that are made together.
-    """
-    lengths = list(dict.fromkeys((trained, max(study.lengths()))))
-    asked = len(study.contrasts) + len(study.interactions)
-    made = asked * len(lengths) * len(study.texts())
+    """The question's differences at the training length and the longest, positions not scaled."""
     cells: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # by seed
     for job, rows in swept.items():
         for row in rows:
             if row["method"] == "none" and row["loss"] is not None:
                 cells.setdefault((job.model, row["length"]), {})[job.seed] = row
     found = []
-    for length in lengths:
+    for length in study.compared_lengths():
         at = {model: cells.get((model, length), {}) for model in study.models}
         sides = [(a, b, at[a], at[b]) for a, b in study.contrasts]
         # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
@@ -200,12 +194,23 @@ def _comparisons(
             for (a, b), (c, d) in study.interactions
         ]
         for a, b, ours, theirs in sides:
-            losses = ({seed: row["loss"] for seed, row in side.items()} for side in (ours, theirs))
-            difference = comparison.compare(*losses, made, _document_error(ours, theirs))
-            if difference:
-                pair = {"model": a, "minus": b, "length": length}
-                found.append(pair | dataclasses.asdict(difference))
+            if difference := compared(ours, theirs, study.comparisons()):
+                found.append({"model": a, "minus": b, "length": length, **difference})
     return found
+
+
+def compared(
+    ours: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, Any]], made: int
+) -> dict[str, Any] | None:
+    """The difference of two models' losses, paired by seed and by document; None without one.
+
+    Args:
+        ours, theirs: seed -> row with `loss`, `document_nlls` and `document_tokens`.
+        made: comparisons that are made together.
+    """
+    losses = ({seed: row["loss"] for seed, row in side.items()} for side in (ours, theirs))
+    difference = comparison.compare(*losses, made, _document_error(ours, theirs))
+    return dataclasses.asdict(difference) if difference else None
 
 
 def _sums(a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]) -> dict[int, Any]:

@@ -32,8 +32,8 @@ def study_figure(summary: dict[str, Any]) -> Figure:
         )
         axes["scaled"].sharey(axes["none"])
         _losses(axes["loss"], summary, models)
-        _lengths(axes["none"], summary, models, ("none",), "positions as trained")
-        _lengths(
+        lengths_panel(axes["none"], summary, models, ("none",), "positions as trained")
+        lengths_panel(
             axes["scaled"],
             summary,
             models,
@@ -74,7 +74,7 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.08)
     axes.set_xlabel(f"held-out loss at length {summary['training_length']:,} (nats per token)")
-    _title(axes, "a point for each seed, bar: their mean")
+    panel_title(axes, "a point for each seed, bar: their mean")
 
 
 def _edge(means: list[float]) -> float:
@@ -86,13 +86,14 @@ def _edge(means: list[float]) -> float:
     return statistics.median(ordered) + OUTLIER * half
 
 
-def _lengths(
+def lengths_panel(
     axes: Axes,
     summary: dict[str, Any],
     models: list[dict[str, Any]],
     methods: tuple[str, ...],
     title: str,
 ) -> None:
+    """Perplexity against context length under some methods of scaling."""
     lengths = sorted({row["length"] for row in summary["rows"]})
     for index, model in enumerate(models):
         found = [
@@ -104,7 +105,7 @@ def _lengths(
         means = [statistics.fmean(values) for _, values in found]
         bounds = [[pick(values) for _, values in found] for pick in (min, max)]
         style = {"color": run_colour(index), "marker": run_marker(index), "mec": PAPER, "lw": 1.4}
-        style["ls"] = "--" if model["position_embedding"] == "none" else "-"
+        style["ls"] = "-" if model["position_embedding"] == "rope" else "--"
         axes.fill_between(x, *bounds, color=run_colour(index), alpha=0.18, lw=0, zorder=1)
         axes.plot(x, means, label=model["label"], **style)
     axes.axvline(summary["training_length"], color=MUTED, ls=(0, (4, 3)), lw=1, zorder=0)
@@ -119,10 +120,11 @@ def _lengths(
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("context length (tokens); dashed: training length")
-    _title(axes, title)
+    panel_title(axes, title)
 
 
-def _title(axes: Axes, text: str) -> None:
+def panel_title(axes: Axes, text: str) -> None:
+    """Say above a panel what it shows."""
     axes.set_title(text, fontsize=9, color=MUTED, loc="left")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ class Study:
     def asked(self) -> Question:
         return QUESTIONS[self.question]
 
+    def budget(self, job: Job) -> int | None:
+        """Give the training tokens of a run; None: as its configuration says."""
+        return self.tokens
+
     @property
     def contrasts(self) -> list[tuple[str, str]]:
         """Those of the question that have both of their models here."""
@@ -134,10 +139,10 @@ class Study:
     def overrides(self, job: Job) -> list[str]:
         """Set the study's values on top of the model's file."""
         budget = []
-        if self.tokens is not None:
+        if (tokens := self.budget(job)) is not None:
             # The warm-up keeps its share of the run.
-            budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
-            budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
+            budget = [f"train.max_tokens={tokens}", "optimizer.warmup_steps=null"]
+            budget.append(f"optimizer.warmup_tokens={tokens // 20}")
         base = f"base={self.base_file(job.model)}"
         rate = job.rate or self.chosen.get(job.model)
         if rate is not None:
@@ -155,13 +160,30 @@ class Study:
     def config(self, job: Job) -> RunConfig:
         return load_config(ROOT / self.config_file(job.model), self.overrides(job))
 
+    @functools.cached_property
+    def trained_length(self) -> int:
+        """The context length that all models are trained at."""
+        return self.config(self.jobs()[0]).data.context_length
+
     def lengths(self) -> list[int]:
-        trained = self.config(self.jobs()[0]).data.context_length
-        return [int(factor * trained) for factor in self.asked.factors]
+        return [int(factor * self.trained_length) for factor in self.asked.factors]
 
     def sweep_tokens(self) -> int:
         """Held-out tokens that are scored of a text at every length."""
         return (self.documents or self.size.documents) * max(self.lengths())
+
+    def compared_lengths(self) -> list[int]:
+        """Lengths at which losses are compared: the one that is trained at, and the longest."""
+        return list(dict.fromkeys((self.trained_length, max(self.lengths()))))
+
+    def comparisons(self) -> int:
+        """Count all that are made together, which intervals are corrected for."""
+        asked = len(self.contrasts) + len(self.interactions)
+        return asked * len(self.compared_lengths()) * len(self.texts())
+
+    def scored_tokens(self) -> int:
+        """Held-out tokens that a finished run is scored on, over all lengths, methods and texts."""
+        return len(self.texts()) * self.cells() * self.sweep_tokens()
 
     def cells(self) -> int:
         """Those that a sweep of a model with rotary positions computes."""

@@ -15,7 +15,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.own_files import make_marked, remove_marked
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import JobFailed, Workers, last_line, last_loss, steps_done
-from eval.small_study.plan import Job, Study
+from eval.small_study.plan import TUNING_SEED, Job, Study
 from eval.small_study.questions import MODELS
 
 STEPS = 12  # of a trial training
@@ -65,19 +65,23 @@ def measure(study: Study, workers: Workers) -> Estimate:
     if failures:
         raise UserError(f"{len(failures)} of {len(kinds)} trial trainings failed: {failures[0]}")
     seconds, training = {}, {}
-    sweeps = len(study.texts())
     for model in study.models:
         config = study.config(Job(model, 0, folder))
+        choosing = study.config(Job(model, TUNING_SEED, folder, config.optimizer.lr))
         rate, start = rates[kinds[_kind(config)].model]
-        validations = config.total_steps / config.validation.every_steps
-        trained = config.total_steps * config.tokens_per_step
-        trained += FORWARD * validations * (config.validation.max_tokens or 0)
-        scored = sweeps * study.cells() * study.sweep_tokens()
-        training[model] = trained / rate + start
+        training[model] = _work(choosing) / rate + start
         # Besides training: the export, and a process for each sweep.
-        seconds[model] = training[model] + FORWARD * scored / rate + (1 + sweeps) * start
+        scored = FORWARD * study.scored_tokens()
+        seconds[model] = (_work(config) + scored) / rate + (2 + len(study.texts())) * start
     remove_marked(folder, TRIALS)
     return Estimate(seconds, training)
+
+
+def _work(config: RunConfig) -> float:
+    """Count the tokens of a training, those of its validations as far as they take as long."""
+    validations = config.total_steps / config.validation.every_steps
+    trained = config.total_steps * config.tokens_per_step
+    return trained + FORWARD * validations * (config.validation.max_tokens or 0)
 
 
 def _kind(config: RunConfig) -> tuple[str, str]:

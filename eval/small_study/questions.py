@@ -69,6 +69,11 @@ MODELS = {
     },
     "mta": "multi-token attention",
     "mta_kernel": "multi-token attention, heads not mixed",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "gla": "GLA",
+    "delta_net": "DeltaNet",
+    "gated_deltanet": "Gated DeltaNet",
 }
 # Per position: the names of the same model with rotary positions and without.
 _PLAIN, _CAT, _MULTIHEAD = (

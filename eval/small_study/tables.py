@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,13 @@ def _csv_row(text: str, cell: dict[str, Any], values: Sequence[str]) -> dict[str
 
 def markdown(summary: dict[str, Any]) -> str:
     """All of it, ready to be put into a larger document."""
-    parts = [_setting(summary)]
+    parts = [setting(summary)]
     for name, text in [("", summary), *summary["held_out"].items()]:
         if name:
             parts.append(f"Text of {text['data']} ({_scored(text)}):")
         parts += [_main_table(summary, text), _comparison_table(summary, text)]
         parts.append(_scaled_table(summary, text))
-    parts += [_attention_table(summary), _rule(summary)]
+    parts += [_attention_table(summary), rule(summary)]
     if summary["missing"]:
         parts.append(f"Not finished: {', '.join(summary['missing'])}.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -62,7 +62,8 @@ def _scored(text: dict[str, Any]) -> str:
     return f"{text['scored_tokens']:,} tokens of {documents}"
 
 
-def _setting(summary: dict[str, Any]) -> str:
+def setting(summary: dict[str, Any]) -> str:
+    """Say what was trained and scored."""
     models = [model for model in summary["models"] if model["seeds"]]
     sizes = sorted(model["parameters"] for model in models if model["parameters"])
     span = " to ".join(dict.fromkeys(short_count(size) for size in (sizes[:1] + sizes[-1:])))
@@ -98,10 +99,10 @@ def _main_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
         line = [model["label"], f"{model['parameters']:,}" if model["parameters"] else "n/a"]
         if tuned:
             line.append(f"{EDGES[model['tuned']['edge']]}{model['rate']:g}")
-        line.append(_value(at and at["loss"], 3))
+        line.append(value(at and at["loss"], 3))
         for length in lengths:
             cell = cells.get((name, length))
-            line.append(_value(cell and cell["perplexity"], 2))
+            line.append(value(cell and cell["perplexity"], 2))
         lines.append(line)
     return markdown_table(head, lines)
 
@@ -111,18 +112,32 @@ def _comparison_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
     lengths = list(dict.fromkeys(pair["length"] for pair in text["comparisons"]))
     if not lengths:
         return ""
+    found = {
+        f"at {n:,}": [pair for pair in text["comparisons"] if pair["length"] == n] for n in lengths
+    }
+    return markdown_table(*comparison_lines(summary, found))
+
+
+def comparison_lines(
+    summary: dict[str, Any], found: Mapping[str, Sequence[dict[str, Any]]]
+) -> tuple[list[str], list[list[str]]]:
+    """The head and the lines of a table of differences.
+
+    Args:
+        found: head of a column -> its differences.
+    """
     labels = {model["model"]: model["label"] for model in summary["models"]}
-    pairs = {(p["model"], p["minus"], p["length"]): p for p in text["comparisons"]}
-    head = ["loss of", "minus", *(part for n in lengths for part in (f"at {n:,}", ""))]
+    columns = [{(p["model"], p["minus"]): p for p in pairs} for pairs in found.values()]
+    head = ["loss of", "minus", *(part for name in found for part in (name, ""))]
     lines = [
         [
             _label(labels, a),
             _label(labels, b),
-            *(part for n in lengths for part in _said(pairs.get((a, b, n)))),
+            *(part for column in columns for part in _said(column.get((a, b)))),
         ]
-        for a, b in dict.fromkeys((a, b) for a, b, _ in pairs)
+        for a, b in dict.fromkeys(pair for column in columns for pair in column)
     ]
-    return markdown_table(head, lines)
+    return head, lines
 
 
 def _label(labels: dict[str, str], name: str) -> str:
@@ -136,7 +151,7 @@ def _attention_table(summary: dict[str, Any]) -> str:
         return ""
     labels = {model["model"]: model["label"] for model in summary["models"]}
     lines = [
-        [labels[one["model"]], _value(one["entropy"], 3), _value(one["largest_logit"], 1)]
+        [labels[one["model"]], value(one["entropy"], 3), value(one["largest_logit"], 1)]
         for one in summary["attention"]
     ]
     table = markdown_table(["model", "entropy / ln t", "largest logit"], lines)
@@ -155,46 +170,58 @@ def _said(pair: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def _scaled_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
-    """Perplexity beyond the training length with each way of scaling positions or logits."""
+    if not (found := scaled_lines(summary, text)):
+        return ""
+    table = markdown_table(*found)
+    return f"With positions (RoPE) or attention logits scaled to the length:\n\n{table}"
+
+
+def scaled_lines(
+    summary: dict[str, Any], text: dict[str, Any]
+) -> tuple[list[str], list[list[str]]] | None:
+    """Perplexity beyond the training length with each way of scaling positions or logits.
+
+    Returns the head and the lines of the table; None where nothing was scaled.
+    """
     trained = summary["training_length"]
     lengths = sorted({c["length"] for c in text["cells"] if c["length"] > trained})
     scaled = [cell for cell in text["cells"] if cell["method"] != "none"]
     if not scaled:
-        return ""
+        return None
     labels = {model["model"]: model["label"] for model in summary["models"]}
     cells = {(c["model"], c["method"], c["length"]): c["perplexity"] for c in text["cells"]}
     head, lines = ["model", "method", *(f"ppl at {length:,}" for length in lengths)], []
     for model, method in dict.fromkeys((cell["model"], cell["method"]) for cell in scaled):
-        values = [_value(cells.get((model, method, length)), 2) for length in lengths]
+        values = [value(cells.get((model, method, length)), 2) for length in lengths]
         lines.append([labels[model], method, *values])
-    table = markdown_table(head, lines)
-    return f"With positions (RoPE) or attention logits scaled to the length:\n\n{table}"
+    return head, lines
 
 
-def _rule(summary: dict[str, Any]) -> str:
+def rule(summary: dict[str, Any]) -> str:
     """Say what the words mean, and what was not trained to its end."""
     made = [
         pair["comparisons"]
         for text in (summary, *summary["held_out"].values())
         for pair in text["comparisons"]
     ]
-    rule = ""
+    said = ""
     if made:
-        rule = (
+        said = (
             "Verdicts: *lower* and *higher* where the paired interval over seeds and documents (in "
             "brackets) leaves out zero, otherwise *unclear*. Intervals are corrected for "
             f"{made[0]} comparisons: the chance of any wrong word among them is at most 5%."
         )
     if any(model["tuned"] for model in summary["models"]):
-        rule += (
+        said += (
             " Rates were chosen on a seed that is not in the tables; ≤ and ≥ mark the outermost."
         )
     if summary["diverged"]:
-        rule += f" Training diverged in {', '.join(summary['diverged'])}."
-    return rule.strip()
+        said += f" Training diverged in {', '.join(summary['diverged'])}."
+    return said.strip()
 
 
-def _value(summary: dict[str, Any] | None, places: int) -> str:
+def value(summary: dict[str, Any] | None, places: int) -> str:
+    """Show a mean with its deviation over seeds."""
     if summary is None:
         return "n/a"
     # A perplexity far from the others needs no decimals.

@@ -405,6 +405,11 @@ TARGETS = (
         ("--estimate", "--data", "nowhere", "--out", "out", "--models", "cat_rope", "--seeds", "0"),
         usual=2,
     ),
+    Target(
+        *("rivals", "eval.rivals", "plain"),
+        ("--estimate", "--data", "nowhere", "--out", "out", "--models", "tfpp", "--seeds", "0"),
+        usual=2,
+    ),
 )
 _FAKE = (*("in.bin", "out"), *("--number", "1"))
 # Commands that do wrong, or right: what the tests of the fuzz test itself look at.

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cat_lm import architectures
 from cat_lm.io.files import write_json
 from eval.common.filters import Filters, own_taps, read_filters
 from eval.common.models import folder_sha256
+from eval.common.runs import read_run
 from eval.report import table2
 from eval.report.filters import filters_figure, views
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
@@ -106,6 +108,18 @@ def change_weights(run: Path) -> None:
 
 
 class TestTable2:
+    def test_runs_of_the_papers_rivals_stand_above_its_rows(self, tiny_corpus, tmp_path):
+        shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
+        gla = architectures.get("gla")
+        fields = gla.fields(gla.Section(**shape), 257, 32)
+        model = gla.classes().causal_lm(gla.config_class()(**fields))
+        run = finished_run(tmp_path / "gla", tiny_corpus, model, architecture="gla", **shape)
+        write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
+        ours = table2.own_rows([read_run(run)])
+        lines = table2.markdown(ours, table2.paper_rows()).splitlines()
+        assert lines[2].startswith("| gla | this report | 30.000 |")
+        assert any(line.startswith("| GLA (Yang et al., 2023)* | paper |") for line in lines)
+
     def test_marks_are_the_paper_s(self):
         rows = table2.paper_rows()
         marked = table2.marks(rows)

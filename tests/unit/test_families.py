@@ -29,6 +29,7 @@ from cat_lm.library_model import TOLERANCE
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
 from cat_lm.training.building import give_memory, without_weights
+from eval.length_sweep.perplexity import span_windows, token_nlls
 from tests.finished_runs import checkpoint
 
 VOCABULARY, CONTEXT = 257, 64
@@ -335,6 +336,22 @@ def test_a_text_may_come_in_parts_and_padded_on_the_right(case):
 
 
 # How it is trained
+
+
+@every_case
+@torch.no_grad()
+def test_evaluations_score_what_it_predicts(case):
+    """Windows of several lengths in one batch, as every perplexity here reads them."""
+    model, stream = model_of(case), tokens(41)
+    windows = [*span_windows(0, 23, 16, 8), *span_windows(23, 40, 16, 8)]
+    found = torch.from_numpy(token_nlls(model, stream.numpy(), windows, batch_tokens=32))
+    for window in windows:
+        logits = model(stream[None, window.start : window.stop]).logits[0]
+        wanted = nn.functional.cross_entropy(
+            logits, stream[window.start + 1 : window.stop + 1], reduction="none"
+        )
+        scored = slice(window.first, window.stop)
+        same(found[scored], wanted[window.first - window.start :])
 
 
 @every_case

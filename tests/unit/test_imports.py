@@ -41,6 +41,7 @@ LAYERS = {
         ("amounts", "locks", "selection_spec", "progress", "unfinished", "workers"),
     ),
     "eval": (
+        ("rivals",),
         ("quickstart", "small_study"),
         ("report", "samples", "speed"),
         ("length_sweep", "recall"),

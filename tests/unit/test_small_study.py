@@ -6,6 +6,7 @@ Trainings are imitated here; tests/e2e/test_small_study.py runs the real command
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 import os
@@ -19,15 +20,11 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
 
-from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from eval.common.models import folder_sha256
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
@@ -35,6 +32,7 @@ from eval.small_study.execute import Workers, commands, complete_run, held, resu
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
 from eval.small_study.tune import tuned
+from tests.unit.imitated_study import LENGTHS, Imitation, run_command
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
 DEFINITION = {
@@ -80,17 +78,17 @@ DEFINITION = {
         )
     },
 }
+# Families without convolutions of q, k and v: tests/unit/test_rivals.py looks at them.
+RIVALS = {"mamba", "mamba2", "gla", "delta_net", "gated_deltanet"}
 NINE = QUESTIONS["variants"].models
 F, OTHER = {"": "f" * 64}, {"": "e" * 64}  # fingerprints of data
-LENGTHS = (64, 128, 256, 512, 1024)
 
 
 class TestPlan:
     @pytest.mark.parametrize("size", SIZES)
     def test_models_differ_only_in_what_they_are(self, size):
-        assert MODELS.keys() == DEFINITION.keys()
-        base_file = ROOT / CONFIGS / f"base_{size}.yaml"
-        base = yaml.safe_load(base_file.read_text())
+        assert MODELS.keys() == DEFINITION.keys() | RIVALS
+        base = yaml.safe_load((ROOT / CONFIGS / f"recipe_{size}.yaml").read_text())
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
             own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
@@ -130,7 +128,7 @@ class TestPlan:
                 assert (config.model.conv_streams, config.model.conv_window) == (streams, window)
             assert config.model.hidden_size == base["model"]["hidden_size"]
             found.append(own["train"]["output_dir"])
-        assert len(set(found)) == len(MODELS)
+        assert len(set(found)) == len(DEFINITION)
 
     def test_questions_compare_models_that_differ_as_they_say(self):
         assert list(QUESTIONS) == [
@@ -284,95 +282,7 @@ class TestPlan:
         assert "--size" in result.stdout
 
 
-class Imitation:
-    """Stands for `Workers.process`: leaves what the real commands leave, at once."""
-
-    LOSS: ClassVar = {"pythia": 4.0, "cat_rope": 3.8, "canon_b": 4.001}
-
-    best_rate = 3e-3
-
-    def __init__(self, fails: str = "", diverges: str = "") -> None:
-        self.fails, self.diverges, self.calls = fails, diverges, []
-        self.lock = threading.Lock()
-
-    def __call__(self, workers: Workers, arguments: list[str], log: Path) -> int:
-        text = " ".join(arguments)
-        with self.lock:
-            self.calls.append(text)
-        if self.fails and re.search(self.fails, text):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text(f"$ {text}\nTraceback:\nValueError: no such thing\n", encoding="utf-8")
-            return 1
-        if arguments[0] == "train.py":
-            return self.train(arguments)
-        if arguments[1] == "cat_lm.export":
-            (Path(arguments[3])).mkdir(exist_ok=True)
-            write_json(Path(arguments[3]) / "export.json", {"parameters": 1000})
-            config = {"model_type": "gpt_neox", "run": Path(arguments[2]).name}
-            write_json(Path(arguments[3]) / "config.json", config)
-            save_file({"weight": np.zeros(1)}, Path(arguments[3]) / "model.safetensors")
-            return 0
-        self.sweep(Path(arguments[2]), Path(arguments[-1]))
-        return 0
-
-    def validation(self, config) -> float:
-        return 4.0 + abs(math.log10(config.optimizer.lr / self.best_rate))
-
-    def train(self, arguments: list[str]) -> int:
-        config = load_config(ROOT / arguments[1], arguments[2:])
-        run = Path(config.train.output_dir)
-        run.mkdir(parents=True, exist_ok=True)
-        config.save(run / "config.yaml")
-        bad = bool(self.diverges) and self.diverges in run.name and "trial" not in str(run)
-        speed = {"tokens_per_second": 5000.0, "step_seconds": 0.01}
-        with open(run / "metrics.jsonl", "w", encoding="utf-8") as file:
-            for step in range(1, 9):
-                record = {"step": step, "tokens": 2048 * step, "loss": 5.0, **speed}
-                record |= {"loss": None, "skipped": True} if bad and step > 4 else {}
-                file.write(json.dumps(record) + "\n")
-            if not bad:
-                values = {
-                    "val_loss": self.validation(config),
-                    "val_perplexity": 54.6,
-                    "val_bits_per_byte": 2.0,
-                }
-                file.write(json.dumps({"step": 8, "tokens": 16384, **values}) + "\n")
-        return 2 if bad else 0
-
-    @staticmethod
-    def nlls(model: str, loss: float) -> list[float]:
-        """Eight documents, easy and hard; one model's are not the others' plus a constant."""
-        own = 0.02 if model == "canon_b" else 0.0
-        return [1024 * (loss + number / 8 + own * (-1) ** number) for number in range(8)]
-
-    def sweep(self, run: Path, out: Path) -> None:
-        model, seed = run.name.split("-seed")
-        rows = []
-        for method in ("none", "pi+temperature"):
-            for length in LENGTHS:
-                loss = self.LOSS[model] + 0.01 * int(seed) + 0.1 * math.log2(length / 128)
-                row = {"label": run.name, "length": length, "method": method, "loss": loss}
-                row |= {"perplexity": math.exp(loss), "bits_per_byte": loss / 3, "tokens": 4096}
-                row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}
-                row |= {"model_sha256": folder_sha256(run / "model")}
-                row |= {"group_kind": "documents", "training_length": 128, "document_count": 9}
-                row |= {"document_tokens": [1024] * 8, "document_nlls": self.nlls(model, loss)}
-                rows.append(row)
-        write_json(out / "length_sweep.json", {"text": "x", "rows": rows})
-
-
-def run_study(
-    monkeypatch, capsys, imitation: Imitation, *arguments: object
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
-    monkeypatch.setattr(sys, "argv", ["small_study", *map(str, arguments)])
-    code = 0
-    try:
-        main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    output = capsys.readouterr()
-    return code, output.out, output.err
+run_study = functools.partial(run_command, main)
 
 
 class TestStudy:
@@ -668,7 +578,7 @@ class TestStudy:
     def test_a_missing_folder_is_named_before_any_text_is_prepared(
         self, tmp_path, monkeypatch, capsys
     ):
-        monkeypatch.setattr("eval.small_study.__main__.subprocess.run", None)
+        monkeypatch.setattr("eval.small_study.run.subprocess.run", None)
         for option in ("--held-out", "--data"):
             arguments = ["--out", tmp_path / "out", option, tmp_path / "nowhere"]
             code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments)

@@ -1,0 +1,194 @@
+"""The comparison's tables, in Markdown for RESULTS.md, and its page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.common.html import render
+from eval.common.style import page_svg, short_count
+from eval.common.text_table import markdown_table
+from eval.rivals.figure import recall_perplexities, rivals_figure
+from eval.rivals.rows import TOLERANCE
+from eval.rivals.text_recall import BINS, LAST, RARE, RECALL, REST
+from eval.small_study.plan import TUNING_SEED
+from eval.small_study.tables import EDGES, comparison_lines, rule, scaled_lines, setting, value
+
+TEMPLATE = Path(__file__).with_name("templates") / "rivals.html"
+TITLE = "CAT and its rivals at equal parameters, tokens and care"
+Table = tuple[list[str], list[list[str]]]
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """All of it, ready to be put into a larger document."""
+    parts = [*introduction(summary)]
+    for title, table, note in tables(summary):
+        parts += [f"**{title}**", markdown_table(*table), note]
+    parts += conclusions(summary)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def page(summary: dict[str, Any]) -> str:
+    """The page, with the picture in it."""
+    return render(
+        TEMPLATE,
+        title=TITLE,
+        introduction=introduction(summary),
+        picture=page_svg(rivals_figure(summary), "rivals", "the comparison in four panels"),
+        tables=[
+            {"title": title, "head": head, "lines": [list(map(_cell, line)) for line in lines]}
+            | {"note": note}
+            for title, (head, lines), note in tables(summary)
+        ],
+        conclusions=conclusions(summary),
+        commands=[summary["command"]],
+        facts=_facts(summary),
+    )
+
+
+def introduction(summary: dict[str, Any]) -> list[str]:
+    """Say what was trained, and how the rates were chosen."""
+    reported, choosing = summary["training_tokens"], summary["tuning_tokens"]
+    return [
+        setting(summary),
+        f"All rows have the same number of parameters within {TOLERANCE:.0%} and read the same "
+        f"tokens in the same order. The rate of each is the best of several by runs of "
+        f"{short_count(choosing)} tokens on seed {TUNING_SEED}, which is not reported; the runs "
+        f"reported have {short_count(reported)}.",
+    ]
+
+
+def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
+    """Make all tables: title, head and lines, note."""
+    found = [("Rows", main_lines(summary), _main_note(summary))]
+    if pairs := comparison_columns(summary):
+        found.append(("Differences", comparison_lines(summary, pairs), rule(summary)))
+    if scaled := scaled_lines(summary, summary):
+        note = "Rows without positions to scale have no line; their perplexity is in the picture."
+        found.append(("Beyond the training length, scaled", scaled, note))
+    for length in summary["recall"]["lengths"]:
+        title = f"Loss on pairs seen earlier in a window of {length:,}"
+        found.append((title, recall_lines(summary, length), _recall_note(summary)))
+    return found
+
+
+def main_lines(summary: dict[str, Any]) -> Table:
+    """What each row is, costs and reaches."""
+    trained, longest = summary["training_length"], summary["recall"]["lengths"][-1]
+    head = ["row", "parameters", "FLOPs a token", "tokens/s", "rate", f"loss at {trained:,}"]
+    head += [f"ppl at {longest:,}", f"recall ppl at {trained:,}", f"recall ppl at {longest:,}"]
+    head += [f"other ppl at {trained:,}", f"state at {longest:,}"]
+    cells = {(c["model"], c["length"]): c for c in summary["cells"] if c["method"] == "none"}
+    recalled = {n: recall_perplexities(summary, n) for n in (trained, longest)}
+    rest = recall_perplexities(summary, trained, REST)
+    lines = []
+    for model in summary["models"]:
+        name = model["model"]
+        at = [cells.get((name, length)) for length in (trained, longest)]
+        speed = model["tokens_per_second"]
+        lines.append(
+            [
+                model["label"],
+                f"{model['parameters']:,}" if model["parameters"] else "n/a",
+                short_count(model["flops_per_token"]),
+                f"{speed:,.0f}" if speed else "n/a",
+                f"{EDGES[model['tuned']['edge']]}{model['rate']:g}",
+                value(at[0] and at[0]["loss"], 3),
+                value(at[1] and at[1]["perplexity"], 2),
+                *(_spread(recalled[n].get(name)) for n in (trained, longest)),
+                _spread(rest.get(name)),
+                f"{model['state_bytes'][str(longest)] / 1024:,.1f} KiB",
+            ]
+        )
+    return head, lines
+
+
+def _main_note(summary: dict[str, Any]) -> str:
+    return (
+        "FLOPs: of a training step, forward and backward. Tokens/s: of training, the median over "
+        "steps and seeds, as many runs at a time as the command says. Recall: tokens whose pair "
+        f"with the one before stands earlier in the window and at most {RARE} times in the "
+        "training text; other: all the others. State: of one sequence in decoding, in bf16 with "
+        "recurrent states in fp32. Positions are not scaled."
+    )
+
+
+def comparison_columns(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Gather all comparisons made on the data's own text: head of a column -> differences."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for words, pairs in (
+        ("loss", summary["comparisons"]),
+        ("recall", summary["recall"]["comparisons"]),
+    ):
+        for pair in pairs:
+            found.setdefault(f"{words} at {pair['length']:,}", []).append(pair)
+    return found
+
+
+def recall_lines(summary: dict[str, Any], length: int) -> Table:
+    """Losses by slice, with those of counts alone and the tokens of each."""
+    recall = summary["recall"]
+    names = (*BINS, RECALL, LAST, REST)
+    heads = {RECALL: f"0–{RARE}", LAST: "last one", REST: "all others"}
+    cells = {(c["model"], c["slice"]): c["loss"] for c in recall["cells"] if c["length"] == length}
+    lines = [
+        [model["label"], *(value(cells.get((model["model"], name)), 3) for name in names)]
+        for model in summary["models"]
+    ]
+    counted = {row["slice"]: row for row in recall["bigram"] if row["length"] == length}
+    losses = [counted[name]["loss"] for name in names]
+    lines.append(["bigram counts", *("n/a" if x is None else f"{x:.3f}" for x in losses)])
+    lines.append(["tokens", *(f"{counted[name]['tokens']:,}" for name in names)])
+    return ["row", *(heads.get(name, name) for name in names)], lines
+
+
+def _recall_note(summary: dict[str, Any]) -> str:
+    split = short_count(summary["recall"]["training_split_tokens"])
+    return (
+        f"Columns: times that the pair stands in the training split ({split} tokens, of which a "
+        f"run reads {short_count(summary['training_tokens'])}, some more than once where those are "
+        "more). Last one: the token followed the same token the last time, too. Bigram counts: of "
+        "that split, with the unigram counts as a prior; it cannot recall."
+    )
+
+
+def conclusions(summary: dict[str, Any]) -> list[str]:
+    """Say what the differences carry, and what they do not."""
+    pairs = [p for column in comparison_columns(summary).values() for p in column]
+    for text in summary["held_out"].values():
+        pairs += text["comparisons"]
+    said = sum(pair["verdict"] in ("lower", "higher") for pair in pairs)
+    carried = f"{said} of {len(pairs)} differences are carried by their intervals; the others "
+    carried += "may be chance, however large they look."
+    sizes = [model["parameters"] for model in summary["models"] if model["parameters"]]
+    size = short_count(statistics.median(sizes)) if sizes else "this size"
+    limits = (
+        f"All of this is of {size} parameters, {short_count(summary['training_tokens'])} tokens "
+        f"and one text; it says nothing about other sizes, budgets or texts, nor about speed on "
+        "other machines."
+    )
+    return [carried, limits]
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    if not values:
+        return "n/a"
+    found = {"mean": statistics.fmean(values), "sd": None}
+    if len(values) > 1:
+        found["sd"] = statistics.stdev(values)
+    return value(found, 2) if math.isfinite(found["mean"]) else "n/a"
+
+
+def _cell(text: str) -> dict[str, Any]:
+    """A cell of the page, whose emphasis is not Markdown's."""
+    return {"text": text.strip("*"), "strong": text.startswith("**")}
+
+
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    facts = {"made": summary["date"], "machine": summary["machine"], "versions": versions}
+    facts |= {"commit": summary["commit"] or "unknown", "data": summary["data"]}
+    return list(facts.items())

@@ -1,0 +1,144 @@
+"""The rows of the comparison, what is fixed for all of them, and its command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cat_lm.cli import Parser
+from cat_lm.config import RunConfig
+from cat_lm.errors import UserError
+from eval.small_study.arguments import add_options, chosen_models, common_values, from_root
+from eval.small_study.plan import ROOT, SIZES, Job, Study
+from eval.small_study.questions import Question
+
+BASE = "tfpp"  # whom everyone is compared with
+WITHOUT = {"cat_rope": "pythia", "mh_cat_rope": "pythia", "kv_shift": "pythia"}
+REFERENCE = "pythia"  # whose number of parameters all have
+TOLERANCE = 0.02  # of that number
+TUNING_SHARE = 2  # a run that chooses a rate has one of this many parts of the tokens
+TOKENS = {"cpu": 1_024_000, "gpu": 10_485_760}  # of a run that is reported
+DOCUMENTS = 100  # held out, each scored at all lengths and by every scaling
+RATES = {"cpu": (1e-3, 3e-3, 1e-2), "gpu": (3e-4, 1e-3, 3e-3)}
+RECALLED = (1, 8)  # windows of recall, of the training length
+_OTHERS = ("tfpp_cat", "tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet")
+QUESTION = Question(
+    "how do CAT and its rivals compare at equal parameters, tokens and care?",
+    (
+        *((model, BASE) for model in (REFERENCE, *WITHOUT, *_OTHERS)),
+        *WITHOUT.items(),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Study):
+    """The study of all rows, with recall beside what every study measures."""
+
+    question: str = "rivals"
+
+    @property
+    def asked(self) -> Question:
+        """The one question that there is."""
+        return QUESTION
+
+    def budget(self, job: Job) -> int | None:
+        """Give the training tokens of a run: a part of them where it only chooses a rate."""
+        return self.tokens if job.rate is None else self.tokens // TUNING_SHARE
+
+    def recall_lengths(self) -> list[int]:
+        """Windows in which tokens are recalled, in tokens."""
+        return [factor * self.trained_length for factor in RECALLED]
+
+    def comparisons(self) -> int:
+        """Count those of losses, and those of recall at each window."""
+        return super().comparisons() + len(self.contrasts) * len(RECALLED)
+
+    def scored_tokens(self) -> int:
+        """Count what is read of the text for recall, too: windows overlap by half."""
+        return super().scored_tokens() + 2 * len(RECALLED) * self.sweep_tokens()
+
+    def settings(self, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+        """Gather what decides the numbers."""
+        return super().settings(fingerprints) | {
+            "tuning_share": TUNING_SHARE,
+            "recall_lengths": self.recall_lengths(),
+        }
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m eval.rivals",
+        description="Trains CAT, Canon layers, Mamba, GLA and the DeltaNets at equal parameters "
+        "and tokens, each at the best of its learning rates, and compares their losses, their "
+        "lengths, what they recall of real text, and what they cost. A stopped comparison goes on "
+        "where it was.",
+    )
+    words = "; ".join(f"{size}: {','.join(map('{:g}'.format, r))}" for size, r in RATES.items())
+    add_options(
+        parser,
+        cpu="hours on one core",
+        out="runs/rivals-SIZE",
+        models="some rows",
+        rates=words,
+        tokens="; ".join(f"{size}: {count:,}" for size, count in TOKENS.items()),
+        documents=str(DOCUMENTS),
+    )
+    return parser.parse_args(argv)
+
+
+def comparison_of(arguments: argparse.Namespace) -> Comparison:
+    """The comparison that the command line asks for. Raises UserError where it makes no sense."""
+    size = SIZES[arguments.size]
+    arguments.rates = arguments.rates or RATES[size.name]
+    # Always said, so that runs that choose rates have the same share of warm-up.
+    arguments.tokens = arguments.tokens or TOKENS[size.name]
+    return Comparison(
+        # Every scaling that there is for rotary positions, not the paper's alone.
+        size=dataclasses.replace(size, methods="all", documents=DOCUMENTS),
+        models=chosen_models(arguments, QUESTION, "the comparison"),
+        out=from_root(arguments.out or ROOT / f"runs/rivals-{size.name}"),
+        **common_values(arguments),
+    )
+
+
+def check_rows(study: Comparison, vocabulary: int) -> None:
+    """Check that all rows have the same size and read the same tokens. Raises UserError."""
+    reference = study.config(Job(REFERENCE, 0, study.out))
+    rows = {model: study.config(Job(model, 0, study.out)) for model in study.models}
+    sizes = {model: config.num_parameters(vocabulary) for model, config in rows.items()}
+    check_sizes(sizes, reference.num_parameters(vocabulary), vocabulary)
+    for model, config in rows.items():
+        if _read(config) != _read(reference):
+            raise UserError(
+                f"configs/study/{model}.yaml: reads {_read(config)}, {REFERENCE} "
+                f"{_read(reference)}; rows are compared at equal tokens"
+            )
+
+
+def check_sizes(parameters: Mapping[str, int], reference: int, vocabulary: int) -> None:
+    """Check that no row has more or fewer parameters than `TOLERANCE` allows.
+
+    Args:
+        parameters: by row.
+        reference: the number that all should have.
+        vocabulary: of the data, that the numbers are with.
+
+    Raises:
+        UserError: a row has not.
+    """
+    for model, count in parameters.items():
+        off = count / reference - 1
+        if abs(off) > TOLERANCE:
+            raise UserError(
+                f"configs/study/{model}.yaml: has {count:,} parameters with a vocabulary of "
+                f"{vocabulary:,}, {off:+.1%} of {REFERENCE}'s {reference:,}; rows may differ by "
+                f"{TOLERANCE:.0%}: leave it out of --models, or take data of another vocabulary"
+            )
+
+
+def _read(config: RunConfig) -> str:
+    steps = f"{config.total_steps:,} steps of {config.train.global_batch_size} rows"
+    return f"{steps} of {config.data.context_length} tokens"

@@ -1,0 +1,132 @@
+"""Prepares what the study reads, and runs what is missing of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from cat_lm.errors import UserError
+from cat_lm.io.locks import Lock
+from eval.small_study.plan import ROOT, Job, Study, check, claim
+
+if TYPE_CHECKING:
+    from eval.small_study.execute import Workers
+    from eval.small_study.progress import Estimate
+    from eval.small_study.tune import Tuned
+
+
+def run_missing(
+    study: Study,
+    fingerprints: dict[str, str],
+    lock: Lock,
+    parallel: int | None,
+    estimate_only: bool,
+) -> dict[str, Tuned] | None:
+    """Runs what is not finished; the rates that were chosen, None where there are no results.
+
+    Args:
+        fingerprints: of `prepared`.
+        lock: of the study's folder.
+        parallel: runs at once; None: as suits the study's size.
+
+    Raises UserError where the folder is another study's, and where runs failed.
+    """
+    from eval.small_study.execute import Workers, unfinished
+    from eval.small_study.progress import measure
+    from eval.small_study.tune import tuned
+
+    (check if estimate_only else claim)(study, fingerprints)
+    jobs, tuning = study.jobs(), study.tuning_jobs()
+    todo = unfinished([*tuning, *jobs])
+    choosing = f" and {len(tuning)} that choose rates" if tuning else ""
+    models = f"{len(jobs)} runs of {len(study.models)} models{choosing}"
+    print(f"{models} in {study.out}, {len(todo)} to do")
+    estimate = workers = None
+    if todo:
+        cores = len(os.sched_getaffinity(0))
+        parallel = min(parallel or (cores if study.size.parallel else 1), len(todo))
+        threads = max(1, cores // parallel)
+        workers = Workers(study, parallel, threads, lock)
+        estimate = measure(study, workers)
+        print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
+    if estimate_only:
+        return None
+    run = functools.partial(_finish, study, workers, estimate)
+    rates = tuned(study, run) if study.rates else {}
+    _finish(with_rates(study, rates), workers, estimate, jobs)
+    return rates
+
+
+def with_rates(study: Study, rates: dict[str, Tuned]) -> Study:
+    """The study with the rates that were chosen."""
+    chosen = {model: found.rate for model, found in rates.items()}
+    return dataclasses.replace(study, chosen=chosen)
+
+
+def _finish(
+    study: Study, workers: Workers | None, estimate: Estimate | None, jobs: list[Job]
+) -> None:
+    """Runs those of the jobs that are not finished. Raises UserError where some fail."""
+    from eval.small_study.execute import complete_run, unfinished
+    from eval.small_study.progress import Progress
+
+    todo = unfinished(jobs)
+    if not todo:
+        return
+    workers.study = study
+    with Progress(jobs, todo, estimate, study) as progress:
+        failures = workers.run(todo, complete_run, progress.finished)
+    if failures:
+        count = f"{len(failures)} of {len(todo)} runs failed"
+        raise UserError(f"{count}, the others are kept; the same command tries again")
+
+
+def prepared(study: Study, own: bool) -> dict[str, str]:
+    """Prepares the text where it is missing; returns the fingerprints of `Study.texts`.
+
+    Args:
+        own: the data are the user's and are not made here.
+
+    Raises UserError where a text has too few long documents or another tokenizer than the data.
+    """
+    import numpy as np
+
+    from cat_lm.data.manifest import read_manifest
+    from cat_lm.data.opening import open_verified
+
+    for folder in (*study.held_out, *([study.data] if own else [])):
+        read_manifest(ROOT / folder)  # an error before any text is prepared
+    if not own:
+        # Much of the library: it has some 380 files that are long enough.
+        flags = ["--source", "python-stdlib", "--validation-fraction", "0.6"]
+        flags += ["--tokenizer", f"train:sentencepiece:{study.size.vocabulary}"]
+        call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
+        if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
+            raise SystemExit(code)
+    corpora = {
+        name: open_verified(ROOT / data, "validation") for name, data in study.texts().items()
+    }
+    fingerprints = {name: corpus.fingerprint for name, corpus in corpora.items()}
+    fingerprints[""] = open_verified(ROOT / study.data, "train").fingerprint
+    ours = corpora[""].manifest["tokenizer"]["sha256"]
+    needed, length = study.documents or study.size.documents, max(study.lengths())
+    for name, corpus in corpora.items():
+        option = "--held-out" if name else "--data"
+        if corpus.manifest["tokenizer"]["sha256"] != ours:
+            raise UserError(
+                f"{option} {study.texts()[name]}: was prepared with another tokenizer than "
+                f"{study.data}; prepare it with --tokenizer {study.data / 'tokenizer'}"
+            )
+        tokens = corpus.tokens(0, corpus.num_tokens)
+        ends = np.flatnonzero(tokens == corpus.eod_id) + 1
+        long = int((np.diff(ends, prepend=0) >= length).sum())
+        if long < needed:
+            raise UserError(
+                f"{option} {study.texts()[name]}: holds out {long} documents of {length} tokens or "
+                f"more, {needed} are scored; hold out more text, or give --documents"
+            )
+    return fingerprints
