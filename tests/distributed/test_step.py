@@ -125,7 +125,7 @@ def bits(ranks, stage: int, precision: str) -> list[tuple]:
     [
         pytest.param(1, 1, "bf16", marks=pytest.mark.long),
         (2, 1, "bf16"),
-        (2, 1, "fp32"),
+        pytest.param(2, 1, "fp32", marks=pytest.mark.long),
         (2, 2, "bf16"),
         pytest.param(2, 2, "fp32", marks=pytest.mark.long),
         pytest.param(1, 2, "bf16", marks=pytest.mark.long),
