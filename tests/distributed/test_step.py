@@ -153,6 +153,7 @@ def communicated(ranks, stages: list[int]) -> dict[tuple, list[float]]:
     return losses
 
 
+@pytest.mark.long
 def test_gradients_summed_in_bf16_are_rounded():
     stages = [1, 3]
     first, second = run_on_ranks(communicated, 2, stages)

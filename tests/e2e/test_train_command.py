@@ -135,6 +135,7 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.long
 def test_starts_without_a_compiler(tiny_corpus, tmp_path):
     """DeepSpeed must not try to build an operator: no compiler on PATH, an empty build cache."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=3)
