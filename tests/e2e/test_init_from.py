@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.config import RunConfig
+from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
 from cat_lm.export_record import PROGRAM, describe_files
 from tests.commands import python
 from tests.runs import records, run_values, write_config
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -121,3 +122,45 @@ def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, t
     assert "tokenizer_config.json: has " in said and "train.init_checksums=false" in said
     assert "Traceback" not in said
     assert "weights: from" in run("train.py", config, "train.init_checksums=false")
+
+
+@pytest.mark.parametrize(
+    ("method", "positions"),
+    [
+        ("yarn", {}),
+        ("pi+temperature", {"model.rope_parameters": "{rope_type: linear, factor: 4}"}),
+        ("temperature", {"model.rope_parameters": "null", "model.position_embedding": "none"}),
+    ],
+)
+def test_a_longer_context_begins_as_the_scaled_model_reads_it(tmp_path, method, positions):
+    """configs/long_context.yaml with the changes that its README gives, on a small model."""
+    import torch
+
+    from cat_lm.pretrained import load_model
+    from cat_lm.scaled_models import scaled_config, scaled_fields
+    from cat_lm.training.engine import build_model
+    from cat_lm.training.init_from import load_initial_weights
+
+    def configured(**changes: str) -> RunConfig:
+        shape = {f"model.{key}": value for key, value in SHAPE.items()}
+        values = shape | positions | changes
+        return load_config(
+            ROOT / "configs/long_context.yaml", [f"{key}={value}" for key, value in values.items()]
+        )
+
+    unscaled = {"model.rope_parameters": "null", "model.attention_temperature": "1"}
+    trained = build_model(configured(**unscaled | {"data.context_length": "256"}), 61)
+    for parameter in trained.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    trained.save_pretrained(tmp_path)
+
+    run = build_model(configured(), 61).eval()
+    load_initial_weights(run, str(tmp_path))
+    config = scaled_config(trained.config, scaled_fields(trained.config, method, 4, 256))
+    scaled = load_model(tmp_path, device="cpu", config=config)
+    ids = torch.randint(61, (1, 1024))
+    with torch.no_grad():
+        found, wanted, before = (each(ids).logits for each in (run, scaled, trained.eval()))
+    assert torch.equal(found, wanted)
+    assert (found - before).abs().max() > 1e-3 * before.abs().max()
+    assert run.config.max_position_embeddings == config.max_position_embeddings == 1024
