@@ -29,15 +29,22 @@ class Command:
     Args:
         words: `train.py …`, `-m module …` or `-c code`.
         apart: keep the two outputs apart; else stderr goes where stdout goes.
+        log: the file that gets stdout; None: a temporary one.
         environment: variables beside this process's.
     """
 
     def __init__(
-        self, *words: object, cwd: Path = REPOSITORY, apart: bool = False, **environment: str
+        self,
+        *words: object,
+        cwd: Path = REPOSITORY,
+        apart: bool = False,
+        log: Path | None = None,
+        **environment: str,
     ) -> None:
         self.words = [str(word) for word in words]
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        self._files[0] = log or self._files[0]
         files = self._files if apart else [self._files[0]] * 2
         multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
         method = "spawn" if torch.cuda.is_available() else "forkserver"
@@ -48,11 +55,15 @@ class Command:
         # Python's end would wait for what a failed test has left behind.
         weakref.finalize(self, self._process.kill)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout: float = 600) -> int:
         """Wait for the end and return the exit code, which is -N after signal N."""

@@ -94,8 +94,8 @@ def generated_text(documents: int, seed: int = 0) -> list[str]:
     return ["\n".join(line() for _ in range(rng.randint(1, 12))) for _ in range(documents)]
 
 
-def many_texts() -> list[str]:
-    """Some thousand texts, several chunks of work, with awkward ones at the end."""
+def many_texts(documents: int = 3000) -> list[str]:
+    """By default several chunks of work, with awkward ones at the end."""
     awkward = [
         "",
         "</s><|endoftext|><|endoftext|>",
@@ -106,7 +106,7 @@ def many_texts() -> list[str]:
         "",
         "last",
     ]
-    return generated_text(3000) + awkward
+    return generated_text(documents) + awkward
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -119,6 +119,12 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A jsonl file of `many_texts`."""
     return write_jsonl(tmp_path_factory.mktemp("many_documents") / "x.jsonl", many_texts())
+
+
+@pytest.fixture(scope="session")
+def some_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl file of some 500 texts, for what is the same with many."""
+    return write_jsonl(tmp_path_factory.mktemp("some_documents") / "x.jsonl", many_texts(500))
 
 
 @pytest.fixture(scope="session")

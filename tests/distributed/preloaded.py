@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (torch's compiler, which it imports)
+import matplotlib.pyplot  # noqa: F401 (of sweeps and reports)
 
 from cat_lm import architectures, export  # noqa: F401
 from cat_lm.training import (

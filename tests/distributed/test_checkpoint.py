@@ -80,25 +80,25 @@ def killed_everywhere(ranks, data: str, folder: str, after: bool) -> list[str]:
     done = []
     for number, action in enumerate(ACTIONS):
         run = Path(folder) / str(number)
-        values = run_values(data, run, max_steps=8, resume="auto")
-        values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
-        values["validation"]["every_steps"] = 8
+        values = run_values(data, run, max_steps=4, resume="auto")
+        values["checkpoint"] = {"every_steps": 1, "keep_last": 2}
+        values["validation"]["every_steps"] = 4
         try:
-            train(ranks, values, lambda a=action: failing(a, after, Killed()), at_step=6)
+            train(ranks, values, lambda a=action: failing(a, after, Killed()), at_step=3)
         except Killed:
             done.append(run.name)
         newest = find_checkpoint(run)
-        assert newest.name in ("step-00000004", "step-00000006"), (action, newest)
+        assert newest.name in ("step-00000002", "step-00000003"), (action, newest)
         train(ranks, values)
         names = {path.name for path in (run / "checkpoints").iterdir()}
-        assert names == {".lock", "latest", "step-00000006", "step-00000008"}, (action, names)
+        assert names == {".lock", "latest", "step-00000003", "step-00000004"}, (action, names)
     return done
 
 
 # After one action is nearly before the next.
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_save_killed_at_any_action_costs_nothing(after, tiny_corpus, tmp_path):
-    run_on_ranks(train, 1, reference := run_values(tiny_corpus, tmp_path / "whole", max_steps=8))
+    run_on_ranks(train, 1, reference := run_values(tiny_corpus, tmp_path / "whole", max_steps=4))
     assert reference["validation"]["every_steps"] == 6
     runs = run_on_ranks(killed_everywhere, 1, str(tiny_corpus), str(tmp_path), after)[0]
     assert len(runs) == len(ACTIONS)

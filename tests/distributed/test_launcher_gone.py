@@ -132,7 +132,9 @@ def test_ranks_of_a_killed_deepspeed_save_and_end(adopting, tiny_corpus, tmp_pat
     assert find_checkpoint(tmp_path / "run")
 
 
-@pytest.mark.parametrize("store", ["the launcher's", "its own"])
+@pytest.mark.parametrize(
+    "store", ["the launcher's", pytest.param("its own", marks=pytest.mark.long)]
+)
 def test_a_rank_in_the_rendezvous_ends_with_its_launcher(adopting, tiny_corpus, tmp_path, store):
     """The second rank never comes, so the first waits for it until its launcher is killed.
 

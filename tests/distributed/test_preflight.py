@@ -162,7 +162,7 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     assert lines[3].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[3]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_dry_run_batch_changes_nothing(world_size, tiny_corpus):
     """Losses, norms, weights and generators are equal bit for bit, in every stage."""
     cases = {

@@ -56,15 +56,14 @@ def values(data: Path, run: Path, every: int, steps: int) -> dict:
     return result
 
 
+# Of two ranks, tests/distributed/test_full_disk.py does it in the short tier.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("every", "full_after", "steps", "reason"),
     [
         (5, 7, 12, "step-00000010: the checkpoint could not be written"),
         # So far from a checkpoint that records need more room than the disk's last block has.
-        pytest.param(
-            *(30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
-            marks=pytest.mark.long,
-        ),
+        (30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
     ],
 )
 def test_a_run_that_fills_its_disk(

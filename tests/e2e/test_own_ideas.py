@@ -81,7 +81,14 @@ class Idea(NamedTuple):
         return write_config(folder, values)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Each goes through all commands; the other two through the registries' tests in the short tier.
+SHORT = ("convolution", "family")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=() if m in SHORT else pytest.mark.long) for m in MODELS],
+)
 def idea(request, tmp_path_factory) -> Idea:
     folder = tmp_path_factory.mktemp(request.param)
     code = (IDEAS / f"{request.param}.py").read_text(encoding="utf-8")
@@ -297,7 +304,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(name, marks=() if WRONG[name][0] == "convolution" else pytest.mark.long)
+        for name in WRONG
+    ],
+)
 def test_parts_that_do_not_fit_make_no_model(wrong, tiny_corpus, tmp_path):
     """What a registry that imports no torch cannot see, the first model shows."""
     name, (right, changed), said = WRONG[wrong]

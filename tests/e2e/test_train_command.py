@@ -45,7 +45,7 @@ def end(process: subprocess.Popen) -> str:
 
 def test_sigkill_at_random_moments(tiny_corpus, tmp_path):
     """SIGKILL between and during saves; each restart goes on to equal losses."""
-    values = run_values(tiny_corpus, tmp_path / "straight", max_steps=60)
+    values = run_values(tiny_corpus, tmp_path / "straight", max_steps=30)
     values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
     finish(Command("train.py", write_config(tmp_path, values)))
     values["train"] |= {"output_dir": str(tmp_path / "killed"), "resume": "auto"}
@@ -111,8 +111,8 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         )
     )
     tasks = [
-        start(
-            *(sys.executable, "train.py", configs["srun"]),
+        Command(
+            *("train.py", configs["srun"]),
             SLURM_PROCID=str(rank),
             SLURM_LOCALID=str(rank),
             SLURM_STEP_NUM_TASKS="2",
@@ -122,8 +122,8 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         for rank in range(2)
     ]
     for task in tasks:
-        end(task)
-    end(start(sys.executable, "train.py", configs["alone"]))
+        finish(task)
+    finish(Command("train.py", configs["alone"]))
     one = (BIN / "torchrun", "--standalone", "--nproc-per-node=1", "train.py")
     end(start(*one, configs["torchrun-one"]))
     assert losses(tmp_path / "torchrun-one/run") == losses(tmp_path / "alone/run")
@@ -135,6 +135,7 @@ def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
         assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.long
 def test_starts_without_a_compiler(tiny_corpus, tmp_path):
     """DeepSpeed must not try to build an operator: no compiler on PATH, an empty build cache."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=3)

@@ -19,7 +19,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.targets import BY_NAME, TARGETS
 from tests.fuzz.values import ODD, odd_line
 
-SEED, CASES, MORE_CASES = 2026, 50, 330
+SEED, CASES, MORE_CASES = 2026, 25, 330
 # Those whose single call takes seconds.
 SLOW = ("doctor", "streams", "speed-conv", "report", "sweep", "sweep-text", "zero-shot-table")
 EXPECTED = {
@@ -158,22 +158,27 @@ def test_weights_that_are_not_finite_are_seen(tmp_path):
     assert verdict.nonsense(path) == "is no safetensors file"
 
 
-def report_of(names: Iterable[str]) -> Report:
-    """What the cases of these names found."""
-    report = Report(None, SEED)
+@pytest.fixture(scope="module")
+def report_of():
+    """What the cases of these names found: report_of(names) -> Report."""
     with scratch_folder() as scratch:
         templates = Templates(scratch, 0)
         make_world(templates, with_harness=False)
-        for name in names:
-            report.add(templates.case(name, SEED), templates.place)
+
+        def run(names: Iterable[str]) -> Report:
+            report = Report(None, SEED)
+            for name in names:
+                report.add(templates.case(name, SEED), templates.place)
+            return report
+
+        yield run
         templates.close()
-    return report
 
 
 SAMPLED = [t for t in TARGETS if t.family != "harness" and t.name not in SLOW]
 
 
-def test_a_few_dozen_cases_end_well():
+def test_a_few_dozen_cases_end_well(report_of):
     """A sample of what `python -m tests.fuzz` runs for an hour."""
     names = itertools.islice(schedule.cases(SAMPLED, SEED), CASES)
     report = report_of((*schedule.plain_cases(SAMPLED), *names))
@@ -183,6 +188,6 @@ def test_a_few_dozen_cases_end_well():
 
 
 @pytest.mark.long
-def test_a_few_hundred_more_cases_end_well():
+def test_a_few_hundred_more_cases_end_well(report_of):
     report = report_of(itertools.islice(schedule.cases(SAMPLED, SEED), CASES, MORE_CASES))
     assert not report.causes, report.text()

@@ -527,6 +527,7 @@ def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
     assert said in done.stderr
 
 
+@pytest.mark.long
 def test_a_broken_plugin_is_no_matter_of_other_models(tmp_path):
     """transformers' own models open in a program that happens to have cat_lm; ours say why not."""
     environment = install(tmp_path / "site", "1 / 0")

@@ -347,7 +347,10 @@ def mistral_ids(path):
 
 @pytest.mark.parametrize(
     ("name", "code", "made"),
-    [("gpt_neox_20b.json", UINT16, neox_ids), ("mistral_7b_v1.model", INT32, mistral_ids)],
+    [
+        ("gpt_neox_20b.json", UINT16, neox_ids),
+        pytest.param("mistral_7b_v1.model", INT32, mistral_ids, marks=pytest.mark.long),
+    ],
 )
 def test_bytes_of_text_are_counted_exactly_without_decoding(
     tmp_path, shared_data, monkeypatch, capsys, name, code, made

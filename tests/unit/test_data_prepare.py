@@ -83,16 +83,16 @@ def test_the_result_is_the_same_for_every_number_of_workers(tmp_path, many_docum
     assert not list(scratch.iterdir())
 
 
-def test_many_small_chunks_come_back_in_order(tmp_path, prepare, many_documents, monkeypatch):
-    expected = digests(prepare(tmp_path / "1", *flags(many_documents, "--workers", 1)))
+def test_many_small_chunks_come_back_in_order(tmp_path, prepare, some_documents, monkeypatch):
+    expected = digests(prepare(tmp_path / "1", *flags(some_documents, "--workers", 1)))
     monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 70)
-    assert digests(prepare(tmp_path / "2", *flags(many_documents, "--workers", 2))) == expected
+    assert digests(prepare(tmp_path / "2", *flags(some_documents, "--workers", 2))) == expected
 
 
 def test_data_that_are_being_replaced_are_not_taken_for_finished(
-    tmp_path, prepare, many_documents, monkeypatch
+    tmp_path, prepare, some_documents, monkeypatch
 ):
-    out = prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+    out = prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
 
     def killed(*_):
         with pytest.raises(UserError, match="holds no finished data"):
@@ -101,29 +101,29 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
 
     monkeypatch.setattr(pipeline, "assemble", killed)
     with pytest.raises(UserError, match="stop"):
-        prepare(out, *flags(many_documents, "--seed", 1, "--overwrite"))
+        prepare(out, *flags(some_documents, "--seed", 1, "--overwrite"))
 
 
 def test_again_with_the_same_arguments_does_nothing(
-    tmp_path, prepare, many_documents, capsys, monkeypatch
+    tmp_path, prepare, some_documents, capsys, monkeypatch
 ):
-    out = prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+    out = prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    prepare(out, *flags(many_documents, "--workers", 2))
+    prepare(out, *flags(some_documents, "--workers", 2))
     assert capsys.readouterr().out.endswith(
         "already complete with these arguments, nothing to do\n"
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     with monkeypatch.context() as patched:  # as where nothing can be written
         patched.delattr(output_folder, "locked")
-        prepare(out, *flags(many_documents))
+        prepare(out, *flags(some_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
-        prepare(out, *flags(many_documents, "--seed", 1))
+        prepare(out, *flags(some_documents, "--seed", 1))
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     old = digests(out)
-    prepare(out, *flags(many_documents, "--seed", 1, "--overwrite", "--workers", 1))
+    prepare(out, *flags(some_documents, "--seed", 1, "--overwrite", "--workers", 1))
     assert digests(out) != old
-    prepare(out, *flags(many_documents, "--overwrite", "--workers", 1))
+    prepare(out, *flags(some_documents, "--overwrite", "--workers", 1))
     assert digests(out) == old
 
 
@@ -232,7 +232,7 @@ def test_files_behind_a_limit_are_not_encoded(tmp_path, prepare, limit):
     assert list(texts_of(out, "validation")) == ["0a"]
 
 
-def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_documents):
+def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, some_documents):
     from tokenizers import Tokenizer, models
 
     vocab = {f"<{number}>": number for number in range(70_000)} | {"</s>": 70_000, "?": 70_001}
@@ -240,7 +240,7 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, many_document
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     out = prepare(
         tmp_path / "out",
-        *flags(many_documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
+        *flags(some_documents, "--workers", 1, tokenizer=tmp_path / "tokenizer.json"),
     )
     corpus = open_corpus(out, "train")
     assert corpus.manifest["dtype"] == "int32"

@@ -34,23 +34,23 @@ def test_folders_of_others_are_left_alone(tmp_path, prepare, many_documents):
         prepare(tmp_path / "file", *flags(many_documents))
 
 
-def test_a_foreign_marker_beside_finished_data_is_kept(tmp_path, prepare, many_documents, capsys):
-    out = prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+def test_a_foreign_marker_beside_finished_data_is_kept(tmp_path, prepare, some_documents, capsys):
+    out = prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
     text = '{"identity": {"name": "another program"}, "work": "elsewhere"}'
     (out / "unfinished.json").write_text(text)
-    prepare(out, *flags(many_documents, "--workers", 1, "--seed", 1, "--overwrite"))
+    prepare(out, *flags(some_documents, "--workers", 1, "--seed", 1, "--overwrite"))
     assert (out / "unfinished.json.aside").read_text() == text
     assert not (out / "unfinished.json").exists()
     assert "is not of these data; it is now unfinished.json.aside" in capsys.readouterr().out
 
 
-def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, many_documents):
+def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, some_documents):
     with (
         output_folder.locked(tmp_path / "out"),
         pytest.raises(UserError, match="another preparation is writing"),
     ):
-        prepare(tmp_path / "out", *flags(many_documents))
-    prepare(tmp_path / "out", *flags(many_documents, "--workers", 1))
+        prepare(tmp_path / "out", *flags(some_documents))
+    prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
 
 
 def test_of_few_documents_at_least_one_is_held_out_and_one_kept(tmp_path, prepare):
@@ -93,7 +93,7 @@ def test_a_disk_that_would_not_do_is_refused_beforehand(
     ],
 )
 def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mistake, message):
-    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
+    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts(300)), "--workers", 1)
     out = prepare(tmp_path / "out", *given)
     before = digests(out)
     with pytest.raises(UserError, match=message):
@@ -105,19 +105,19 @@ def test_a_mistake_beside_overwrite_leaves_finished_data(tmp_path, prepare, mist
 def test_where_the_source_lies_decides_nothing(tmp_path, prepare, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        write_jsonl(tmp_path / folder / "x.jsonl", many_texts())
+        write_jsonl(tmp_path / folder / "x.jsonl", many_texts(300))
     out = prepare(tmp_path / "out", *flags(tmp_path / "a", "--workers", 1))
     for path in (f"{tmp_path}/a/", tmp_path / "b"):
         prepare(out, *flags(path, "--workers", 1))
         assert "already complete" in capsys.readouterr().out
-    write_jsonl(tmp_path / "b" / "x.jsonl", many_texts()[1:])
+    write_jsonl(tmp_path / "b" / "x.jsonl", many_texts(300)[1:])
     with pytest.raises(UserError, match=r"source was .*file_bytes") as raised:
         prepare(out, *flags(tmp_path / "b", "--workers", 1))
     assert '"kind"' not in str(raised.value)
 
 
 def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
-    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts()), "--workers", 1)
+    given = flags(write_jsonl(tmp_path / "x.jsonl", many_texts(300)), "--workers", 1)
     out = prepare(tmp_path / "out", *given)
     PackedWindows(open_corpus(out, "train"), 64)
     with pytest.raises(UserError, match="the validation split comes out empty"):
@@ -127,10 +127,10 @@ def test_packing_plans_go_with_the_data_they_are_of(tmp_path, prepare):
 
 @pytest.mark.parametrize("calls", [1, 2, 7])
 def test_a_disk_that_fills_up_stops_cleanly_and_the_same_command_continues(
-    tmp_path, prepare, many_documents, monkeypatch, calls
+    tmp_path, prepare, some_documents, monkeypatch, calls
 ):
     """Full while a part (its first write, a later one) and while a shard is written."""
-    arguments = flags(many_documents, "--workers", 1, "--shard-tokens", 100_000)
+    arguments = flags(some_documents, "--workers", 1, "--shard-tokens", 17_000)
     expected = digests(prepare(tmp_path / "whole", *arguments))
     written = []
 
@@ -143,7 +143,7 @@ def test_a_disk_that_fills_up_stops_cleanly_and_the_same_command_continues(
 
         return write
 
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", 200_000)
+    monkeypatch.setattr(encoding, "CHUNK_BYTES", 35_000)
     monkeypatch.setattr("data_prep.encode.parts._write", full(parts._write))
     monkeypatch.setattr(shards.ShardWriter, "_append", full(shards.ShardWriter._append))
     with pytest.raises(UserError, match=r"the disk is full \(\d+ MiB free\); make room and run"):

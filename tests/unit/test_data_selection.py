@@ -223,7 +223,13 @@ def of_choices(tmp_path_factory, prepare, sets):
     return {c: digests(prepare(folder / c, *flags(sets, *CHOICES[c]))) for c in CHOICES}
 
 
-@pytest.mark.parametrize("first", CHOICES)
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(choice, marks=() if choice in ("mixture", "sets") else pytest.mark.long)
+        for choice in CHOICES
+    ],
+)
 def test_any_choice_after_any_other_is_as_from_a_fresh_folder(
     tmp_path, prepare, sets, of_choices, first
 ):

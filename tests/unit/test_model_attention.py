@@ -124,8 +124,15 @@ def test_a_packed_document_equals_the_document_alone(case, family, plain_flex_at
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-@each_family
+@pytest.mark.parametrize(
+    ("side", "family"),
+    [
+        ("left", "gpt_neox"),
+        ("right", "llama"),
+        pytest.param("right", "gpt_neox", marks=pytest.mark.long),
+        pytest.param("left", "llama", marks=pytest.mark.long),
+    ],
+)
 @each_case
 def test_padded_rows_and_their_continuations_equal_rows_alone(
     case, family, side, plain_flex_attention
@@ -256,8 +263,15 @@ def test_missing_parameters_start_as_they_should(family, tmp_path):
     assert torch.equal(zero(random_ids(1, 9)).logits, stock(random_ids(1, 9)).logits)
 
 
-@pytest.mark.parametrize("case", [DECAY | BOX, FADING], ids=["decay+box", "fading"])
-@each_family
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        pytest.param(DECAY | BOX, "gpt_neox", id="decay+box-gpt_neox"),
+        pytest.param(FADING, "llama", id="fading-llama"),
+        pytest.param(DECAY | BOX, "llama", id="decay+box-llama", marks=pytest.mark.long),
+        pytest.param(FADING, "gpt_neox", id="fading-gpt_neox", marks=pytest.mark.long),
+    ],
+)
 def test_a_training_step_compiles_without_a_graph_break(case, family):
     torch._dynamo.reset()
     ids, found = random_ids(2, 24), []
@@ -314,7 +328,7 @@ def test_what_cannot_be_is_one_line(fields, said, tmp_path):
         load_config(path)
 
 
-def test_what_an_implementation_cannot_compute_is_refused():
+def test_what_an_implementation_cannot_compute_is_refused(plain_flex_attention):
     said = "attn_implementation=sdpa: cannot compute capped scores .*use one of eager, flex_attent"
     with pytest.raises(ValueError, match=said):
         cat_model(**SOFTCAP, attn_implementation="sdpa")

@@ -7,9 +7,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cat_lm.model import CatCache, map_mixing
 from cat_lm.model.cache import LayerStateMixin
-from tests.unit.tiny_models import VARIANTS, cat_model, each_model, random_ids
+from tests.unit.tiny_models import VARIANTS, cat_model, each_kind, each_model, random_ids
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
+# A filter per head, the mixing of maps, which keeps a state of its own, and the other family.
+SHORT = ("head", "maps", "llama-multihead")
 
 
 def decode(model, ids, lengths, cache=None, **kwargs):
@@ -32,11 +34,16 @@ def chunks_of(total, longest, seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "window", [1, 4, 21, *(pytest.param(w, marks=pytest.mark.long) for w in (2, 3, 8, 16))]
-)
 @each_model()
-def test_steps_and_chunks_equal_the_whole(variant, window):
+def test_steps_and_chunks_equal_the_whole(variant):
+    check_decoding(cat_model(**variant, conv_window=4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 3, 21])
+@each_kind(*SHORT)
+def test_steps_and_chunks_at_other_windows(variant, window):
+    """A state of nothing, of one token, and of most of the sequence."""
     check_decoding(cat_model(**variant, conv_window=window))
 
 
@@ -44,7 +51,7 @@ def test_steps_and_chunks_equal_the_whole(variant, window):
 @pytest.mark.parametrize(
     "streams", ["qv", *(pytest.param(s, marks=pytest.mark.long) for s in "vk")]
 )
-@each_model("none")
+@each_kind(*SHORT, without=("none",))
 def test_steps_and_chunks_of_some_streams(variant, streams):
     if variant.get("conv_mixing") == "maps":
         streams = streams.replace("k", "kv")
@@ -53,14 +60,14 @@ def test_steps_and_chunks_of_some_streams(variant, streams):
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["eager", "flex_attention"])
-@each_model()
+@each_kind(*SHORT)
 def test_steps_and_chunks_on_other_attention_functions(
     variant, attn_implementation, plain_flex_attention
 ):
     check_decoding(cat_model(**variant, conv_window=6, attn_implementation=attn_implementation))
 
 
-def check_decoding(model, total=50):
+def check_decoding(model, total=36):
     ids = random_ids(2, total)
     whole = model(ids, use_cache=False).logits
     window = model.config.conv_window
@@ -83,7 +90,7 @@ def test_a_long_chunk_after_a_cache_is_mixed_in_blocks(monkeypatch):
 
 
 @torch.no_grad()
-@each_model()
+@each_kind(*SHORT)
 @pytest.mark.parametrize("position_embedding", ["rope", "none"])
 def test_every_kind_of_cache(position_embedding, variant):
     model = cat_model(**variant, position_embedding=position_embedding)
@@ -111,7 +118,7 @@ def check_plain_caches(model):
         assert not any(isinstance(layer, LayerStateMixin) for layer in cache.layers)
 
 
-@each_model()
+@each_kind(*SHORT)
 def test_a_window_of_one_needs_no_convolution_state(variant):
     check_plain_caches(cat_model(**variant, conv_window=1))
 
@@ -126,7 +133,7 @@ def test_maps_mixed_by_values_alone_need_no_convolution_state():
 
 
 @torch.no_grad()
-@each_model()
+@each_kind(*SHORT)
 def test_bfloat16_decoding(variant):
     model = cat_model(**variant).bfloat16()
     ids = random_ids(1, 40)
@@ -151,7 +158,7 @@ def test_caches_that_cannot_serve_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache_type", ["dynamic", "static"])
-@each_model()
+@each_kind(*SHORT)
 def test_reorder(variant, cache_type):
     model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
@@ -165,7 +172,7 @@ def test_reorder(variant, cache_type):
 
 
 @torch.no_grad()
-@each_model()
+@each_kind(*SHORT)
 def test_batch_selection_repetition_and_reset(variant):
     model, ids = cat_model(**variant), random_ids(3, 30)
     cache = CatCache(model.config)
@@ -181,7 +188,7 @@ def test_batch_selection_repetition_and_reset(variant):
 
 
 @torch.no_grad()
-@each_model("none")
+@each_kind(*SHORT, without=("none",))
 def test_crop_with_and_without_recording(variant):
     model, ids = cat_model(**variant, conv_window=5), random_ids(1, 40)
     whole = model(ids).logits
@@ -214,7 +221,7 @@ def test_crop_to_the_beginning():
 @torch.no_grad()
 @pytest.mark.parametrize("cache_type", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@each_model()
+@each_kind(*SHORT)
 def test_padded_prompts_continue_as_if_alone(variant, side, cache_type):
     model = cat_model(**variant)
     lengths, steps = [12, 5, 1], 9
@@ -249,7 +256,7 @@ def generate(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
 
 
-@each_model()
+@each_kind(*SHORT)
 @pytest.mark.parametrize(
     "how",
     [
@@ -268,7 +275,7 @@ def test_generate_with_and_without_cache(how, variant):
     assert torch.equal(cached, generate(model, ids, use_cache=False, **greedy))
 
 
-@each_model()
+@each_kind(*SHORT)
 def test_generate_by_sampling(variant):
     model, ids = cat_model(**variant), random_ids(2, 9)
     samples = []
@@ -278,7 +285,7 @@ def test_generate_by_sampling(variant):
     assert torch.equal(*samples)
 
 
-@each_model()
+@each_kind(*SHORT)
 def test_generate_with_an_assistant(variant):
     """Assisted decoding drafts tokens and takes wrong ones back, out of both caches."""
     for seed in range(6):
@@ -298,7 +305,7 @@ def test_generate_with_an_assistant(variant):
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-@each_model()
+@each_kind(*SHORT)
 def test_generate_a_left_padded_batch(variant, num_beams, cache_implementation):
     model = cat_model(**variant)
     lengths = [12, 7, 1]

@@ -146,6 +146,7 @@ def test_damaged_library_is_built_again(cache):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_processes_that_build_at_once(cache):
     code = (
         "from cat_lm.ops.convolution.cpu.kernel import library as load\n"

@@ -1,4 +1,4 @@
-"""The Triton kernels of the convolutions where there is no GPU: through Triton's interpreter."""
+"""The Triton kernels where there is no GPU: through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from cat_lm.ops.convolution import triton as backend
 from cat_lm.training.preflight import kernel_trial
 from tests.unit.triton_interpreter import run_cases
 
-PARTS = 3
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 
 
 @needs_triton
-@pytest.mark.parametrize("part", range(PARTS))
-def test_kernels_in_the_interpreter(part, tmp_path, pytestconfig):
-    """Every test of the files is in one of the parts."""
-    files = ("triton_cases.py", "triton_loss_cases.py", "triton_decode_cases.py")
-    run_cases(files, tmp_path, pytestconfig, part, PARTS)
+def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
+    operators = ("triton_cases.py", "triton_loss_cases.py", "triton_decode_cases.py")
+    recurrences = ("triton_scan_cases.py", "triton_long_filter_cases.py")
+    run_cases((*operators, *recurrences), tmp_path, pytestconfig)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

@@ -185,14 +185,8 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
         assert str(path) in told and "damaged" in told
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "kill",
-        pytest.param("interrupt", marks=pytest.mark.long),
-        pytest.param("kill a worker", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "interrupt", "kill a worker"])
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
     """An interrupt as a terminal sends it, to the whole group; a kill of the first alone."""
     command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]

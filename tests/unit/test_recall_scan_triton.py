@@ -1,4 +1,4 @@
-"""Triton kernels of the scan and of long filters where there is no GPU, and what one would get."""
+"""When the scan's Triton kernels are chosen; `test_ops_triton.py` runs them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import torch
 
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
-from tests.unit.triton_interpreter import run_cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-
-
-def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
-    run_cases(("triton_scan_cases.py", "triton_long_filter_cases.py"), tmp_path, pytestconfig)
 
 
 def test_serves_fp32_on_a_gpu_alone(monkeypatch):

@@ -83,6 +83,7 @@ def test_a_tokenizer_with_other_ids_is_refused_and_not_timed(speed, text, monkey
     assert record["targets"] == []
 
 
+@pytest.mark.long
 def test_the_preparation_runs_as_a_command(speed, text):
     code, record, shown, _ = speed(
         *("--parts", "prepare", "--text", text, "--tokenizer", "bytes", "--workers", "1,2")

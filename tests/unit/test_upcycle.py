@@ -103,6 +103,7 @@ def test_there_and_back(kind, pythia, tmp_path):
     assert torch.equal(logits(back, GPTNeoXForCausalLM), logits(pythia))
 
 
+@pytest.mark.long
 def test_the_stock_library_opens_what_came_back(pythia, tmp_path):
     """In a process that knows nothing of cat_lm, which torch would load where it is installed."""
     upcycle(pythia, tmp_path / "cat", Convolution(window=3, rank=2, canon="D"))

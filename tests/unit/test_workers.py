@@ -110,7 +110,7 @@ def test_workers_for_auto(arguments, count, monkeypatch):
     assert workers.worker_count(arguments) == count
 
 
-@pytest.mark.parametrize("ending", [1, 2, 3])
+@pytest.mark.parametrize("ending", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_a_test_that_ends_its_worker_fails_once_and_the_others_run(ending, tmp_path):
     """xdist alone hands it out again, until no worker is left."""
     (tmp_path / "conftest.py").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def folder(tmp_path) -> Path:
     return write_rows(tmp_path / "rows")
 
 
+@functools.cache
 def stock_manager() -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
     names = ("arc", "hellaswag", "lambada", "piqa", "wikitext", "winogrande")
@@ -47,7 +49,7 @@ def stock_task(name, rows, monkeypatch):
 
     def load_dataset(path, name=None, **_):
         assert (path, name) == HUB[task]
-        return {split: datasets.Dataset.from_list(rows) for split in SPLITS}
+        return dict.fromkeys(SPLITS, datasets.Dataset.from_list(rows))
 
     task = name
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -125,7 +127,14 @@ class TestLocalRows:
         assert local.aggregation() == stock.aggregation()
         assert local.higher_is_better() == stock.higher_is_better()
 
-    @pytest.mark.parametrize("name", table2.TASKS)
+    # Some hundred rows; the others are thousands, or read as these are.
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name in ("piqa", "winogrande") else pytest.mark.long)
+            for name in table2.TASKS
+        ],
+    )
     def test_real_rows(self, name, shared_data, monkeypatch):
         path = shared_data / "benchmarks" / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -51,9 +51,10 @@ def each_model(*without):
     return _each(VARIANTS | LLAMA_VARIANTS, without)
 
 
-def each_kind(*short):
-    """Parametrises a test over the variants of every family; all but `short` are for `--all`."""
-    return _each(VARIANTS | LLAMA_VARIANTS, (), short)
+def each_kind(*short, without=()):
+    """As `each_model`, where a name without its family is one of every family's; all but `short`
+    are for `--all`."""
+    return _each(VARIANTS | LLAMA_VARIANTS, without, short)
 
 
 def _each(variants, without, short=None):
@@ -62,7 +63,7 @@ def _each(variants, without, short=None):
             fields, id=name, marks=() if short is None or name in short else pytest.mark.long
         )
         for name, fields in variants.items()
-        if name.rpartition("-")[2] not in without
+        if not {name, name.rpartition("-")[2]} & set(without)
     ]
     return pytest.mark.parametrize("variant", chosen)
 

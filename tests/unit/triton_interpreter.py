@@ -7,7 +7,6 @@ other tests of this process must see them as users do.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,20 +16,13 @@ import pytest
 from tests.conftest import REPOSITORY
 
 
-def run_cases(
-    files: tuple[str, ...], cache: Path, config: pytest.Config, part: int = 0, parts: int = 1
-) -> None:
-    """Run one of `parts` parts of these files of tests/unit, which must pass without skips.
+def run_cases(files: tuple[str, ...], cache: Path, config: pytest.Config) -> None:
+    """Run these files of tests/unit, which must pass without skips.
 
-    Each test function, with all of its parameters, belongs to one part: they are dealt in turn.
-    Those marked `long` are run where `config` asks for them.
+    Their tests that are marked `long` are run where `config` asks for them.
     """
-    named = []
-    for name in files:
-        text = (REPOSITORY / "tests/unit" / name).read_text(encoding="utf-8")
-        functions = re.findall(r"^def (test_\w+)", text, re.MULTILINE)
-        named += [f"tests/unit/{name}::{function}" for function in functions]
-    command = [sys.executable, "-m", "pytest", *named[part::parts], "-q", "-p", "no:cacheprovider"]
+    named = [f"tests/unit/{name}" for name in files]
+    command = [sys.executable, "-m", "pytest", *named, "-q", "-p", "no:cacheprovider"]
     command += ["--all"] if config.getoption("--all") else []
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(cache)}
     result = subprocess.run(

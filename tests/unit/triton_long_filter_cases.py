@@ -1,4 +1,4 @@
-"""Long filters' kernels in Triton's interpreter; test_recall_scan_triton.py runs this file."""
+"""Long filters' kernels in Triton's interpreter; test_ops_triton.py runs this file."""
 
 from __future__ import annotations
 

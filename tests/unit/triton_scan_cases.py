@@ -1,4 +1,4 @@
-"""The scan's Triton kernels in Triton's interpreter; test_recall_scan_triton.py runs this file."""
+"""The scan's Triton kernels in Triton's interpreter; test_ops_triton.py runs this file."""
 
 from __future__ import annotations
 

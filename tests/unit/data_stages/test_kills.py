@@ -71,7 +71,9 @@ def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
     assert not list((tmp_path / "scratch").iterdir())
 
 
-@pytest.mark.parametrize("renames", range(30, 48, 3))
+@pytest.mark.parametrize(
+    "renames", [33, 42, *(pytest.param(n, marks=pytest.mark.long) for n in (30, 36, 39, 45))]
+)
 def test_killed_once_late(tmp_path, sets, expected, renames):
     """While parts are finished, between the stages, and while shards are."""
     out = tmp_path / "out"
@@ -80,6 +82,7 @@ def test_killed_once_late(tmp_path, sets, expected, renames):
     assert digests(out) == expected
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_and_started_again(tmp_path, sets):
     """The kill that leaves no process time for anything, at random, for one worker and for two."""
     tokenizer = ("--tokenizer", "train:sentencepiece:400", "--shard-tokens", "1K")
@@ -154,11 +157,17 @@ def killed(*_):
 
 
 @pytest.mark.parametrize(
-    ("until", "then", "stride"),
-    [("finish", ("--sets", "Small"), 1), ("tidy", ("--seed", 1, "--sets", "Small"), 5)],
+    ("until", "then", "first", "stride"),
+    [
+        ("finish", ("--sets", "Small"), 1, 3),
+        # The steps between those.
+        pytest.param("finish", ("--sets", "Small"), 2, 3, marks=pytest.mark.long),
+        pytest.param("finish", ("--sets", "Small"), 3, 3, marks=pytest.mark.long),
+        ("tidy", ("--seed", 1, "--sets", "Small"), 1, 5),
+    ],
 )
 def test_killed_at_any_step_of_replacing_other_data(
-    tmp_path, sets, prepare, monkeypatch, until, then, stride
+    tmp_path, sets, prepare, monkeypatch, until, then, first, stride
 ):
     """Nothing that other arguments have left is taken for the new ones' own."""
     out, kept, then = tmp_path / "out", tmp_path / "kept", set_flags(sets, *then)
@@ -188,7 +197,7 @@ def test_killed_at_any_step_of_replacing_other_data(
         patch.setattr(output_folder, until, killed)
         prepare(out, *set_flags(sets, "--sets", "Large"))
     shutil.copytree(out, kept)
-    for steps in range(1, 100, stride):
+    for steps in range(first, 100, stride):
         whole = overwrite(steps)
         try:
             prepare(out, *then)
@@ -203,7 +212,10 @@ def test_killed_at_any_step_of_replacing_other_data(
     assert 10 < steps < 90
 
 
-@pytest.mark.parametrize(("kind", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [pytest.param(signal.SIGINT, 1, marks=pytest.mark.long), (signal.SIGTERM, 2)],
+)
 def test_signals_stop_at_once_and_the_same_command_continues(tmp_path, shared_data, kind, workers):
     source = ("--source", "slimpajama", "--path", shared_data / "slimpajama_sample")
     arguments = (*source, "--tokenizer", "bytes", "--max-bytes", 3_000_000)

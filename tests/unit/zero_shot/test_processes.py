@@ -19,6 +19,7 @@ from tests.unit.zero_shot.runs import settings
 
 
 class TestOtherProcesses:
+    @pytest.mark.long
     def test_no_network_is_used(self, model, rows, tmp_path):
         """R27: with --data-dir every try to open a connection would fail the command."""
         code = f"""
