@@ -20,6 +20,7 @@ from cat_lm.model.attention.documents import DocumentAttention, document_attenti
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
+from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
@@ -161,6 +162,7 @@ class Engine:
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"
+        sum_products_in_fp32()
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)

@@ -34,9 +34,9 @@ def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
     """
     import torch
 
-    # A GPU may otherwise round the parts of a narrow product's sums before it adds them.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    from cat_lm.ops.runtime.precision import sum_products_in_fp32
+
+    sum_products_in_fp32()
     if asked != "auto":
         return asked
     chosen = pretrained.choose_device(device)

@@ -1,4 +1,7 @@
-"""What a session on a GPU runs, in order of importance: the tests, then what RESULTS.md lacks.
+"""What a session on a GPU runs, in order of importance: what may fail, then what RESULTS.md lacks.
+
+First a run as train.py makes it, which shows at once what ends one; then the tests, whether a run's
+bits come again, and what is measured.
 
 Kinds of convolution, families of models, mixers and configurations are asked for, not named: what
 is added to the project is measured without a change here. Each step is a command of its own, short
@@ -26,9 +29,12 @@ _TINY_MODEL = ("--layers=1", "--hidden-size=32", "--heads=2", "--vocab-size=61",
 # Those of these keys that a configuration's family has.
 _TINY_KEYS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _TINY_KEYS |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 61}
-_TINY_RUN = (
-    *("data.context_length=32", "train.global_batch_size=4", "train.micro_batch_size=2"),
-    "--repeats=1",
+_TINY_RUN = ("data.context_length=32", "train.global_batch_size=4", "train.micro_batch_size=2")
+# Of `tests.gpu.runs`: two checkpoints, and a line in the log for each step.
+_FIRST_STEPS = (
+    *("train.global_batch_size=16", "train.max_tokens=null", "train.max_steps=12"),
+    *("optimizer.warmup_tokens=null", "optimizer.warmup_steps=2", "train.log_every_steps=1"),
+    *("validation.max_tokens=64K", "checkpoint.every_steps=6", "logging.tensorboard=false"),
 )
 _SHORT_RUN = (
     *("train.max_tokens=null", "train.max_steps=100"),
@@ -72,7 +78,29 @@ def lacking(names: Sequence[str]) -> list[str]:
 
 def plan(rehearsal: bool) -> list[Step]:
     """All steps in order; of a rehearsal, the same ones at tiny sizes on the CPU."""
-    return [*_tests(rehearsal), *_benchmarks(rehearsal)]
+    doctor, run, *runs = _runs(rehearsal)
+    return [doctor, run, *_tests(rehearsal), *runs, *_benchmarks(rehearsal)]
+
+
+def _runs(rehearsal: bool) -> list[Step]:
+    """A run of 12 steps: whether it can start, what it does, the same bits again, its kernels."""
+    file = "configs/pretrain/cat_rope.yaml"
+    # Real text, of which a byte is a token.
+    tiny = (*_tiny(REPOSITORY / file), "model.vocab_size=257", "validation.max_tokens=256")
+    sizes = tiny if rehearsal else ()
+
+    def step(name: str, what: str, *overrides: str, minutes: float) -> Step:
+        words = (what, file, *_FIRST_STEPS, *sizes, *overrides, "--json", "{record}")
+        command = (sys.executable, "-m", "tests.gpu.runs", *words)
+        return Step(name, command, minutes, needs=("deepspeed",))
+
+    return [
+        step("doctor", "doctor", minutes=2),
+        step("run", "run", minutes=3),
+        step("same-bits", "repeat", minutes=4),
+        step("same-bits-deterministic", "repeat", "train.deterministic=true", minutes=4),
+        step("profile", "profile", minutes=2),
+    ]
 
 
 def _tests(rehearsal: bool) -> list[Step]:
@@ -153,7 +181,7 @@ def _engines(rehearsal: bool) -> list[Step]:
 
     def sizes(file: Path) -> tuple[str, ...]:
         full = ("train.global_batch_size=16", "train.micro_batch_size=8")
-        return _tiny(file) if rehearsal else full
+        return (*_tiny(file), "--repeats=1") if rehearsal else full
 
     return [
         _speed(
@@ -183,7 +211,7 @@ def _ranks(rehearsal: bool) -> list[Step]:
     sizes = (f"train.global_batch_size={8 * ranks}", "train.micro_batch_size=8")
     file = "configs/pretrain/cat_rope.yaml"
     config = (file, *_SHORT_RUN)
-    sizes = _tiny(REPOSITORY / file) if rehearsal else sizes
+    sizes = (*_tiny(REPOSITORY / file), "--repeats=1") if rehearsal else sizes
     return [
         Step(
             f"ranks-zero-{stage}",

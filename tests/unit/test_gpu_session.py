@@ -13,13 +13,14 @@ from typing import BinaryIO
 
 import pytest
 
+from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from eval.speed.__main__ import _parser
 from eval.speed.choices import conv_types
 from tests.commands import Command
 from tests.conftest import REPOSITORY
 from tests.gpu import __main__ as entry
-from tests.gpu import session
+from tests.gpu import runs, session
 from tests.gpu.plan import Step, plan
 from tests.gpu.session import Session
 
@@ -205,6 +206,15 @@ def test_every_step_is_a_command_that_exists(rehearsal):
         assert getattr(options, "device", "auto") == (
             "cpu" if rehearsal and options.benchmark != "engine" else "auto"
         )
+    for step_ in steps:
+        if "tests.gpu.runs" in step_.command:
+            words = step_.command[step_.command.index("tests.gpu.runs") + 1 :]
+            words = [w.replace("{record}", "r.json") for w in words]
+            options = runs.parser().parse_intermixed_args(words)
+            asked = load_config(REPOSITORY / options.config, options.overrides)
+            # `repeat` goes on from a checkpoint before the last.
+            assert asked.total_steps == 12 == 2 * asked.checkpoint.every_steps
+            assert asked.train.deterministic == step_.name.endswith("deterministic")
     benchmarks = {step_.command[step_.command.index("eval.speed") + 1] for step_ in speed}
     assert benchmarks == {"conv", "train", "decode", "engine", "stacks"}
     tests = {word for step_ in steps for word in step_.command if word.endswith("_cuda.py")}
@@ -218,9 +228,64 @@ def test_the_plan_asks_what_there_is_to_measure():
     assert {"engine-pythia", "engine-cat-rope", "engine-mh-cat-rope"} <= set(names)
     assert names.index("engine-pythia") < names.index("engine-cat-rope-1b4")
     assert not any("7b" in name or "base" in name for name in names)
-    # Tests first, and of the benchmarks the convolutions.
-    assert names[0] == "test-ops-cuda"
-    assert names.index("conv-head") == sum(name.startswith("test-") for name in names)
+    # First what ends a run at once, then tests, equal bits, and what is measured.
+    assert names[:3] == ["doctor", "run", "test-ops-cuda"]
+    after = 2 + sum(name.startswith("test-") for name in names)
+    assert names[after : after + 2] == ["same-bits", "same-bits-deterministic"]
+    assert after < names.index("profile") < names.index("conv-head") < names.index("train")
+
+
+# Runs that are compared
+
+
+def start_runs(monkeypatch, tmp_path, lines: list[list[float]], *overrides: str) -> dict:
+    """The record of `repeat`, where runs write these losses and norms from their first step on."""
+    left = iter(lines)
+
+    def train(config: Path, overrides: list[str], run: Path) -> None:
+        last = run / "checkpoints/step-00000012"
+        kept = (run / "metrics.jsonl").read_text().splitlines()[:1] if run.exists() else []
+        assert not last.exists() and (run / "checkpoints/step-00000006").is_dir() == bool(kept)
+        for folder in (last, last.with_name("step-00000006")):
+            folder.mkdir(parents=True, exist_ok=True)
+        rows = [
+            json.dumps({"step": 6 * (i + 1), "loss": loss, "grad_norm": 1.0})
+            for i, loss in enumerate(next(left))
+        ]
+        (run / "metrics.jsonl").write_text("\n".join(kept + rows[len(kept) :]))
+
+    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(runs, "call", lambda *words: None)
+    record = tmp_path / "bits.json"
+    words = ("repeat", REPOSITORY / "configs/quickstart.yaml", *overrides, "--json", record)
+    monkeypatch.setattr(sys, "argv", ["runs", *map(str, words)])
+    try:
+        runs.main()
+    finally:
+        found = json.loads(record.read_text())
+    assert next(left, None) is None and not (tmp_path / "bits").exists()
+    return found
+
+
+EQUAL = {"equal": True, "first_other_step": None, "largest_relative_difference": 0.0}
+
+
+def test_runs_of_the_same_bits(monkeypatch, tmp_path, capsys):
+    """Told where they part; an error where the same bits were promised."""
+    same, other = [3.0, 2.0], [3.0, 2.5]
+    found = start_runs(monkeypatch, tmp_path, [same] * 3, "train.deterministic=true")
+    assert found["deterministic"] and found["run_to_run"] == found["resumed"] == EQUAL
+    assert found["versions"] and found["commit"]
+    found = start_runs(monkeypatch, tmp_path, [same, other, same])
+    assert found["run_to_run"] == EQUAL | {
+        "equal": False,
+        "first_other_step": 12,
+        "largest_relative_difference": 0.25,
+    }
+    assert found["resumed"]["largest_relative_difference"] == 0.2
+    with pytest.raises(SystemExit):
+        start_runs(monkeypatch, tmp_path, [same, same, other], "train.deterministic=true")
+    assert "error: train.deterministic=true: resumed: step 12 has" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
@@ -239,7 +304,9 @@ def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
     if not torch.cuda.is_available():
         assert "no CUDA GPU" in refused()
     assert "--minutes: '0' must be from" in refused("--minutes", "0")
-    assert "no step begins with 'sing'; there are test-ops-cuda" in refused("--steps", "test,sing")
+    assert "no step begins with 'sing'; there are doctor, run, test-ops-cuda" in refused(
+        "--steps", "test,sing"
+    )
     monkeypatch.setattr(entry, "BASE", ("torch", "no_such_module_at_all"))
     assert "lacks the modules no_such_module_at_all" in refused()
 

@@ -1,4 +1,4 @@
-"""Compute in the dtype of the tensors, whatever autocast would take."""
+"""Compute in the dtype of the tensors, whatever autocast would take; sum products in fp32."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+def sum_products_in_fp32() -> None:
+    """Have products of half precision sum in fp32 on a GPU, for the rest of the process.
+
+    torch lets cuBLAS divide a long sum among programs and round each one's part before it adds
+    them (`allow_bf16_reduced_precision_reduction`, on by default).
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
