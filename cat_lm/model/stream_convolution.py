@@ -209,6 +209,7 @@ class StreamConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Give the angles if a stream's convolution turns what it makes; else `_turned` does."""
         is_last = norm is None and self.rank == 1 and self.activation != "silu"
+        is_last = is_last and self.long_filter is None
         turns = is_last and stream in self.embedding_streams and stream != "v"
         return rotary if turns else None
 

@@ -151,7 +151,7 @@ def test_ranks_turn_alike():
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_it_starts_as_rank_one(family, tmp_path):
     stock_model(family=family).save_pretrained(tmp_path / "plain")
-    convolution = Convolution("head", 5, "qk", rank=3)
+    convolution = Convolution("head", 5, streams="qk", rank=3)
     out, difference = upcycle(tmp_path / "plain", tmp_path / "ranked", convolution)
     assert difference <= 1e-5
     model = load_model(out, device="cpu")
