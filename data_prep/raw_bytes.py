@@ -23,6 +23,7 @@ from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
+from cat_lm.io.readers import resolve
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.locks import file_lock
 from data_prep.unfinished import TOKENIZER
@@ -42,13 +43,15 @@ def prepare(arguments: argparse.Namespace) -> None:
     if _is_complete(out, source):
         print(f"{out}: already complete with these arguments, nothing to do")
         return
-    making = out.with_name(f".{out.name}.raw-bytes.tmp")  # a kill leaves it to the next run
+    place = resolve(out)  # of a link, the folder that it points to
+    making = place.with_name(f".{place.name}.raw-bytes.tmp")  # a kill leaves it to the next run
     make_marked(making, _PURPOSE)
     try:
         with file_lock(making / MARK, wait=False):
-            _make(making, out, file, source)
+            _make(making, place, file, source)
     except Busy:
         raise UserError(f"--out {out}: another preparation is writing to it") from None
+    print(f"{out}: complete")
 
 
 def _describe(file: Path, sizes: list[int]) -> dict:
@@ -115,7 +118,6 @@ def _make(making: Path, out: Path, file: Path, source: dict) -> None:
     print_counts(manifest)
     if start < source["file_bytes"]:
         print(f"left out: the last {source['file_bytes'] - start:,} bytes of {file}")
-    print(f"{out}: complete")
 
 
 def _dtype(info: TokenizerInfo) -> np.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cat_lm.model import attention
 from cat_lm.model.rules import canon_places
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import BACKENDS, choose_backend
@@ -37,6 +38,9 @@ def describe_backend(
         add(config.conv_type, config.embedding_streams)
     if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
         add("head", "v", " for the mixing of attention maps")
+    value = attention.value_transform(config)
+    if value is not None and (taps := value.taps(config)):
+        parts.append(("head", value.title, taps, config.stream_heads("v"), config.head_width))
     if places := canon_places(config):
         what = f"Canon layers {', '.join(places)}"
         parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))

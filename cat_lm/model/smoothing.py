@@ -23,6 +23,7 @@ class SmoothedValues(nn.Module):
         super().__init__()
         self.heads, self.width, self.run = heads, width, run
         self.reads_positions = run is not None
+        self.conv_backend = "auto"
 
     def forward(
         self,
@@ -39,18 +40,20 @@ class SmoothedValues(nn.Module):
         if state is not None:
             before = state.exchange_inputs("value", value, self.width, padding_mask)
         taps = value.new_full((self.heads, self.width), 1 / self.width)
+        backend = self.conv_backend
         if self.run is None:
-            return head_conv(value, taps, document_ids=document_ids, initial_state=before)
+            how = {"document_ids": document_ids, "initial_state": before}
+            return head_conv(value, taps, **how, backend=backend)
         runs = self._runs(value, positions, document_ids)
         if before is None:
-            return head_conv(value, taps, document_ids=runs)
+            return head_conv(value, taps, document_ids=runs, backend=backend)
         # Of the values before, those that the first new token's chunk holds.
         past = before.shape[1]
         ages = torch.arange(past, 0, -1, device=value.device)
         is_same = ages <= positions[:, :1] % self.run
         runs = torch.cat([(is_same.int() - 1).expand(len(value), -1), runs], dim=1)
         whole = torch.cat([before, value], dim=1)
-        return head_conv(whole, taps, document_ids=runs)[:, past:]
+        return head_conv(whole, taps, document_ids=runs, backend=backend)[:, past:]
 
     def _runs(self, value: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
         """Number the chunks of new tokens, [B, T], from 0."""

@@ -39,6 +39,9 @@ class Selection:
 class Chooser(nn.Module):
     """Attend densely; or to chosen blocks; or densely while learned selectors are taught.
 
+    Args:
+        layer: its number.
+
     Attributes:
         selection: None for all keys.
         learners: learned selectors by (name, block).
@@ -47,9 +50,9 @@ class Chooser(nn.Module):
         watch: gets what every forward has for a choice.
     """
 
-    def __init__(self, config: Any, dense: nn.Module):
+    def __init__(self, config: Any, dense: nn.Module, layer: int):
         super().__init__()
-        self.config, self.dense = config, dense
+        self.config, self.dense, self.layer = config, dense, layer
         self.selection: Selection | None = None
         self.learners: Mapping[tuple[str, int], nn.Module] = {}
         self.local: int | None = None
@@ -67,7 +70,7 @@ class Chooser(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: query [B, H, T, D], key and value [B, H or fewer, T, D] to [B, T, H, D]."""
-        streams = Streams(query, key, self.hidden, self.rotary, call.scaling)
+        streams = Streams(query, key, self.hidden, self.rotary, call.scaling, self.layer)
         if self.watch is not None:
             self.watch(streams)
         if self.local is not None and call.losses is not None:
@@ -116,7 +119,7 @@ def add_choosers(model: nn.Module) -> list[Chooser]:
     found = []
     for module in model.modules():
         if isinstance(module, AttentionMixin):
-            module.core = Chooser(model.config, module.core)
+            module.core = Chooser(model.config, module.core, len(found))
             module.register_forward_pre_hook(module.core.remember, with_kwargs=True)
             found.append(module.core)
     return found

@@ -126,14 +126,26 @@ class Sums:
     def add(self, streams: Streams, drawn: Tensor) -> None:
         """Take the queries of one window [1, H, T, D] in."""
         for block in self.questions.blocks:
-            self.found[block].append(_measured(streams, drawn, block, self.questions))
+            # Two candidate blocks at least, of which one is not the match's.
+            able = drawn[drawn // block - self.questions.local + 1 >= 2]
+            if len(able):
+                self.found[block].append(_measured(streams, able, block, self.questions))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each head, block size and number of blocks."""
+        """A row for each head, block size and number of blocks.
+
+        Raises:
+            UserError: no query has blocks to choose from.
+        """
         from eval.recall.theory.landmark import retrieval
 
         found = []
         for block, parts in self.found.items():
+            if not parts:
+                raise UserError(
+                    f"--queries {self.questions.queries}: none of those drawn has two blocks of "
+                    f"{block} to choose from; give more of them, or more --windows"
+                )
             of_block = {
                 name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]
             }
@@ -166,7 +178,7 @@ class Sums:
 def _measured(
     streams: Streams, drawn: Tensor, block: int, questions: Questions
 ) -> dict[str, np.ndarray]:
-    """What the queries' products say with blocks of one size, [H, queries with a choice]."""
+    """What the products of queries with a choice say, by blocks of one size, [H, queries]."""
     import torch
 
     from cat_lm.ops.landmark.keys import block_weights, landmark_keys
@@ -177,8 +189,7 @@ def _measured(
 
     query, key = streams.query, streams.key
     layout = sequence_blocks(query.shape[2], block, None, None, query.device)
-    # Two candidate blocks at least, of which one is not the match's.
-    drawn = drawn[drawn // block - questions.local + 1 >= 2].to(query.device)
+    drawn = drawn.to(query.device)
     own, query = layout.of_queries(drawn), query[:, :, drawn]
     candidates = candidates_of(own, questions.local)  # [1, 1, R, n]
     logits = (query @ for_heads(key, query.shape[1]).mT).float()[0]  # [H, R, T]

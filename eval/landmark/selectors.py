@@ -7,7 +7,7 @@
     indexer             max over the tokens of block j of q'·k', with queries and keys of their own:
                         MiniMax Sparse Attention's (2026) indexer, a query for each head of keys
                         and one key for all, normalised and rotated; learned afterwards
-    random              numbers that are drawn
+    random              numbers that are drawn, others in every layer
     local               j: the blocks before the nearest ones
     oracle              ln M_j, M_j the weight that dense attention gives to block j
 
@@ -41,6 +41,7 @@ class Streams:
         hidden: what the layer's projections read, [B, T, C].
         rotary: cosines and sines of the positions, or None.
         scaling: of q·k.
+        layer: its number.
     """
 
     query: Tensor
@@ -48,6 +49,7 @@ class Streams:
     hidden: Tensor
     rotary: tuple[Tensor, Tensor] | None
     scaling: float
+    layer: int = 0
 
 
 # From some of the queries, by their numbers, and their layout to scores [B, H or G, R, n].
@@ -141,7 +143,7 @@ def prepared_scores(
     numbers = torch.arange(count, device=streams.key.device, dtype=torch.float32)
     if name == "local":
         return lambda _, own: numbers.expand(*shape, own.slots.shape[0], count)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(streams.layer)
     return lambda _, own: torch.rand(*shape, own.slots.shape[0], count, generator=generator).to(
         numbers
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,15 @@ def summarise(
     out = Path(out)
     claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
     found = {
-        "retrieval": retrieval_points([_record(path, "rows", "wanted") for path in diagnoses]),
-        "perplexity": sweep_points([_record(path, "rows", "text") for path in sweeps], block),
-        "decoding": [] if contexts is None else decoding_points(_record(contexts, "contexts")),
+        "retrieval": retrieval_points(
+            [_record(path, retrieval_points, "rows", "wanted") for path in diagnoses]
+        ),
+        "perplexity": sweep_points(
+            [_record(path, sweep_points, "rows", "text") for path in sweeps], block
+        ),
+        "decoding": decoding_points(
+            [_record(path, decoding_points, "contexts") for path in (contexts,) if path is not None]
+        ),
     }
     files = [str(path) for path in (*diagnoses, *sweeps, contexts) if path is not None]
     write_json(out / "landmark.json", {**found, "files": files, **provenance()})
@@ -66,11 +72,19 @@ def summarise(
     return found
 
 
-def _record(path: Path, *keys: str) -> dict[str, Any]:
+def _record(
+    path: Path, points: Callable[[list[dict[str, Any]]], object], *keys: str
+) -> dict[str, Any]:
+    """Read a record with these keys, of which `points` can be made. Raises UserError."""
     values = read_object(path)
     missing = [key for key in keys if key not in values]
     if missing:
         raise UserError(f"{path}: has no {missing[0]!r}; it is not the record that is asked for")
+    try:
+        points([values])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: is not the record that is asked for ({why})") from None
     return values
 
 
@@ -105,7 +119,9 @@ def retrieval_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return found
 
 
-def sweep_points(records: Sequence[Mapping[str, Any]], block: int | None) -> list[dict[str, Any]]:
+def sweep_points(
+    records: Sequence[Mapping[str, Any]], block: int | None = None
+) -> list[dict[str, Any]]:
     """Means over seeds, at the largest length and one block size, for each series and selector.
 
     Raises:
@@ -149,10 +165,10 @@ def sweep_points(records: Sequence[Mapping[str, Any]], block: int | None) -> lis
     return found
 
 
-def decoding_points(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def decoding_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Milliseconds a token of a layer and of the model, dense and with landmarks."""
     found = []
-    for result in record["contexts"]:
+    for result in (result for record in records for result in record["contexts"]):
         for part in ("layer", "model"):
             values = result[part]
             for name, key in (("dense", values["dense"]), ("landmark", "landmark")):

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from eval.landmark.learn import Lessons
     from eval.length_sweep.token_stream import TokenStream
 
-# Of what cells hold; another number where that changes.
+# Of what cells hold, by selector; another number where that changes.
 VERSION = 1
+VERSIONS = {"random": 2}
 DENSE = "dense"
 COLUMNS = (
     *("label", "length", "select", "block", "top_k", "local", "share", "perplexity", "loss"),
@@ -100,6 +101,8 @@ def sweep(
         Subject(folder, label, model_config(folder), None, ("none",), folder_sha256(folder))
         for folder, label in zip(folders, labels(folders), strict=True)
     ]
+    for subject in subjects if lessons is not None else ():
+        _check_lesson_length(grid, subject)
     longest = max(grid.lengths)
     streams = sweep_streams(subjects, longest, text, data, None, max_tokens, None)
     names = named("landmark_sweep", ".csv", *PICTURES)
@@ -136,6 +139,22 @@ def _check(grid: Grid, lessons: tuple[str, int] | None) -> None:
         )
 
 
+def _lesson_length(grid: Grid, config: Any) -> int:
+    """Give the tokens of the rows from which selectors are learned."""
+    longest = max(grid.lengths)
+    return min(getattr(config, "max_position_embeddings", longest), longest)
+
+
+def _check_lesson_length(grid: Grid, subject: Subject) -> None:
+    length, largest = _lesson_length(grid, subject.config), max(grid.blocks)
+    if largest * (grid.local + 1) > length:
+        raise UserError(
+            f"--blocks {largest}: {subject.label} learns selectors from rows of {length} tokens, "
+            f"where with --local {grid.local} there is no block to choose; give blocks of at most "
+            f"{length // (grid.local + 1)}"
+        )
+
+
 class Cells:
     """Computes or reads the cells of one model, which is loaded when an unfinished one is met."""
 
@@ -166,7 +185,7 @@ class Cells:
             "length": length, "select": select, "block": block, "top_k": top_k,
             "local": self.grid.local if block else None,
             "learned": self._learn() if select in LEARNED else None,
-            "device": choose_device(self.device).type, "version": VERSION,
+            "device": choose_device(self.device).type, "version": VERSIONS.get(select, VERSION),
         }  # fmt: skip
         name = key_hash(key)
         values = self.store.read_intact(name, lambda values: key.items() <= values.items())
@@ -195,8 +214,7 @@ class Cells:
 
             model, choosers = self._model()
             names = [name for name in self.grid.select if name in LEARNED]
-            length = min(model.config.max_position_embeddings, max(self.grid.lengths))
-            lessons = Lessons(*self.lessons, length)
+            lessons = Lessons(*self.lessons, _lesson_length(self.grid, model.config))
             identity = {"model": self.subject.sha256, "data": _data_identity(lessons)}
             self._learned = learn(
                 model, choosers, names, self.grid.blocks, self.grid.local, lessons,

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,17 @@ def test_scores_are_the_definition(name):
         torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_that_are_drawn_are_others_in_every_layer():
+    layout = sequence_blocks(18, BLOCK, None, None, torch.device("cpu"))
+    one, same, other = (
+        selectors.prepared_scores("random", replace(drawn(), layer=layer), layout, 1, None)(
+            slice(None), layout
+        )
+        for layer in (0, 0, 1)
+    )
+    assert torch.equal(one, same) and not torch.isclose(one, other).any(dim=-1).all()
+
+
 def test_what_is_read_is_counted():
     for length, block, top_k, local in ((23, 4, 2, 1), (16, 4, 0, 2), (9, 8, 1, 1)):
         read = 0
@@ -178,6 +190,7 @@ def test_learned_selectors_learn_alone(tiny_corpus, tmp_path):
     ids = random_ids(2, 32)
     expected = model(ids, use_cache=False).logits
     choosers = cores.add_choosers(model)
+    assert [chooser.layer for chooser in choosers] == [0, 1]
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
     lessons = Lessons(str(tiny_corpus), 30 * 4 * 32, 32)
     name = learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
@@ -300,8 +313,12 @@ def test_figure(command, tmp_path):
     named = {(p["part"], p["attention"], p["context"]): p["ms"] for p in found["decoding"]}
     assert len(named) == 8 and named["layer", "landmark", 128] == pytest.approx(100)
     assert all((out / f"landmark.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    other = written("other.json", rows=first, wanted=0.9, label="mine-0", text="t")
+    nothing = written("nothing.json", contexts=[3])
     for words, said in (
         (("--sweeps", diagnoses[0]), "has no 'text'"),
+        (("--sweeps", other), "is not the record that is asked for (KeyError: 'length')"),
+        (("--contexts", nothing), "is not the record that is asked for (TypeError: "),
         (("--sweeps", *sweeps, "--block", 5), "--block 5: all sweeps have 4, 8"),
         (("--contexts", contexts, "--block", 5), "--block 5: says nothing without --sweeps"),
         ((), "nothing to draw"),
@@ -346,3 +363,16 @@ def test_models_without_such_attention_are_refused(command, tiny_corpus, tmp_pat
         tmp_path / "out",
     )
     assert code == 2 and "--blocks 16: with --local 2 there is no block" in err
+
+
+def test_too_few_queries_and_rows_that_are_too_short_are_one_line(command, tiny_corpus, tmp_path):
+    folder, out = saved(tmp_path / "model", tiny_corpus), tmp_path / "out"
+    few = ("--length", 25, "--windows", 1, "--queries", 1, "--blocks", 8)
+    code, _, err = command("diagnose", folder, "--data", tiny_corpus, *few, "--out", out)
+    assert code == 2 and "--queries 1: none of those drawn has two blocks of 8" in err
+    assert not (out / "diagnosis.json").exists()
+    words = ("--lengths", "256", "--blocks", "32", "--select", "learned", "--max-tokens", 256)
+    words = (*words, "--data", tiny_corpus, "--calibrate", tiny_corpus, "--out", out)
+    code, _, err = command("sweep", folder, *words)
+    assert code == 2 and "learns selectors from rows of 64 tokens, where with --local 2" in err
+    assert not (out / "cells").exists()

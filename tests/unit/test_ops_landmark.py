@@ -303,3 +303,27 @@ def test_the_kernel_in_half_precision_and_on_equal_scores():
             half[0].float(), *(x.float()[:, :, seen] for x in half[1:3]), scale=SCALING
         )
         torch.testing.assert_close(found, expected.to(dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_the_kernel_reads_nothing_that_is_not_there():
+    query, key, value = (x.float() for x in drawn(24))
+    marks, pad = torch.zeros(2, 2, 6, 8), torch.tensor([0])
+
+    def call(query=query[:, :, -1:], key=key, value=value, marks=marks, past=23, local=2):
+        return kernel.decode(
+            query, key, value, marks, past, pad, BLOCK, Choice(2, local), SCALING, None
+        )
+
+    assert call().isfinite().all()
+    for wrong in (
+        {"past": 24},
+        {"marks": marks[:, :, :3]},
+        {"marks": marks[:1]},
+        {"marks": marks.bfloat16()},
+        {"value": value[:, :, :-1]},
+        {"key": key[..., :4], "value": value[..., :4]},
+        {"query": query[:, :3, -1:]},
+        {"local": 0},
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            call(**wrong)

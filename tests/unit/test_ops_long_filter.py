@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cat_lm.ops.long_filter import chunks, filters
+from cat_lm.ops.long_filter import api, chunks, filters
 from cat_lm.ops.long_filter.api import FORMS, choose_backend, long_conv, state_after
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -177,6 +177,15 @@ def test_models_at_once_are_models_in_turn():
         gradients = (torch.autograd.grad(y.sin().sum(), given) for y in (found, expected))
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_compilers_know_what_the_operator_gives():
+    numbers, x = inputs("ssm", 11)
+    chunk = [t.detach().requires_grad_() for t in chunks.chunk_of(modes_of("ssm", numbers), 4)]
+    initial = torch.zeros(2, 2, 6, 3).double()
+    for positions in (None, (torch.arange(11) % 5).int().expand(2, -1).contiguous()):
+        given = (x.requires_grad_(), *chunk, positions, initial, "reference")
+        torch.library.opcheck(api._forward, given)
 
 
 def test_what_does_not_fit_is_refused():

@@ -194,8 +194,13 @@ class ValueTransform(Entry):
     `build` gives a module whose forward takes values [B, T, H, D] of the heads of values,
     `padding_mask`, `document_ids` and `state` as `cat_lm.model.convolution` does, and returns
     values. What it reads of earlier tokens it keeps in the state under "value". One with a true
-    `reads_positions` is also given `positions` [B or 1, T], of the tokens in their documents.
+    `reads_positions` is also given `positions` [B or 1, T], of the tokens in their documents. One
+    that convolves asks for the backend in its attribute `conv_backend`, see `set_conv_backend`.
     """
+
+    def taps(self, model: Any) -> int:
+        """Count the taps of the filters, one for each head, that it convolves values with, or 0."""
+        return 0
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make a layer's module."""

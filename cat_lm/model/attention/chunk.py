@@ -49,6 +49,10 @@ class Chunk(Pattern):
         """Count 12·C for each key of a chunk, as softmax."""
         return 12 * min(chunk_size(model), context_length) * attention_channels(model)
 
+    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
+        """Count the keys and values of a whole chunk, however many more the cache holds."""
+        return super().decode_bytes(model, min(length, chunk_size(model)), itemsize)
+
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make a causal mask, which says what is padding, after a cache or beside odd padding.
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SPACINGS = ("slow", "steep")
+LEAST = 1e-6  # of B: below it, 1 − B is soon 1 in fp32, and a decay of nothing but 0
 
 
 class ExponentialDecay(ScoreTransform):
@@ -40,10 +41,10 @@ class ExponentialDecay(ScoreTransform):
             known = ", ".join(SPACINGS)
             found.append(f"score_options.spacing={short(spacing)}: must be one of {known}")
         is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not is_number or not 0 < bound < 1:
+        if not is_number or not LEAST <= bound < 1:
             found.append(
-                f"score_options.bound={short(bound)}: must be a number between 0 and 1, both left "
-                "out"
+                f"score_options.bound={short(bound)}: must be a number between {LEAST:g} and 1, "
+                "the latter left out"
             )
         if model.num_attention_heads == 1:
             found.append(

@@ -40,13 +40,17 @@ def attend_by_rows(
     """
     time, keys, tensors = query.shape[2], key.shape[2], module()
     outputs = []
+    # Without a mask queries are the keys, of which later ones are not seen.
+    is_causal = mask is None and time > 1
     for start in range(0, time, ROWS):
         part = slice(start, min(start + ROWS, time))
-        # Without a mask queries are the keys, of which later ones are not seen.
-        read = slice(0, part.stop if mask is None and time > 1 else keys)
-        visible = _visible(mask, documents, query, key, part, read)
+        read = slice(0, part.stop if is_causal else keys)
+        # Views, and what is seen is found inside: else every layer would keep it, a number a pair.
         inputs = (
-            module, query[:, :, part], key[:, :, read], value[:, :, read], visible,
+            module, query[:, :, part], key[:, :, read], value[:, :, read],
+            None if mask is None else mask[:, :, part],
+            documents[:, read] if is_causal and documents is not None else None,
+            start if is_causal else None,
             query_positions[:, part], key_positions[:, read], scaling, dropout, *tensors,
         )  # fmt: skip
         if time > ROWS and torch.is_grad_enabled():
@@ -57,22 +61,23 @@ def attend_by_rows(
 
 
 def _visible(
-    mask: Tensor | None,
-    documents: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    part: slice,
-    read: slice,
+    mask: Tensor | None, documents: Tensor | None, start: int | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Tell which of the keys `read` the queries of a part may see, [B or 1, 1, n, m] bool."""
+    """Tell which keys the queries of a part may see, [B or 1, 1, n, m] bool; None for all.
+
+    Args:
+        mask: of these queries.
+        documents: [B, m], of the keys, the last n of which are the queries.
+        start: of the queries among the keys; None where there is a mask, or all are seen.
+    """
     if mask is not None:
-        return visible_keys(mask, query, key)[:, :, part]
-    if query.shape[2] == 1:
+        return visible_keys(mask, query, key)
+    if start is None:
         return None
-    slots = torch.arange(read.stop, device=query.device)
-    visible = slots <= slots[part, None]
+    slots = torch.arange(key.shape[2], device=query.device)
+    visible = slots <= slots[start:, None]
     if documents is not None:
-        visible = visible & (documents[:, part, None] == documents[:, None, read])
+        visible = visible & (documents[:, start:, None] == documents[:, None])
         return visible[:, None]
     return visible[None, None]
 
@@ -82,15 +87,18 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visible: Tensor | None,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    start: int | None,
     query_positions: Tensor,
     key_positions: Tensor,
     scaling: float,
     dropout: float,
     *tensors: Tensor,
 ) -> Tensor:
-    """Attend with a part of the queries: [B, H, n, D]."""
+    """Attend with a part of the queries: [B, H, n, D]; mask, documents, start of `_visible`."""
     batch, heads, time, _ = query.shape
+    visible = _visible(mask, documents, start, query, key)
     groups = heads // key.shape[1]
     # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
     query = query.reshape(batch, -1, groups * time, query.shape[3])

@@ -62,6 +62,10 @@ class Smoothing(ValueTransform):
         """Count 2·P a channel, forward and backward; the filter has no gradient."""
         return 4 * self._width(model) * _value_channels(model)
 
+    def taps(self, model: Any) -> int:
+        """Give P."""
+        return self._width(model)
+
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the last P − 1 values."""
         return (self._width(model) - 1) * _value_channels(model) * itemsize

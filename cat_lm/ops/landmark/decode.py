@@ -82,12 +82,16 @@ def decode(
 
     Returns:
         [B, H, T, D].
+
+    Raises:
+        ValueError: fewer keys or landmarks than are read, or tensors that do not fit together.
     """
     batch, heads, time, width = query.shape
     shared = key.shape[1]
     choices = 1 if choice.share == "layer" else shared
     own = (past + time - 1 - int(padding.min())) // block
     most = max(0, own - choice.local + 1)
+    _check(query, key, value, landmarks, past + time, most, choice)
     room = min(choice.top_k + choice.sink, most)
     read = most + 2 * (room + choice.local) * block
     small = batch * shared * width * read < SMALL
@@ -111,6 +115,34 @@ def decode(
     call.scaling, call.parallel = scaling, threads.runtime()
     _kernel()(ctypes.byref(call))
     return tensors["out"]
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmarks: Tensor,
+    keys: int,
+    blocks: int,
+    choice: Choice,
+) -> None:
+    """Check what the kernel, which looks at no shape, would read beyond."""
+    batch, heads, _, width = query.shape
+    shared = key.shape[1]
+    fits = (
+        key.shape == value.shape
+        and key.shape[::3] == (batch, width)
+        and landmarks.shape[:2] == (batch, shared)
+        and landmarks.shape[3] == width
+        and heads % shared == 0
+        and len({x.dtype for x in (query, key, value, landmarks)}) == 1
+    )
+    if not fits or key.shape[2] < keys or landmarks.shape[2] < blocks or choice.local < 1:
+        shapes = [list(x.shape) for x in (query, key, value, landmarks)]
+        raise ValueError(
+            f"queries, keys, values and landmarks {shapes} do not fit: {keys} keys and the "
+            f"landmarks of {blocks} blocks are read, of one dtype, with at least one local block"
+        )
 
 
 @functools.cache

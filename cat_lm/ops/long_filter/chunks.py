@@ -136,7 +136,7 @@ def forward(
     inputs, within = _in_chunks(x, length, dtype), _padded(positions, length, dtype)
     taps, read, write, carry = (None,) * 4 if within is None else within
     added = _apply(chunk.write, write, inputs)
-    kept = torch.empty_like(added)
+    kept = added.new_empty(added.shape)  # an einsum's axes lie anyhow, and graphs count on these
     state = initial.to(dtype)
     for number in range(inputs.shape[1]):
         kept[:, number] = state
