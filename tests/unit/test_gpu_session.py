@@ -350,7 +350,7 @@ def forked(words: list[str], lines: BinaryIO) -> Command:
 def test_a_rehearsal_of_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "_start", forked)
     steps = plan(rehearsal=True)
-    code = Session(tmp_path, 3600, session.about(rehearsal=True)).run(steps)
+    code = Session(tmp_path, 36_000, session.about(rehearsal=True)).run(steps)
     found = check_records(tmp_path)
     failed = {row["name"]: row.get("error") for row in summary(tmp_path)["steps"]}
     assert code == 0, failed

@@ -6,7 +6,6 @@ No test looks at how long anything took.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -329,13 +328,8 @@ def test_the_rival_is_the_layout_that_is_fastest():
 # Training
 
 
-def test_train_record(speed, monkeypatch):
+def test_train_record(speed):
     names = ("pythia", "mh_cat")
-    if not torch.cuda.is_available():  # whose driver no fork survives
-        # The processes in which memory is measured, without their imports.
-        multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
-        forked = multiprocessing.get_context("forkserver")
-        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: forked)
     code, record, out, err = speed(
         *("train", *TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 2),
         *("--models", ",".join(names), "--peak-tflops", 0.5),

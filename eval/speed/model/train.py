@@ -172,8 +172,12 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
     gc.collect()
     if case.size.device.startswith("cuda"):
         torch.cuda.empty_cache()
+        method = "spawn"  # no fork survives a driver
+    else:
+        method = "forkserver"  # imports are most of what a small model takes
+        multiprocessing.set_forkserver_preload([__name__, *["deepspeed"] * case.optimizer])
     say("peak memory of each model, in processes of their own")
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context(method).Pool(1, maxtasksperchild=1) as pool:
         return {name: pool.apply(peak_memory, (case, name)) for name in names}
 
 
