@@ -20,8 +20,8 @@ from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
 from cat_lm.limits import CONTEXT, TOKENS, Range
-from cat_lm.model.attention.landmark import FILTERS, SHARES
 from cat_lm.model_card import describe_model
+from cat_lm.ops.landmark.options import FILTERS, SHARES
 from cat_lm.pretrained import load_model, model_config, model_folder, quiet_transformers
 from cat_lm.upcycle import copy_tokenizer, refuse_used
 

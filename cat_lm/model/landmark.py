@@ -25,8 +25,14 @@ from torch import Tensor, nn
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys, next_landmarks
+from cat_lm.ops.landmark.keys import (
+    block_weights,
+    initial_parameters,
+    landmark_keys,
+    next_landmarks,
+)
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
+from cat_lm.ops.landmark.options import is_sharp
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
@@ -61,14 +67,11 @@ class LandmarkCore(nn.Module):
 
     def initial_values(self) -> dict[str, Tensor]:
         """Give the parameters as they start: the filter as the box, θ = ln(D) / 2."""
-        values = {}
-        if self.filter_name == "learned":
-            box = block_weights("box", self.block).float()
-            values["filter"] = box.expand(self.config.stream_heads("k"), -1).clone()
-        if self.is_grouped or self.filter_name == "learned":
-            sharp = 0.5 * math.log(self.config.head_width)
-            values["sharpness"] = torch.full((self.config.num_attention_heads,), sharp)
-        return values
+        config = self.config
+        return initial_parameters(
+            self.filter_name, self.block, config.stream_heads("k"), config.num_attention_heads,
+            config.head_width, is_sharp(self.filter_name, "grouped" if self.is_grouped else "flat"),
+        )  # fmt: skip
 
     def weights(self, device: torch.device) -> Tensor:
         """Give the filter [1 or heads of keys, b], lag 0 first."""
@@ -175,7 +178,8 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
             `auxiliary_loss`; "grouped", weighing all blocks as wholes.
         rows: for how many queries of each row the loss is computed.
     """
-    for module in model.modules():
-        if isinstance(module, LandmarkCore):
-            module.training_by, module.rows = way, rows
-    model.collects_losses = way == "guided"
+    cores = [module for module in model.modules() if isinstance(module, LandmarkCore)]
+    for core in cores:
+        core.training_by, core.rows = way, rows
+    if cores:
+        model.collects_losses = way == "guided"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.rules import attention_channels, head_width, key_heads
+from cat_lm.ops.landmark.options import is_sharp, value_problems
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-FILTERS = ("box", "exponential", "learned")
-SHARES = ("head", "layer")
-COMBINES = ("flat", "grouped")
 
 
 class Landmark(Pattern):
@@ -43,7 +39,7 @@ class Landmark(Pattern):
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options, and which say nothing with the others."""
-        found = _value_problems(options)
+        found = value_problems(options, "attention_options.")
         if found:
             return found
         if options["top_k"] == 0:
@@ -60,8 +56,8 @@ class Landmark(Pattern):
         options = self.resolved(model.attention_options)
         is_learned = options["filter"] == "learned"
         filters = key_heads(model) * options["block"] if is_learned else 0
-        is_sharp = is_learned or options["combine"] == "grouped"
-        return filters + (model.num_attention_heads if is_sharp else 0)
+        sharp = is_sharp(options["filter"], options["combine"])
+        return filters + (model.num_attention_heads if sharp else 0)
 
     def flops(self, model: Any, context_length: int) -> float:
         """Count 12·C for each key read, as softmax, and 2·C for each landmark, 6·C if grouped.
@@ -124,23 +120,6 @@ class Landmark(Pattern):
         from cat_lm.model.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
-
-
-def _value_problems(options: dict[str, Any]) -> list[str]:
-    found = []
-    for key, least in (("block", 1), ("top_k", 0), ("local", 1)):
-        value = options[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            least_said = f"must be a whole number of at least {least}"
-            found.append(f"attention_options.{key}={short(value)}: {least_said}")
-    if not isinstance(options["sink"], bool):
-        found.append(f"attention_options.sink={short(options['sink'])}: must be true or false")
-    for key, known in (("filter", FILTERS), ("share", SHARES), ("combine", COMBINES)):
-        if options[key] not in known:
-            found.append(
-                f"attention_options.{key}={short(options[key])}: must be one of {', '.join(known)}"
-            )
-    return found
 
 
 ENTRY = Landmark()

@@ -25,6 +25,24 @@ def block_weights(name: str, block: int) -> Tensor:
     return (weights / weights.sum())[None]
 
 
+def initial_parameters(
+    filter_name: str, block: int, key_heads: int, heads: int, width: int, sharp: bool
+) -> dict[str, Tensor]:
+    """Give a layer's parameters as they start: the filter as the box, and θ = ln(D) / 2.
+
+    Args:
+        key_heads, heads: of keys, which have filters, and of queries, which have θ.
+        width: D.
+        sharp: whether there is a θ, see `cat_lm.ops.landmark.options.is_sharp`.
+    """
+    values = {}
+    if filter_name == "learned":
+        values["filter"] = block_weights("box", block).float().expand(key_heads, -1).clone()
+    if sharp:
+        values["sharpness"] = torch.full((heads,), 0.5 * math.log(width))
+    return values
+
+
 def landmark_keys(key: Tensor, weights: Tensor, layout: BlockLayout, carries: bool) -> Tensor:
     """Make the landmarks of all complete blocks.
 
