@@ -98,6 +98,31 @@ def test_nothing_is_asked_by_accident(name, filler):
         assert found == [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
+def test_needles_lie_anywhere_and_are_as_many_at_every_length():
+    task = make_task("needle", 30, {"keys": "3", "vocab_size": "24"})
+    assert task.at_length(300).keys == 3 and task.chance == task.at_length(300).chance == 1 / 12
+    examples = generate(task, 900, seed=2, split="test")
+    hay, asked = examples.inputs[:, :-3], examples.inputs[:, -3:]
+    places = np.sort((hay[:, None] == asked[:, :, None]).argmax(axis=2), axis=1)
+    assert (np.diff(places, axis=1) >= 2).all()  # a pair is not written over
+    assert set(places.ravel()) == set(range(26))  # the last token before the questions is a value
+    assert (hay >= 12).any(axis=0).all()  # values among the hay too
+    found = sum(examples.groups[name].astype(int) for name in ("early", "middle", "late"))
+    assert (found == 1).all() and all(0.2 < g.mean() < 0.5 for g in examples.groups.values())
+    late = (hay[:, None] == asked[:, :, None]).argmax(axis=2) >= 18
+    assert np.array_equal(examples.groups["late"], late)
+    tight = make_task("needle", 9, {"keys": "3", "vocab_size": "64"})  # nothing but needles
+    rows = generate(tight, 20, seed=0, split="train")
+    assert ((rows.inputs[:, 0:6:2] < 32) & (rows.inputs[:, 1:6:2] >= 32)).all()
+    for options, named in (
+        ({"keys": "0"}, "keys=0: must be at least 1"),
+        ({"keys": "11"}, "keys=11: with their values"),
+        ({"vocab_size": "8"}, "vocab_size=8: too small for 4 keys"),
+    ):
+        with pytest.raises(UserError, match=named):
+            make_task("needle", 30, options)
+
+
 def test_a_small_task_is_divided_between_the_splits():
     """All its rows come, each in one of the splits."""
     task = make_task("mqar", 4, {"keys": "1", "vocab_size": "16", "filler": "zeros"})
@@ -234,4 +259,4 @@ def test_longer_tasks_ask_in_proportion():
     assert make_task("mqar", 128).at_length(512).num_keys == 128
     assert make_task("mqar", 128, {"keys": "8"}).at_length(512).num_keys == 32
     assert make_task("selective-copy", 64).at_length(256).copies == 16
-    assert set(TASKS) == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "selective-copy"}
+    assert {*TASKS} == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "needle", "selective-copy"}
