@@ -24,7 +24,7 @@ class Landmark(Pattern):
     name = "landmark"
     title = "landmark attention"
     words = "landmark attention"
-    implementations = ("eager", "sdpa")
+    implementations = ("eager", "sdpa", "flex_attention")
     takes_transforms = False
     masks_keys = True
     options: ClassVar[dict[str, Any]] = {
@@ -50,6 +50,11 @@ class Landmark(Pattern):
                         f"chooses no blocks; leave it {usual}"
                     )
         return found
+
+    def serving(self, model: Any) -> tuple[str, ...]:
+        """Leave flex attention out where blocks are weighed as wholes: it has one softmax."""
+        is_grouped = self.resolved(model.attention_options)["combine"] == "grouped"
+        return self.implementations[: 2 if is_grouped else 3]
 
     def parameters(self, model: Any) -> int:
         """Count the filters [heads of keys, b] and the blocks' sharpness [H]."""
@@ -95,9 +100,12 @@ class Landmark(Pattern):
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         """Name the backends of whole rows and of decoding, see `cat_lm.ops.landmark.dispatch`."""
         from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
+        from cat_lm.ops.landmark.segments import why_not
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
-        row = choose_backend(by, length, length, 0.0)
+        block = self.resolved(config.attention_options)["block"]
+        has_triton = why_not(device, dtype, block, head_width(config)) is None
+        row = choose_backend(by, length, length, 0.0, has_triton)
         step = choose_decoder(by, 1, length, device, dtype)
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
