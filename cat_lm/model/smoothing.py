@@ -13,15 +13,14 @@ class SmoothedValues(nn.Module):
     """Averages each value with those of the P − 1 tokens before it, in one convolution.
 
     Args:
-        heads: of the values.
         width: P.
         run: the tokens of a chunk, beyond which no query sees and nothing is averaged; None for
             attention to all keys.
     """
 
-    def __init__(self, heads: int, width: int, run: int | None):
+    def __init__(self, width: int, run: int | None):
         super().__init__()
-        self.heads, self.width, self.run = heads, width, run
+        self.width, self.run = width, run
         self.reads_positions = run is not None
         self.conv_backend = "auto"
 
@@ -39,7 +38,7 @@ class SmoothedValues(nn.Module):
         before = None
         if state is not None:
             before = state.exchange_inputs("value", value, self.width, padding_mask)
-        taps = value.new_full((self.heads, self.width), 1 / self.width)
+        taps = value.new_full((value.shape[2], self.width), 1 / self.width)
         backend = self.conv_backend
         if self.run is None:
             how = {"document_ids": document_ids, "initial_state": before}
