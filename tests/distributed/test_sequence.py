@@ -44,8 +44,7 @@ CASES = {
     "gated_deltanet": LINEAR | {"architecture": "gated_deltanet", "head_dim": 8},
     "delta_net": LINEAR | {"architecture": "delta_net"},
     "mamba": SIZES | {"architecture": "mamba", "state_size": 4},
-    "mamba2": SIZES
-    | {"architecture": "mamba2", "state_size": 4, "head_dim": 8, "n_groups": 2},
+    "mamba2": SIZES | {"architecture": "mamba2", "state_size": 4, "head_dim": 8, "n_groups": 2},
 }
 
 
@@ -116,3 +115,69 @@ def test_parts_compute_what_whole_sequences_do():
         assert len(found) == 2 * len(CASES)
         wrong = {case: difference for case, difference in found.items() if not difference < 1e-12}
         assert not wrong
+
+
+# Training
+
+STEPS = 20
+RUNS = {  # the model and ZeRO stage of a run
+    "cat": (CASES["cat"], 0),
+    "mh_cat, canon": (CASES["mh_cat"] | CANON, 1),
+    "gla": (CASES["gla"], 2),
+    "llama, canon": (CASES["llama, canon"] | {"conv_type": "head", "conv_window": 4}, 3),
+}
+
+
+def values_of(data: str, run: Path, name: str, parts: int, **train: Any) -> dict[str, Any]:
+    """20 steps on packed documents, some of them longer than a window and most much shorter."""
+    model, stage = RUNS[name]
+    train = {"max_steps": STEPS, "sequence_parallel": parts, "zero_stage": stage, **train}
+    values = run_values(data, run, **train)
+    values["model"] = model
+    values["data"]["mask_documents"] = True
+    # Else Adam makes steps of full size of what rounding leaves of gradients that are none.
+    values["optimizer"] |= {"lr": 1e-3, "eps": 1e-4}
+    values["validation"] = {"every_steps": 10, "max_tokens": 512}
+    values["checkpoint"] = {"every_steps": 10, "keep_last": 9}
+    return values
+
+
+def train(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:
+    """Run train.py's Trainer for each (name of the run, folder, parts, changes of `train`)."""
+    from train import Trainer
+
+    codes = []
+    for name, run, parts, changes in asked:
+        with opened(
+            Trainer, ranks, values_of(data, Path(folder) / run, name, parts, **changes)
+        ) as t:
+            codes.append(t.run())
+    return codes
+
+
+def same_losses(found: Path, wanted: Path) -> None:
+    """Losses, gradient norms and validations; those of steps that a resumed run did not take."""
+    wanted_rows = {(row[0], len(row)): row for row in losses(wanted)}
+    rows = losses(found)
+    assert rows[-1][0] == STEPS and any(len(row) == 2 for row in rows)
+    for row in rows:
+        np.testing.assert_allclose(row, wanted_rows[row[0], len(row)], rtol=1e-5, err_msg=str(row))
+
+
+def straight(parts: tuple[int, ...], names=RUNS) -> list[tuple]:
+    return [(name, f"{name}-{p}", p, {}) for name in names for p in (1, *parts)]
+
+
+def test_training_with_parts_equals_training_without(tiny_corpus, tmp_path):
+    """In every ZeRO stage; and a run goes on with another number of parts, and of ranks."""
+    asked = straight((2,))
+    resumed = {"resume": str(tmp_path / "cat-2/checkpoints/step-00000010")}
+    asked.append(("cat", "whole", 1, resumed))
+    for codes in run_on_ranks(train, 2, str(tiny_corpus), str(tmp_path), asked):
+        assert not any(codes)
+    for name in RUNS:
+        same_losses(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
+    same_losses(tmp_path / "whole", tmp_path / "cat-1")
+    log = (tmp_path / "gla-2/train.log").read_text()
+    assert "sequences: 2 neighbouring ranks share each, 16 of 32 tokens a rank" in log
+    assert "train.sequence_parallel: was 2, is 1" in (tmp_path / "whole/train.log").read_text()
