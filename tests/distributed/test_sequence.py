@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from cat_lm.config import RunConfig
+from cat_lm.labels import IGNORE_INDEX
 from cat_lm.ops.documents import document_runs
-from cat_lm.training.engine import build_model
+from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.sequence import sequence_group
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
@@ -126,58 +129,90 @@ RUNS = {  # the model and ZeRO stage of a run
     "gla": (CASES["gla"], 2),
     "llama, canon": (CASES["llama, canon"] | {"conv_type": "head", "conv_window": 4}, 3),
 }
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-4}  # else Adam makes whole steps of rounded zeros
 
 
-def values_of(data: str, run: Path, name: str, parts: int, **train: Any) -> dict[str, Any]:
-    """20 steps on packed documents, some of them longer than a window and most much shorter."""
-    model, stage = RUNS[name]
-    train = {"max_steps": STEPS, "sequence_parallel": parts, "zero_stage": stage, **train}
-    values = run_values(data, run, **train)
-    values["model"] = model
-    values["data"]["mask_documents"] = True
-    # Else Adam makes steps of full size of what rounding leaves of gradients that are none.
-    values["optimizer"] |= {"lr": 1e-3, "eps": 1e-4}
-    values["validation"] = {"every_steps": 10, "max_tokens": 512}
-    values["checkpoint"] = {"every_steps": 10, "keep_last": 9}
-    return values
+def history(ranks, cases: list[tuple[str, int]]) -> list[list[tuple[float, ...]]]:
+    """Losses and gradient norms of 20 steps, and the sums of a validation, of each (name, P)."""
+    found = []
+    for name, parts in cases:
+        model, stage = RUNS[name]
+        values = make_config(model, parts).model_dump()
+        values["train"] |= {"zero_stage": stage, "global_batch_size": 4, "micro_batch_size": 1}
+        values["optimizer"] |= OPTIMIZER
+        config = RunConfig.model_validate(values)
+        engine = Engine(build_model(config, VOCAB), config, ranks)
+        share, shares = ranks.share(parts)
+        rows = slice(share * 4 // shares, (share + 1) * 4 // shares)
+        given = [{key: x[rows] for key, x in packed_rows(step).items()} for step in range(STEPS)]
+        steps = [engine.train_step(batch, 1e-3) for batch in given]
+        assert not any(step.skipped for step in steps)
+        held_out = ranks.sum(*engine.evaluate(given[0]))
+        found.append([*((step.loss, step.grad_norm) for step in steps), tuple(held_out)])
+    return found
+
+
+def packed_rows(step: int) -> dict[str, np.ndarray]:
+    """Four rows of many documents; one has few labels, all in its first part."""
+    random = np.random.default_rng(step)
+    batch = {name: random.integers(0, VOCAB, (4, LENGTH)) for name in ("input_ids", "labels")}
+    batch["labels"][1, 5:] = IGNORE_INDEX
+    starts = random.random((4, LENGTH)) < 0.15
+    return batch | {"document_ids": starts.cumsum(axis=1)}
+
+
+def compare(world_size: int, parts: int, names: Iterable[str]) -> None:
+    cases = [(name, p) for name in names for p in (1, parts)]
+    for found in run_on_ranks(history, world_size, cases):
+        for (name, _), whole, divided in zip(cases[::2], found[::2], found[1::2], strict=True):
+            for row, expected in zip(divided, whole, strict=True):
+                np.testing.assert_allclose(row, expected, rtol=1e-5, err_msg=name)
+
+
+def test_training_with_parts_equals_training_without():
+    """In every ZeRO stage."""
+    compare(2, 2, RUNS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [2, 4])
+def test_training_of_four_ranks(parts):
+    """The same with more groups, and more parts: four processes on few cores take a minute."""
+    compare(4, parts, RUNS)
 
 
 def train(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:
-    """Run train.py's Trainer for each (name of the run, folder, parts, changes of `train`)."""
+    """Run train.py's Trainer for each (folder, P, changes of `train`)."""
     from train import Trainer
 
     codes = []
-    for name, run, parts, changes in asked:
-        with opened(
-            Trainer, ranks, values_of(data, Path(folder) / run, name, parts, **changes)
-        ) as t:
-            codes.append(t.run())
+    for run, parts, changes in asked:
+        changes = {"max_steps": 6, "sequence_parallel": parts, **changes}
+        values = run_values(data, Path(folder) / run, **changes)
+        values["model"] = CASES["cat"]
+        values["data"]["mask_documents"] = True
+        values["optimizer"] |= OPTIMIZER
+        values["validation"] = {"every_steps": 3, "max_tokens": 512}
+        values["checkpoint"] = {"every_steps": 3, "keep_last": 9}
+        with opened(Trainer, ranks, values) as trainer:
+            codes.append(trainer.run())
     return codes
 
 
-def same_losses(found: Path, wanted: Path) -> None:
-    """Losses, gradient norms and validations; those of steps that a resumed run did not take."""
-    wanted_rows = {(row[0], len(row)): row for row in losses(wanted)}
-    rows = losses(found)
-    assert rows[-1][0] == STEPS and any(len(row) == 2 for row in rows)
-    for row in rows:
-        np.testing.assert_allclose(row, wanted_rows[row[0], len(row)], rtol=1e-5, err_msg=str(row))
-
-
-def straight(parts: tuple[int, ...], names=RUNS) -> list[tuple]:
-    return [(name, f"{name}-{p}", p, {}) for name in names for p in (1, *parts)]
-
-
-def test_training_with_parts_equals_training_without(tiny_corpus, tmp_path):
-    """In every ZeRO stage; and a run goes on with another number of parts, and of ranks."""
-    asked = straight((2,))
-    resumed = {"resume": str(tmp_path / "cat-2/checkpoints/step-00000010")}
-    asked.append(("cat", "whole", 1, resumed))
-    for codes in run_on_ranks(train, 2, str(tiny_corpus), str(tmp_path), asked):
+def test_a_run_goes_on_with_other_parts(tiny_corpus, tmp_path):
+    """On packed documents, with validation; P belongs to no checkpoint."""
+    resumed = {"resume": str(tmp_path / "parts/checkpoints/step-00000003")}
+    asked = [("parts", 2, {}), ("resumed", 1, resumed)]
+    given = str(tiny_corpus), str(tmp_path)
+    for codes in run_on_ranks(train, 2, *given, asked):
         assert not any(codes)
-    for name in RUNS:
-        same_losses(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
-    same_losses(tmp_path / "whole", tmp_path / "cat-1")
-    log = (tmp_path / "gla-2/train.log").read_text()
+    assert run_on_ranks(train, 1, *given, [("whole", 1, {})]) == [[0]]
+    wanted = {(row[0], len(row)): row for row in losses(tmp_path / "whole")}
+    for run in ("parts", "resumed"):
+        rows = losses(tmp_path / run)
+        assert (rows[0][0], rows[-1][0]) == ({"parts": 1, "resumed": 4}[run], 6)
+        for row in rows:
+            np.testing.assert_allclose(row, wanted[row[0], len(row)], rtol=1e-5)
+    log = (tmp_path / "parts/train.log").read_text()
     assert "sequences: 2 neighbouring ranks share each, 16 of 32 tokens a rank" in log
-    assert "train.sequence_parallel: was 2, is 1" in (tmp_path / "whole/train.log").read_text()
+    assert "train.sequence_parallel: was 2, is 1" in (tmp_path / "resumed/train.log").read_text()

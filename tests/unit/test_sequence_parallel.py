@@ -76,16 +76,13 @@ def test_a_family_that_says_nothing_is_refused():
     ]
 
 
-@pytest.mark.parametrize(
-    "row", [path.stem for path in ROWS.glob("*.yaml") if "base" not in path.stem]
-)
-def test_every_row_that_mixes_no_maps_and_has_even_heads_is_divided(row):
-    undivided = row.startswith("mh_maps") or row == "gated_deltanet"  # which has three heads
-    if undivided:
-        with pytest.raises(UserError):
-            config_of(row, 2)
-    else:
-        config_of(row, 2)
+def test_every_row_that_mixes_no_maps_and_has_even_heads_is_divided():
+    for path in ROWS.glob("*.yaml"):
+        if path.stem.startswith("mh_maps") or path.stem == "gated_deltanet":  # of three heads
+            with pytest.raises(UserError):
+                config_of(path.stem, 2)
+        elif not path.stem.startswith("base"):
+            config_of(path.stem, 2)
 
 
 def test_padding_caches_and_masks_are_refused():
