@@ -23,6 +23,7 @@ KINDS = {
     "box": {},
     "exponential": {"filter": "exponential", "share": "layer", "sink": True},
     "grouped": {"filter": "learned", "combine": "grouped"},
+    "ssm": {"filter": "ssm", "filter_state": 4, "combine": "grouped"},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
