@@ -54,7 +54,6 @@ def summarise(
     from eval.landmark.figures import summary_figure
 
     out = Path(out)
-    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
     found = {
         "retrieval": retrieval_points(
             [_record(path, retrieval_points, "rows", "wanted") for path in diagnoses]
@@ -66,6 +65,7 @@ def summarise(
             [_record(path, decoding_points, "contexts") for path in (contexts,) if path is not None]
         ),
     }
+    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
     files = [str(path) for path in (*diagnoses, *sweeps, contexts) if path is not None]
     write_json(out / "landmark.json", {**found, "files": files, **provenance()})
     save_figure(summary_figure(found), out / "landmark")
