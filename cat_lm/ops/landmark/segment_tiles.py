@@ -1,4 +1,4 @@
-"""Which queries meet which block of keys: the segments of `cat_lm.ops.landmark.segments`, in tiles."""
+"""Which queries meet which block of keys: segments, in tiles, see `segments`."""
 
 from __future__ import annotations
 
