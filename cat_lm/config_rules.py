@@ -56,6 +56,8 @@ def _sequences(config: RunConfig) -> list[str]:
     problems = config.architecture.division_problems(config.model, parts, length)
     if length % parts:
         problems.insert(0, f"must divide data.context_length={length}")
+    if config.train.compile:  # never seen to trace the exchanges
+        problems.append("does not go with train.compile=True; set it to false")
     return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
 
 

@@ -122,7 +122,6 @@ def test_parts_compute_what_whole_sequences_do():
 
 # Training
 
-STEPS = 20
 RUNS = {  # the model and ZeRO stage of a run
     "cat": (CASES["cat"], 0),
     "mh_cat, canon": (CASES["mh_cat"] | CANON, 1),
@@ -132,8 +131,8 @@ RUNS = {  # the model and ZeRO stage of a run
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4}  # else Adam makes whole steps of rounded zeros
 
 
-def history(ranks, cases: list[tuple[str, int]]) -> list[list[tuple[float, ...]]]:
-    """Losses and gradient norms of 20 steps, and the sums of a validation, of each (name, P)."""
+def history(ranks, steps: int, cases: list[tuple[str, int]]) -> list[list[tuple[float, ...]]]:
+    """Losses and gradient norms of steps, and the sums of a validation, of each (name, P)."""
     found = []
     for name, parts in cases:
         model, stage = RUNS[name]
@@ -144,11 +143,11 @@ def history(ranks, cases: list[tuple[str, int]]) -> list[list[tuple[float, ...]]
         engine = Engine(build_model(config, VOCAB), config, ranks)
         share, shares = ranks.share(parts)
         rows = slice(share * 4 // shares, (share + 1) * 4 // shares)
-        given = [{key: x[rows] for key, x in packed_rows(step).items()} for step in range(STEPS)]
-        steps = [engine.train_step(batch, 1e-3) for batch in given]
-        assert not any(step.skipped for step in steps)
+        given = [{key: x[rows] for key, x in packed_rows(step).items()} for step in range(steps)]
+        results = [engine.train_step(batch, 1e-3) for batch in given]
+        assert not any(result.skipped for result in results)
         held_out = ranks.sum(*engine.evaluate(given[0]))
-        found.append([*((step.loss, step.grad_norm) for step in steps), tuple(held_out)])
+        found.append([*((result.loss, result.grad_norm) for result in results), tuple(held_out)])
     return found
 
 
@@ -161,24 +160,27 @@ def packed_rows(step: int) -> dict[str, np.ndarray]:
     return batch | {"document_ids": starts.cumsum(axis=1)}
 
 
-def compare(world_size: int, parts: int, names: Iterable[str]) -> None:
+def compare(world_size: int, parts: int, steps: int, names: Iterable[str]) -> None:
     cases = [(name, p) for name in names for p in (1, parts)]
-    for found in run_on_ranks(history, world_size, cases):
+    for found in run_on_ranks(history, world_size, steps, cases):
         for (name, _), whole, divided in zip(cases[::2], found[::2], found[1::2], strict=True):
             for row, expected in zip(divided, whole, strict=True):
                 np.testing.assert_allclose(row, expected, rtol=1e-5, err_msg=name)
 
 
 def test_training_with_parts_equals_training_without():
-    """In every ZeRO stage."""
-    compare(2, 2, RUNS)
+    """A few steps, with replicated and with partitioned parameters."""
+    compare(2, 2, 4, ("mh_cat, canon", "llama, canon"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [2, 4])
 def test_training_of_four_ranks(parts):
-    """The same with more groups, and more parts: four processes on few cores take a minute."""
-    compare(4, parts, RUNS)
+    """Every ZeRO stage for 20 steps, with more groups, and more parts.
+
+    Long: four processes on few cores take minutes.
+    """
+    compare(4, parts, 20, RUNS)
 
 
 def train(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:

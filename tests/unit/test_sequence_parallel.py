@@ -42,6 +42,7 @@ LAYER = ("model.attention=landmark", "model.attention_options={share: layer}")
 REFUSED = [
     ("cat_rope", 3, (), "must divide data.context_length=2048"),
     ("cat_rope", 32, (), "must divide model.num_attention_heads=16"),
+    ("cat_rope", 2, ("train.compile=true", "train.zero_stage=1"), "with train.compile=True"),
     ("tfpp_cat", 8, (GROUPED,), "must divide model.num_key_value_heads=4"),
     ("mh_maps_rope", 2, (), "mixed attention maps cannot be divided by heads"),
     ("pythia", 2, MULTI, "multi-token attention cannot be divided by heads"),
