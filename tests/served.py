@@ -3,8 +3,8 @@
 Of a command that trains for a second, nine tenths of the work are an interpreter's imports.
 `served_python` is an executable file that takes an interpreter's place. It hands its command line,
 folder, environment, input and outputs to a server that is forked from the process that has imported
-everything (tests/commands.py) and forks from itself for every command. Signals go on to the command,
-its exit code or signal comes back, and KILL to the one kills the other.
+everything (tests/commands.py) and forks from itself for every command. Signals go on to the
+command, its exit code or signal comes back, and KILL to the one kills the other.
 
 What differs: the command's parent is the server, and its session its own; STOP does not reach it.
 Tests of those, and one of each kind of launcher, start interpreters.
