@@ -112,12 +112,26 @@ def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_parts_compute_what_whole_sequences_do():
-    """Convolutions, halos, positions, documents, scores and recurrences, with all gradients."""
-    for found in run_on_ranks(differences, 4, CASES):
-        assert len(found) == 2 * len(CASES)
+# A convolution by heads, one that mixes them, shared keys with Canon layers, and a recurrence.
+USUAL = ("cat", "mh_cat", "llama, canon", "gla")
+
+
+def check_differences(cases: dict[str, dict]) -> None:
+    for found in run_on_ranks(differences, 4, cases):
+        assert len(found) == 2 * len(cases)
         wrong = {case: difference for case, difference in found.items() if not difference < 1e-12}
         assert not wrong
+
+
+def test_parts_compute_what_whole_sequences_do():
+    """Convolutions, halos, positions and documents, with all gradients, among 2 and 4 ranks."""
+    check_differences({name: CASES[name] for name in USUAL})
+
+
+@pytest.mark.long
+def test_parts_of_every_kind_of_layer():
+    """Scores, landmarks, biases and the other recurrences; long: ten models on four ranks."""
+    check_differences({name: CASES[name] for name in CASES if name not in USUAL})
 
 
 # Training
