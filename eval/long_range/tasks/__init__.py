@@ -1,0 +1,24 @@
+"""The tasks by name: a frozen set of options with facts for a model and rows to train it on."""
+
+from __future__ import annotations
+
+from cat_lm.errors import UserError
+from cat_lm.options import build_options, parse_specification
+from eval.long_range.tasks.atomic import CumMax, CumSum, Select
+from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Place, Task
+
+__all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Place", "Task", "make_task"]
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Select, CumSum, CumMax)}
+
+
+def make_task(text: str) -> Task:
+    """Make a task from `NAME` or `NAME:option=value,…`.
+
+    Raises:
+        UserError: an unknown name or option, or options that do not fit together.
+    """
+    name, options = parse_specification(text)
+    if name not in TASKS:
+        raise UserError(f"task {name!r}: choose one of {', '.join(TASKS)}")
+    return build_options(TASKS[name], f"task {name}", options)
