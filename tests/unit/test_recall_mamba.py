@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from eval.common.grids import cells, execution
 from eval.recall import __main__ as command
 from eval.recall.grids import mamba
 from eval.recall.grids.plan import Run
-from eval.recall.train import cells, execution
 from eval.recall.train.trial import Cell
 
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from eval.common.grids import cells
 from eval.recall.model import RecallModel
-from eval.recall.train import cells
 from eval.recall.train.trial import Cell, Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
+from eval.common.grids.places import Place, Run
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
@@ -157,39 +158,6 @@ SCALES = {
         bigram_keys=10,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """A cell, and where it goes in a figure: the panel's row and column, and its line.
-
-    Attributes:
-        across: what the panel's axis is: `lengths`, with the cell at all its test lengths;
-            `length`, where it trained; or its `width`.
-    """
-
-    row: str
-    column: str
-    line: str
-    cell: Cell
-    across: str = "length"
-
-
-@dataclass(frozen=True)
-class Place:
-    """A point or line of a figure whose rate is chosen first.
-
-    Attributes:
-        run: its run but for the rate and the seed.
-        rates: to choose from, in order; seeds: runs at the chosen one.
-    """
-
-    run: Run
-    rates: tuple[float, ...]
-    seeds: int
-
-    def at(self, rate: float, seed: int) -> Run:
-        return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
 
 
 def plan(figure: str, scale: Scale, rows: Sequence[str] = ()) -> list[Place]:

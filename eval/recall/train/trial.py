@@ -14,24 +14,25 @@ model is tested. The test rows of all lengths are looked at once, at the end, wi
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from cat_lm.errors import UserError
+from cat_lm.io.readers import Record
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
+from eval.common.grids.training import BaseTrial, Step, count_steps, steps, train
 from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.train.measuring import free_running, measure, scored_positions
+from eval.recall.train.records import FilterRecord, delays
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
 STOP_ABOVE = 0.99
@@ -78,6 +79,7 @@ class Cell:
     fixed_items: bool = False
     embedding_dropout: float | None = None
     protocol: ClassVar[int] = PROTOCOL
+    shape: ClassVar[type[Record]] = FilterRecord
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -120,7 +122,7 @@ class Cell:
     @property
     def all_steps(self) -> int:
         """Steps without an early stop."""
-        return self.epochs * -(-self.train_examples // self.rows)
+        return count_steps(self.epochs, self.train_examples, self.rows)
 
     @property
     def kind(self) -> Cell:
@@ -129,36 +131,67 @@ class Cell:
 
     def steps(self) -> Iterator[Step]:
         """All steps without an early stop, in order."""
-        starts, step = range(0, self.train_examples, self.rows), 0
-        for epoch in range(1, self.epochs + 1):
-            for start in starts:
-                step += 1
-                ends = start == starts[-1]
-                tested = ends or (self.eval_steps is not None and step % self.eval_steps == 0)
-                yield Step(step, epoch, slice(start, start + self.rows), tested, ends)
+        return steps(self.epochs, self.train_examples, self.rows, self.eval_steps)
+
+    @property
+    def tested_rows(self) -> float:
+        """Rows of the trained length that cost as much as those of all tests do."""
+        validations = sum(step.tested for step in self.steps())
+        lengths = sum(t / self.seq_len * (1 + self.fixed_items) for t in self.test_lengths)
+        return self.validation_examples * validations + self.test_examples * (1 + lengths)
+
+    def timed(self) -> Cell:
+        """One step long; equal for cells whose steps cost the same."""
+        return dataclasses.replace(
+            self.kind,
+            lr=1e-9,
+            epochs=1,
+            train_examples=self.rows,
+            test_examples=1,
+            validation_examples=1,
+            stop_above=None,
+            eval_steps=None,
+            test_lengths=(),
+            fixed_items=False,
+        )
+
+    def seconds(self, size: int, device: str) -> tuple[float, float]:
+        from eval.recall.train import cost
+
+        return cost.recall_seconds(self, size, device)
+
+    def bytes_needed(self) -> int:
+        from eval.recall.train import cost
+
+        return cost.bytes_of(self)
+
+    @staticmethod
+    def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        from eval.recall.train import stack
+
+        return stack.run_stack(cells, device)
+
+    def derived(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {"delays": delays(record["filters"])}
+
+    def score(self, record: dict[str, Any]) -> float:
+        """What a rate is chosen by: validation rows."""
+        return record["validation"]["accuracy"]
+
+    def told(self, record: dict[str, Any]) -> str:
+        return f"accuracy {record['accuracy']:.3f}"
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         return run_cell(self, device, quiet=quiet)
 
 
-class Step(NamedTuple):
-    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
-
-    number: int
-    epoch: int
-    rows: slice
-    tested: bool
-    ends_epoch: bool
-
-
-class Trial:
+class Trial(BaseTrial):
     """A cell with all that its training needs, and what it has found.
 
     Attributes:
         tests: name of a test -> its task; examples: name -> its rows; validation: rows.
         inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
             positions are those that are scored.
-        history: a point for each validation; chosen: that of the model to be tested.
     """
 
     def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
@@ -166,7 +199,7 @@ class Trial:
         self.cell, self.task, self.mixer = cell, cell.make_task(), make_mixer(cell.mixer)
         self.tests = _tests(cell, self.task)
         torch.manual_seed(cell.seed)
-        self.model = RecallModel(
+        model = RecallModel(
             self.mixer,
             vocabulary=self.task.vocabulary,
             d_model=cell.d_model,
@@ -174,6 +207,7 @@ class Trial:
             layers=cell.layers,
             dropout=cell.embedding_dropout,
         ).to(device)
+        super().__init__(model, "accuracy", cell.stop_above is not None, cell.stop_above)
         train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
         self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
         self.positions = scored_positions(labels)
@@ -192,25 +226,23 @@ class Trial:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, cell.epochs, eta_min=0.0
         )
-        self.history: list[dict[str, float]] = []
-        self._best: dict[str, Tensor] = {}
         self.data_seconds = time.monotonic() - started
 
-    def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
-        """Keeps a validation's point, and the model where it is the best; whether it stops here."""
-        self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
-        above = self.cell.stop_above
-        if above is None or not self._best or found["accuracy"] >= self.chosen["accuracy"]:
-            self.chosen = self.history[-1]
-            if above is not None:
-                state = self.model.state_dict()
-                self._best = {name: value.clone() for name, value in state.items()}
-        return above is not None and found["accuracy"] > above
+    def steps(self) -> Iterator[Step]:
+        return self.cell.steps()
 
-    def restore(self) -> None:
-        """Gives the model the parameters of the chosen point."""
-        if self._best:
-            self.model.load_state_dict(self._best)
+    @property
+    def planned(self) -> tuple[int, int]:
+        return self.cell.all_steps, self.cell.epochs
+
+    def step(self, step: Step) -> Tensor:
+        return train_step(self, step.rows)
+
+    def validate(self) -> dict[str, float]:
+        return measure(self.model, self.validation)
+
+    def end_epoch(self) -> None:
+        self.schedule.step()
 
     def record(
         self, accuracies: dict[str, dict[str, float]], training: float, testing: float
@@ -263,7 +295,7 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     """
     trial = Trial(cell, device)
     prepared = time.monotonic()
-    _train(trial, quiet)
+    train(trial, quiet)
     trial.restore()
     trained = time.monotonic()
     accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
@@ -288,25 +320,6 @@ def _tests(cell: Cell, task: Task) -> dict[str, Task]:
     return tests
 
 
-def _train(trial: Trial, quiet: bool) -> None:
-    """Trains in place."""
-    cell = trial.cell
-    bar = tqdm(total=cell.all_steps, disable=True if quiet else None, leave=False)
-    for step in cell.steps():
-        loss = train_step(trial, step.rows)
-        bar.update()
-        if step.tested:
-            found = measure(trial.model, trial.validation)
-            stops = trial.note(step, float(loss), found)
-            if not quiet:
-                _report(bar, trial.history[-1], cell)
-            if stops:
-                break
-        if step.ends_epoch:
-            trial.schedule.step()
-    bar.close()
-
-
 def train_step(trial: Trial, rows: slice) -> Tensor:
     """One update; the loss before it."""
     trial.model.train()
@@ -316,26 +329,3 @@ def train_step(trial: Trial, rows: slice) -> Tensor:
     loss.backward()
     trial.optimizer.step()
     return loss.detach()
-
-
-def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
-    text = f"validation accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
-    if bar.disable:
-        where = f"step {point['step']}, epoch {point['epoch']}/{cell.epochs}"
-        print(f"{where}: {text}", file=sys.stderr, flush=True)
-    else:
-        bar.set_postfix_str(text)
-
-
-def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
-    """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
-
-    A layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1.
-    """
-    return [
-        {
-            stream: [max(range(len(f)), key=lambda i, f=f: abs(f[i])) for f in heads]
-            for stream, heads in layer.items()
-        }
-        for layer in filters
-    ]
