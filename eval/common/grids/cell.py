@@ -9,7 +9,7 @@ from cat_lm.io.readers import Record
 
 
 class AnyCell(Protocol):
-    """All that decides a result: a frozen dataclass, whose fields name its file.
+    """All that decides a result: a frozen dataclass, whose key names its file.
 
     Attributes:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
@@ -26,6 +26,9 @@ class AnyCell(Protocol):
     seed: int
     protocol: ClassVar[int]
     shape: ClassVar[type[Record]]
+
+    def key(self) -> dict[str, Any]:
+        """Give all that decides the result and names its file."""
 
     @property
     def all_steps(self) -> int:

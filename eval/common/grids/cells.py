@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ def _name(cell: AnyCell) -> str:
     name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
     if cell.protocol > 1:
         name += f"-p{cell.protocol}"
-    short = key_hash(dataclasses.asdict(cell), digits=8)
+    short = key_hash(cell.key(), digits=8)
     return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
 
 

@@ -51,7 +51,7 @@ class BaseTrial(ABC):
 
     Args:
         model: trained in place.
-        measure: the number of a validation by which models are chosen, more being better.
+        chosen_by: the number of a validation by which models are chosen, more being better.
         keeps_best: test the model of the best point, the later of equals; else the last one.
         stop_above: stop where the number is above it.
 
@@ -62,9 +62,9 @@ class BaseTrial(ABC):
     model: nn.Module
 
     def __init__(
-        self, model: nn.Module, measure: str, keeps_best: bool, stop_above: float | None = None
+        self, model: nn.Module, chosen_by: str, keeps_best: bool, stop_above: float | None = None
     ) -> None:
-        self.model, self.measure = model, measure
+        self.model, self.chosen_by = model, chosen_by
         self.keeps_best, self.stop_above = keeps_best, stop_above
         self.history: list[dict[str, float]] = []
         self._best: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ class BaseTrial(ABC):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Find the numbers of a validation, `measure` among them."""
+        """Find the numbers of a validation, `chosen_by` among them."""
 
     @abstractmethod
     def end_epoch(self) -> None:
@@ -93,8 +93,8 @@ class BaseTrial(ABC):
     def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
         """Keeps a validation's point, and the model where it is the best; whether it stops here."""
         self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
-        value = found[self.measure]
-        if not self.keeps_best or not self._best or value >= self.chosen[self.measure]:
+        value = found[self.chosen_by]
+        if not self.keeps_best or not self._best or value >= self.chosen[self.chosen_by]:
             self.chosen = self.history[-1]
             if self.keeps_best:
                 state = self.model.state_dict()
@@ -117,7 +117,7 @@ def train(trial: BaseTrial, quiet: bool) -> None:
         if step.tested:
             stops = trial.note(step, float(loss), trial.validate())
             if not quiet:
-                _report(bar, trial.history[-1], trial.measure, epochs)
+                _report(bar, trial.history[-1], trial.chosen_by, epochs)
             if stops:
                 break
         if step.ends_epoch:

@@ -61,6 +61,9 @@ class LanguageCell:
     protocol: ClassVar[int] = 1  # see trial.py
     shape: ClassVar[type[Record]] = FilterRecord
 
+    def key(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
     @property
     def all_steps(self) -> int:
         return self.steps

@@ -112,6 +112,9 @@ class Cell:
             "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
         }
 
+    def key(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
     @property
     def rows(self) -> int:
         """Rows in a batch."""
