@@ -228,7 +228,7 @@ def most_frequent(examples: Examples) -> float | None:
 
 
 def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
-    """Give the taps of each layer with learned filters of values, [H][W], lag 0 first or centred."""
+    """Give the taps of each layer that has learned filters of values, [H][W], as it has them."""
     from eval.long_range.attention import LearnedFilter
 
     return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]

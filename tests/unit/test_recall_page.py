@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from eval.common.grids import pictures
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
-from eval.recall.show import page, pictures
+from eval.recall.show import page
 from eval.recall.train.trial import Cell
 
 

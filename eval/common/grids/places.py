@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from eval.common.grids.cell import AnyCell
 
 
+NEGATIVE = "none"  # the mixer that mixes nothing, in every panel
+CONTROL = "control"  # the row of what must learn a task
+
+
 @dataclass(frozen=True)
 class Run:
     """A cell, and where it goes in a figure: the panel's row and column, and its line.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
-from eval.common.grids.places import Place, Run
+from eval.common.grids.places import CONTROL, NEGATIVE, Place, Run
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.train.trial import Cell
 
@@ -18,7 +18,6 @@ CHANNELS = "cat:conv_type=depthwise"
 _PAPER = ("lincat", "attention", "attention:position=rope", "attention:position=none")
 _PAPER += ("linear-attention", "based", "mamba")
 MODELS = ("cat", CHANNELS, *_PAPER)
-NEGATIVE, CONTROL = "none", "control"
 BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
 # What must learn each row's task: (mixer, layers).
 POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat:heads=2", 1)}
