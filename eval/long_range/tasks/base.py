@@ -165,6 +165,15 @@ class Task:
         """
         raise NotImplementedError
 
+    def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
+        """Write one sequence [T] or [T, channels] for people; channels a line each.
+
+        Args:
+            origin: of its examples.
+        """
+        lines = inputs.T if inputs.ndim == 2 else [inputs]
+        return "\n".join(" ".join(f"{value:.4g}" for value in line) for line in lines)
+
     def describe(self) -> dict[str, Any]:
         """Give all that decides the rows, as plain values: the name, the version, the options."""
         return {"task": self.name, "version": self.version, **asdict(self)}
