@@ -161,7 +161,6 @@ class Task:
         Raises:
             UserError: official files are missing, truncated or others; the line names the file,
                 what was expected and where it is had.
-            ValueError: an unknown split.
         """
         raise NotImplementedError
 

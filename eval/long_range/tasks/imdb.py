@@ -140,7 +140,9 @@ class ReviewFolder:
         digest = hashlib.sha256()
         for path in self._all():
             state = path.stat()
-            digest.update(f"{path} {state.st_size} {state.st_mtime_ns}\n".encode())
+            digest.update(
+                f"{'/'.join(path.parts[-3:])} {state.st_size} {state.st_mtime_ns}\n".encode()
+            )
         return {"files": digest.hexdigest()}
 
     def origin(self) -> dict[str, Any]:

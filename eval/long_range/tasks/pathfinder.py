@@ -196,7 +196,7 @@ class ImageFolder:
         """Keep all images in their splits. Raises UserError for a list or image that is wrong."""
         images, labels, empty = [], [], 0
         for path, label in self._images():
-            if path.stat().st_size == 0:  # the release has one
+            if path.is_file() and path.stat().st_size == 0:  # the release has one
                 empty += 1
                 continue
             images.append(self._read(path))

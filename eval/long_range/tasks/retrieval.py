@@ -94,9 +94,7 @@ def read_pairs(path: Path) -> Iterator[Pair]:
             for number, row in enumerate(csv.reader(stream, delimiter="\t"), 1):
                 where = f"{path}, row {number}"
                 if len(row) != _COLUMNS:
-                    many = (
-                        f"has {len(row)} columns, must have {_COLUMNS} (label, id, id, text, text)"
-                    )
+                    many = f"has {len(row)} columns, must have label, id, id, text, text"
                     _LAYOUT.refuse(where, f"{many}: truncated or another file")
                 if row[0] not in ("0", "1", "0.0", "1.0"):
                     _LAYOUT.refuse(where, f"has the label {clipped(row[0])!r}, must be 0 or 1")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error
 from cat_lm.io.files import atomic_write
 from cat_lm.io.folders import atomic_folder
 from cat_lm.io.locks import hold
@@ -88,10 +88,20 @@ def _make(
     parts = folder.with_name(f"{folder.name}.parts")
     with atomic_folder(folder) as place:
         work = Work(place, parts, workers)
-        origin = make(work)
+        origin = _made(make, work, folder.parent)
         record = {"key": dict(key), "origin": dict(origin), "arrays": work.shapes}
         write_sealed(place / _RECORD, record)
     shutil.rmtree(parts, ignore_errors=True)
+
+
+def _made(make: Callable[[Work], Mapping[str, Any]], work: Work, cache: Path) -> Mapping[str, Any]:
+    """Call `make`; what it cannot read elsewhere is a UserError that names the file."""
+    try:
+        return make(work)
+    except OSError as error:
+        if error.filename is None or Path(error.filename).is_relative_to(cache):
+            raise
+        raise UserError(f"{error.filename}: {describe_os_error(error)}") from None
 
 
 def _read(folder: Path) -> Stored:
