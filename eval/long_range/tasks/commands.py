@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 
@@ -17,15 +16,15 @@ _SHOWN = limits.Range(1, 1_000)
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where data lies; `place_of` reads them."""
     add = parser.add_argument
-    add("--data", type=path, help="folder of the official files; without it they come from the Hub")
-    add("--cache", type=path, help=f"folder of what is made once (default: {Place().cache})")
-    add("--data-workers", type=whole(limits.WORKERS), default=1, help="processes that make data")
+    official = "folder of official files (default: real data comes from the Hugging Face Hub)"
+    add("--data", type=path, metavar="DIR", help=official)
+    kept = f"where what is made once is kept (default: {Place().cache})"
+    add("--cache", type=path, metavar="DIR", help=kept)
 
 
-def place_of(arguments: argparse.Namespace) -> Place:
+def place_of(arguments: argparse.Namespace, workers: int) -> Place:
     """Give the place that the options of `add_place` name."""
-    cache: Path = arguments.cache or Place().cache
-    return Place(arguments.data, cache, arguments.data_workers)
+    return Place(arguments.data, arguments.cache or Place().cache, workers)
 
 
 def add_prepare(commands: argparse._SubParsersAction) -> None:
@@ -38,7 +37,6 @@ def add_prepare(commands: argparse._SubParsersAction) -> None:
         "was not done before.",
     )
     _add_task(parser)
-    add_place(parser)
     parser.set_defaults(run=_prepare)
 
 
@@ -51,18 +49,21 @@ def add_show(commands: argparse._SubParsersAction) -> None:
         "numbers as numbers; each with its label and length.",
     )
     _add_task(parser)
-    add_place(parser)
     parser.add_argument("--split", choices=SPLITS, default="train")
     parser.add_argument("--rows", type=whole(_SHOWN), default=3, help="rows to show (default: 3)")
     parser.set_defaults(run=_show)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", help=f"{', '.join(TASKS)}; options as listops:max_length=200,…")
+    tasks = f"{', '.join(TASKS)}; options as listops:max_length=200,train=1000"
+    parser.add_argument("task", metavar="TASK", help=tasks)
+    workers = "processes that generate (default: 1)"
+    parser.add_argument("--workers", type=whole(limits.WORKERS), default=1, help=workers)
+    add_place(parser)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    task, place = make_task(arguments.task), place_of(arguments)
+    task, place = make_task(arguments.task), place_of(arguments, arguments.workers)
     for split in SPLITS:
         examples = task.load(split, place)
         print(_counted(task, split, examples))
@@ -88,7 +89,7 @@ def _counted(task: Task, split: str, examples: Examples) -> str:
 
 def _show(arguments: argparse.Namespace) -> None:
     task = make_task(arguments.task)
-    examples = task.load(arguments.split, place_of(arguments))
+    examples = task.load(arguments.split, place_of(arguments, arguments.workers))
     for row in range(min(arguments.rows, len(examples))):
         batch = examples.batch(np.array([row]))
         lengths = " and ".join(f"{length:,}" for length in np.atleast_1d(batch.lengths[0]))

@@ -50,7 +50,7 @@ def test_show_writes_rows_for_people(tmp_path, capsys):
         (("show", LISTOPS, "--rows", "0"), "must be from 1 to 1,000"),
         (("show", LISTOPS, "--split", "dev"), "invalid choice: 'dev'"),
         (("prepare", "list"), "task 'list': choose one of listops, "),
-        (("prepare", LISTOPS, "--data-workers", "0"), "must be from 1 to"),
+        (("prepare", LISTOPS, "--workers", "0"), "must be from 1 to"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message):
