@@ -161,9 +161,17 @@ class Task:
         Raises:
             UserError: official files are missing, truncated or others; the line names the file,
                 what was expected and where it is had.
-            ValueError: an unknown split.
         """
         raise NotImplementedError
+
+    def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
+        """Write one sequence [T] or [T, channels] for people; channels a line each.
+
+        Args:
+            origin: of its examples.
+        """
+        lines = inputs.T if inputs.ndim == 2 else [inputs]
+        return "\n".join(" ".join(f"{value:.4g}" for value in line) for line in lines)
 
     def describe(self) -> dict[str, Any]:
         """Give all that decides the rows, as plain values: the name, the version, the options."""
