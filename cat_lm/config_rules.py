@@ -71,7 +71,8 @@ def _landmarks(config: RunConfig) -> list[str]:
         errors.append(
             "train.landmark_loss=guided: says nothing with model.attention_options.top_k=0"
         )
-    learns = is_grouped or options.get("filter") == "learned"
+    has_filter = options.get("filter") == "learned" or options.get("filter_state")
+    learns = is_grouped or has_filter
     taught = train.landmark_loss == "guided"
     if learns and not taught and not (is_grouped and train.landmark_loss != "dense"):
         errors.append(

@@ -23,8 +23,8 @@ __all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
 
 _BUILT_IN = (
-    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "h3", "hyena", "lincat"),
-    *("linear-attention", "mamba", "multi-token", "none"),
+    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "h3", "hyena", "landmark"),
+    *("lincat", "linear-attention", "mamba", "multi-token", "none"),
 )
 
 _KINDS: dict[str, MixerKind] = {}

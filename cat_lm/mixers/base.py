@@ -17,6 +17,9 @@ with x and y [B, T, C] and of the others those that its kind `supports`:
   state after each call: tensors by name, rows first, so that rows can be chosen and copied. Calls
   with the parts of a sequence give what one call with all of it gives. Not with documents.
 
+A module whose `adds_losses` is true has a loss of its own in training: its forward also takes
+`auxiliary_losses`, a list to append it to, a number; None where nobody asks for it.
+
 Parameters of its own that take no weight decay are named in the module class's `no_decay` (see
 `cat_lm.model.weight_decay`). A module with `keeps_initialisation` true is left as it built itself.
 """
@@ -177,3 +180,7 @@ def _check_takes(module: nn.Module, supports: frozenset[str]) -> None:
                 f"supports {name}, but the forward of {type(module).__name__} takes no "
                 f"{_ARGUMENTS[name]}"
             )
+    if getattr(module, "adds_losses", False) and "auxiliary_losses" not in taken:
+        raise ValueError(
+            f"adds_losses, but the forward of {type(module).__name__} takes no auxiliary_losses"
+        )

@@ -25,11 +25,20 @@ from torch import Tensor, nn
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys, next_landmarks
+from cat_lm.ops.landmark.keys import (
+    block_weights,
+    initial_parameters,
+    landmark_keys,
+    next_landmarks,
+)
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
+from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
+from cat_lm.ops.landmark.options import is_sharp
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
+from cat_lm.ops.long_filter import filters
+from cat_lm.ops.long_filter.filters import Modes
 
 if TYPE_CHECKING:
     from cat_lm.model.settings import AttentionSettings
@@ -38,8 +47,9 @@ if TYPE_CHECKING:
 class LandmarkCore(nn.Module):
     """Attends to the blocks that landmarks find.
 
-    Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned; `sharpness` θ [H] if
-    blocks are weighed as wholes or the filter is learned; else θ is ln(D) / 2.
+    Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
+    the numbers of filters as long as the text; `sharpness` θ [H] if there is a filter or blocks are
+    weighed as wholes; else θ is ln(D) / 2.
 
     Attributes:
         training_by: what is computed in training, see `train_landmarks`.
@@ -52,7 +62,8 @@ class LandmarkCore(nn.Module):
         super().__init__()
         self.config = config
         self.block = options["block"]
-        self.filter_name = options["filter"]
+        self.filter_name, self.filter_state = options["filter"], options["filter_state"]
+        self.long_filter = filters.get(self.filter_name) if self.filter_state else None
         self.is_grouped = options["combine"] == "grouped"
         self.training_by, self.rows = "hard", 0
         self.choice = Choice(options["top_k"], options["local"], options["sink"], options["share"])
@@ -60,14 +71,24 @@ class LandmarkCore(nn.Module):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give the parameters as they start: the filter as the box, θ = ln(D) / 2."""
-        values = {}
-        if self.filter_name == "learned":
-            box = block_weights("box", self.block).float()
-            values["filter"] = box.expand(self.config.stream_heads("k"), -1).clone()
-        if self.is_grouped or self.filter_name == "learned":
-            sharp = 0.5 * math.log(self.config.head_width)
-            values["sharpness"] = torch.full((self.config.num_attention_heads,), sharp)
+        """Give the parameters as they start, θ = ln(D) / 2.
+
+        The filter starts as the box, one that is as long as the text as the fixed exponential one.
+        """
+        config, heads = self.config, self.config.stream_heads("k")
+        sharp = is_sharp(
+            self.filter_name, "grouped" if self.is_grouped else "flat", self.filter_state
+        )
+        values = initial_parameters(
+            self.filter_name,
+            self.block,
+            heads,
+            config.num_attention_heads,
+            config.head_width,
+            sharp,
+        )
+        if self.long_filter is not None:
+            values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
         return values
 
     def weights(self, device: torch.device) -> Tensor:
@@ -77,10 +98,27 @@ class LandmarkCore(nn.Module):
             return self.filter.clone()
         return block_weights(self.filter_name, self.block).to(device)
 
-    def summarise(self, blocks: Tensor, previous: Tensor | None) -> Tensor:
-        """Make landmarks of blocks [B, H, m, b, D] that follow `previous`, for a cache's layer."""
+    def modes(self) -> Modes:
+        """Compute the filters that are as long as the text, of a copy as `weights` are."""
+        return self.long_filter.modes_of(self.filter.clone(), self.filter_state)
+
+    def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Make landmarks of blocks [B, H, m, b, D] and the state after them, for a cache's layer.
+
+        Args:
+            before: that state after the blocks before them; None at the beginning.
+        """
+        if self.long_filter is not None:
+            return next_long_landmarks(blocks, self.modes(), before)
         carries = self.filter_name == "exponential"
-        return next_landmarks(blocks, self.weights(blocks.device), carries, previous)
+        return next_landmarks(blocks, self.weights(blocks.device), carries, before)
+
+    def _landmarks(self, key: Tensor, layout: BlockLayout) -> Tensor:
+        """Make the landmarks [B, H, n, D] of whole rows of keys."""
+        if self.long_filter is not None:
+            return long_landmark_keys(key, self.modes(), layout)
+        carries = self.filter_name == "exponential"
+        return landmark_keys(key, self.weights(key.device), layout, carries)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
@@ -92,8 +130,7 @@ class LandmarkCore(nn.Module):
         layout = sequence_blocks(
             query.shape[2], self.block, call.documents, call.padding, key.device
         )
-        carries = self.filter_name == "exponential"
-        landmarks = landmark_keys(key, self.weights(key.device), layout, carries)
+        landmarks = self._landmarks(key, layout)
         way = self.training_by if self.training else "hard"
         if way == "guided" and call.losses is not None:
             call.losses.append(self._guided_loss(query, key, landmarks, layout, call.scaling))
@@ -159,8 +196,8 @@ class LandmarkCore(nn.Module):
     def _guided_loss(
         self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
     ) -> Tensor:
-        learned = self.filter_name == "learned" or self.is_grouped
-        sharpness = self.sharpness.exp() if learned else math.sqrt(self.config.head_width)
+        is_sharp = "sharpness" in self._parameters
+        sharpness = self.sharpness.exp() if is_sharp else math.sqrt(self.config.head_width)
         return guided_loss(
             query, key, landmarks, layout, self.choice.local, scaling, sharpness, self.rows
         )
@@ -175,7 +212,8 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
             `auxiliary_loss`; "grouped", weighing all blocks as wholes.
         rows: for how many queries of each row the loss is computed.
     """
-    for module in model.modules():
-        if isinstance(module, LandmarkCore):
-            module.training_by, module.rows = way, rows
-    model.collects_losses = way == "guided"
+    cores = [module for module in model.modules() if isinstance(module, LandmarkCore)]
+    for core in cores:
+        core.training_by, core.rows = way, rows
+    if cores:
+        model.collects_losses = way == "guided"

@@ -67,6 +67,7 @@ class MixerLayer(GradientCheckpointingLayer):
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
         past_key_values: MixerCache | None = None,
+        auxiliary_losses: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute [B, T, C]."""
         hidden_states = hidden_states + mix(
@@ -76,6 +77,7 @@ class MixerLayer(GradientCheckpointingLayer):
             document_ids,
             padding_mask,
             past_key_values,
+            auxiliary_losses,
         )
         cached = past_key_values is not None and self.state_numbers
         if cached and not past_key_values.layers[self.index].state:
@@ -182,4 +184,7 @@ class CatMixerForCausalLM(RecurrentCausalLM, MixerPreTrainedModel, GenerationMix
         super().__init__(config)
         self.model = CatMixerModel(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.collects_losses = any(
+            getattr(layer.mixer, "adds_losses", False) for layer in self.model.layers
+        )
         self.post_init()

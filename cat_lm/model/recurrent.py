@@ -30,6 +30,7 @@ def mix(
     document_ids: Tensor | None,
     padding_mask: Tensor | None,
     cache: MixerCache | None,
+    auxiliary_losses: list[Tensor] | None = None,
 ) -> Tensor:
     """Run the mixer of layer `index` on x [B, T, C], from its part of the cache and on into it.
 
@@ -40,6 +41,8 @@ def mix(
         layer = cache.layers[index]
         how["state"] = layer.state
         layer.length += x.shape[1]
+    if getattr(mixer, "adds_losses", False):
+        how["auxiliary_losses"] = auxiliary_losses
     return mixer(x, **{name: value for name, value in how.items() if value is not None})
 
 
@@ -103,9 +106,14 @@ class RecurrentBody:
         use_cache: bool | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        auxiliary_losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute hidden states [B, T, C] after the last norm; see `CausalLanguageModel`."""
+        """Compute hidden states [B, T, C] after the last norm; see `CausalLanguageModel`.
+
+        Layers get `auxiliary_losses` where they are asked for.
+        """
+        asked = {} if auxiliary_losses is None else {"auxiliary_losses": auxiliary_losses}
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -121,6 +129,7 @@ class RecurrentBody:
                 document_ids=documents,
                 padding_mask=padding,
                 past_key_values=cache,
+                **asked,
             )
         return BaseModelOutputWithPast(
             last_hidden_state=self._leave(hidden_states), past_key_values=cache

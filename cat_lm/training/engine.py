@@ -20,6 +20,7 @@ from cat_lm.model.attention.documents import DocumentAttention, document_attenti
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
+from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
@@ -158,7 +159,7 @@ class Engine:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
-        self._auxiliary_weight = config.train.landmark_weight or 0.3
+        self._auxiliary_weight = config.train.landmark_weight or USUAL_WEIGHT
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"

@@ -4,7 +4,8 @@
 landmark_sweep.json, .csv, .png and .svg into OUT, beside cells/ and learned/, from which a later
 call goes on. `diagnose` measures what the products of a model's heads are, and says which block
 size and how many blocks it bears: diagnosis.json and .csv. `figure` draws the records of both, and
-one of `eval.speed decode --contexts`, as three panels: landmark.json, .png and .svg.
+one of `eval.speed decode --contexts`, beside what models of `eval.recall` find at every length, as
+up to four panels: landmark.json, .png and .svg.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_sweep(commands.add_parser("sweep", help="perplexity against the share of keys read"))
     _add_diagnose(commands.add_parser("diagnose", help="which block size a model bears"))
-    _add_figure(commands.add_parser("figure", help="three panels of what was measured"))
+    _add_figure(commands.add_parser("figure", help="up to four panels of what was measured"))
     return parser
 
 
@@ -50,6 +51,14 @@ def _add_figure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", nargs="+", type=path, default=(), metavar="FILE", help=f"{what} of models"
         )
+    parser.add_argument(
+        "--recall",
+        nargs="+",
+        type=path,
+        default=(),
+        metavar="DIR",
+        help="of eval.recall run, with models of the task needle",
+    )
     parser.add_argument(
         "--contexts", type=path, metavar="FILE", help="record of eval.speed decode --contexts"
     )
@@ -178,13 +187,14 @@ def main() -> None:
 
 
 def _figure(options: argparse.Namespace) -> str:
-    if not (options.diagnoses or options.sweeps or options.contexts):
-        raise UserError("figure: nothing to draw; give --diagnoses, --sweeps or --contexts")
+    if not (options.recall or options.diagnoses or options.sweeps or options.contexts):
+        given = "--recall, --diagnoses, --sweeps or --contexts"
+        raise UserError(f"figure: nothing to draw; give {given}")
     if options.block is not None and not options.sweeps:
         raise UserError(f"--block {options.block}: says nothing without --sweeps")
     from eval.landmark.summary import summarise, table
 
-    parts = (options.diagnoses, options.sweeps, options.contexts, options.block)
+    parts = (options.diagnoses, options.sweeps, options.contexts, options.block, options.recall)
     return table(summarise(options.out, *parts))
 
 

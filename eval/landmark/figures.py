@@ -80,6 +80,7 @@ def summary_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     panels = {
         name: draw
         for name, draw in (
+            ("needles", _needle_panel),
             ("retrieval", _retrieval_panel),
             ("perplexity", _perplexity_panel),
             ("decoding", _decoding_panel),
@@ -93,6 +94,38 @@ def summary_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
             draw(axes, found[name])
             axes.legend(fontsize=7)
         return figure
+
+
+def _needle_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    for index, series in enumerate(dict.fromkeys(point["series"] for point in points)):
+        own = [point for point in points if point["series"] == series]
+        values = [point["accuracy"] for point in own]
+        axes.errorbar(
+            [point["length"] for point in own],
+            values,
+            yerr=_reaches(values, own),
+            color=run_colour(index),
+            marker=run_marker(index),
+            linewidth=1.0,
+            label=plain_label(series),
+        )
+    axes.axhline(points[0]["chance"], color=MUTED, linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("tokens of the haystack and its questions")
+    axes.set_ylabel("needles found")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _reaches(
+    values: Sequence[float], points: Sequence[Mapping[str, Any]], factor: float = 1.0
+) -> list[list[float]]:
+    """Give how far the points' ranges, times `factor`, reach below and above the values."""
+    low, high = ([factor * point["range"][side] for point in points] for side in (0, 1))
+    return [
+        [value - x for value, x in zip(values, low, strict=True)],
+        [x - value for value, x in zip(values, high, strict=True)],
+    ]
 
 
 def _retrieval_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
@@ -122,14 +155,10 @@ def _perplexity_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
         own.sort(key=lambda point: point["top_k"])
         index, number = SELECTORS.index(select), all_series.index(series)
         values = [100 * point["over_dense"] for point in own]
-        low, high = ([100 * point["range"][side] for point in own] for side in (0, 1))
         axes.errorbar(
             [point["share"] for point in own],
             values,
-            yerr=[
-                [v - x for v, x in zip(values, low, strict=True)],
-                [x - v for v, x in zip(values, high, strict=True)],
-            ],
+            yerr=_reaches(values, own, 100),
             color=run_colour(index),
             marker=run_marker(index),
             linestyle=("-", "--", ":", "-.")[number % 4],

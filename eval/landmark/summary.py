@@ -1,9 +1,10 @@
-"""One figure of three panels, and its numbers, from what the other commands have written.
+"""One figure of up to four panels, and its numbers, from what other commands have written.
 
-(i) How often a match's block is found, against x = SNR² / (2 b ln(m / k)), over all heads, block
-sizes b and numbers of blocks k: measured, and as Proposition 1's law has it. By the law's first
-order, 2 b ln(m / k) of SNR² are needed, so one curve should hold them all. (ii) Perplexity over
-dense attention's against the keys read, by selector. (iii) A token's time after a context.
+(i) How many needles models of `eval.recall` find, by the length of the haystack. (ii) How often a
+match's block is found, against x = SNR² / (2 b ln(m / k)), over all heads, block sizes b and
+numbers of blocks k: measured, and as Proposition 1's law has it. By the law's first order,
+2 b ln(m / k) of SNR² are needed, so one curve should hold them all. (iii) Perplexity over dense
+attention's against the keys read, by selector. (iv) A token's time after a context.
 
 Models that differ by seed alone are one series: their names end in -0, -1 and so on, and means over
 them are drawn with the least and the largest.
@@ -14,13 +15,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import read_object
+from cat_lm.options import parse_specification
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.text_table import aligned
 
@@ -35,16 +37,19 @@ def summarise(
     sweeps: Sequence[Path],
     contexts: Path | None,
     block: int | None,
+    recall: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Write landmark.json, .png and .svg into `out`.
 
     Args:
         diagnoses, sweeps: records of `diagnose` and `sweep`.
-        contexts: a record of `eval.speed decode --contexts`; None leaves panel (iii) out.
+        contexts: a record of `eval.speed decode --contexts`; None leaves panel (iv) out.
         block: of the sweeps, to be shown; None for the smallest that all have.
+        recall: folders of `eval.recall run`, with cells of the task needle.
 
     Returns:
-        What landmark.json holds: `retrieval`, `perplexity` and `decoding`, each a list of points.
+        What landmark.json holds: `needles`, `retrieval`, `perplexity` and `decoding`, each a list
+        of points.
 
     Raises:
         UserError: a file is no such record.
@@ -54,8 +59,9 @@ def summarise(
     from eval.landmark.figures import summary_figure
 
     out = Path(out)
-    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
+    cells = {path: values for folder in recall for path, values in _needle_cells(folder)}
     found = {
+        "needles": needle_points(list(cells.values())),
         "retrieval": retrieval_points(
             [_record(path, retrieval_points, "rows", "wanted") for path in diagnoses]
         ),
@@ -66,7 +72,8 @@ def summarise(
             [_record(path, decoding_points, "contexts") for path in (contexts,) if path is not None]
         ),
     }
-    files = [str(path) for path in (*diagnoses, *sweeps, contexts) if path is not None]
+    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
+    files = [str(path) for path in (*cells, *diagnoses, *sweeps, contexts) if path is not None]
     write_json(out / "landmark.json", {**found, "files": files, **provenance()})
     save_figure(summary_figure(found), out / "landmark")
     return found
@@ -86,6 +93,66 @@ def _record(
         why = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: is not the record that is asked for ({why})") from None
     return values
+
+
+def _needle_cells(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Read the finished cells of the task needle in a folder of `eval.recall`.
+
+    Raises:
+        UserError: there is none, or a file is no cell's.
+    """
+    found = False
+    for path in sorted((folder / "cells").glob("*.json")):
+        values = read_object(path)
+        cell = values.get("cell")
+        task = cell.get("task") if isinstance(cell, dict) else None
+        if isinstance(task, str) and task.partition(":")[0] == "needle":
+            found = True
+            yield path, _record(path, needle_points, "tests", "validation")
+    if not found:
+        raise UserError(
+            f"--recall {folder}: its cells/ has no finished one of the task needle; make them by "
+            "python -m eval.recall run --task needle"
+        )
+
+
+def needle_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Means over seeds of the accuracy at each length, for each mixer and width.
+
+    Where there are several learning rates, those of the best mean on validation rows are shown.
+
+    Raises:
+        UserError: the cells are of tasks that differ.
+    """
+    from eval.recall.tasks import make_task
+
+    tasks = {f"{r['cell']['task']} at length {r['cell']['seq_len']}" for r in records}
+    if len(tasks) > 1:
+        raise UserError(f"--recall: models of {' and of '.join(sorted(tasks))}; draw one alone")
+    widths = {record["cell"]["d_model"] for record in records}
+    groups: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        cell = record["cell"]
+        series = record["mixer"]["label"] + (f", d {cell['d_model']}" if len(widths) > 1 else "")
+        groups.setdefault(series, {}).setdefault(cell["lr"], []).append(record)
+    found = []
+    for series, rates in sorted(groups.items()):
+        best = max(rates, key=lambda lr: _mean(r["validation"]["accuracy"] for r in rates[lr]))
+        by_length: dict[int, list[float]] = {}
+        for record in rates[best]:
+            for test in record["tests"].values():
+                by_length.setdefault(test["seq_len"], []).append(test["accuracy"])
+        options = parse_specification(rates[best][0]["cell"]["task"])[1]
+        for length, accuracies in sorted(by_length.items()):
+            values = {"series": series, "lr": best, "length": length, "seeds": len(accuracies)}
+            spread = {"accuracy": _mean(accuracies), "range": [min(accuracies), max(accuracies)]}
+            chance = make_task("needle", length, options).chance
+            found.append(values | spread | {"chance": chance})
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def series_of(label: str) -> str:
@@ -185,7 +252,17 @@ def decoding_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Show the points of the second panel."""
+    """Show the points of the first panel and of the third."""
+    needles = [
+        (
+            point["series"],
+            str(point["length"]),
+            f"{point['accuracy']:.3f}",
+            f"{point['range'][0]:.3f} to {point['range'][1]:.3f}",
+            str(point["seeds"]),
+        )
+        for point in found["needles"]
+    ]
     rows = [
         (
             point["series"],
@@ -200,4 +277,8 @@ def table(found: Mapping[str, Any]) -> str:
         for point in found["perplexity"]
     ]
     header = ("", "select", "block", "top-k", "keys", "over dense", "range", "seeds")
-    return aligned(header, rows, left=(0, 1)) if rows else "no sweeps"
+    parts = [aligned(header, rows, left=(0, 1)) if rows else "no sweeps"]
+    if needles:
+        header = ("", "length", "needles", "range", "seeds")
+        parts.insert(0, aligned(header, needles, left=(0,)))
+    return "\n\n".join(parts)

@@ -14,12 +14,14 @@ own. Mamba's block has RMSNorm, no LN₂ and no dropout:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.modules.projections import Filters
+from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 
 SPREAD = 0.02
 
@@ -36,9 +38,11 @@ class Block(nn.Module):
         wide = (nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
         self.state_mixer = nn.Sequential(*wide) if feed_forward else nn.Identity()
 
-    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, **how: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         residual = hidden if residual is None else residual + hidden
-        residual = residual + self.mixer(self.norm1(residual))
+        residual = residual + self.mixer(self.norm1(residual), **how)
         return self.state_mixer(self.norm2(residual)), residual
 
 
@@ -54,9 +58,11 @@ class RmsBlock(nn.Module):
         self.mixer = mixer
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
 
-    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, **how: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         residual = hidden if residual is None else residual + hidden
-        return self.mixer(self.norm(residual)), residual
+        return self.mixer(self.norm(residual), **how), residual
 
 
 BLOCKS = {"layer": Block, "rms": RmsBlock}  # by the name that a mixer gives
@@ -100,21 +106,29 @@ class RecallModel(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         initialise(self, layers)
 
-    def forward(self, tokens: Tensor, scored: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, scored: Tensor, losses: list[Tensor] | None = None) -> Tensor:
         """Logits [N, vocabulary] at N positions, row after row.
 
         Args:
             tokens: [B, T].
             scored: [B, T] bool, true at these positions; or the positions [B, n], where every row
                 has n. Those are known before: a GPU need not be waited for, and models can stack.
+            losses: where layers that have a loss of their own add it, see `own_loss`.
         """
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions.weight[: tokens.shape[1]]
         hidden, residual = self.dropout(hidden), None
         for block in self.blocks:
-            hidden, residual = block(hidden, residual)
+            adds = getattr(block.mixer, "adds_losses", False)
+            how = {"auxiliary_losses": losses} if adds else {}
+            hidden, residual = block(hidden, residual, **how)
         return self.norm(_chosen(residual + hidden, scored)) @ self.embedding.weight.T
+
+
+def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
+    """Give what layers' own losses add to the task's: their mean, weighed as in language models."""
+    return USUAL_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
 def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:

@@ -266,6 +266,49 @@ def test_diagnose(family, command, tiny_corpus, tmp_path):
     assert record["bears"][1]["caught"] == 8 and (out / "diagnosis.csv").is_file()
 
 
+def test_needles_by_length(command, tmp_path):
+    """Seeds are one line, of the rate that validation chooses; chance is the task's."""
+
+    def cell(name, mixer, lr, seed, valid, **accuracies):
+        options = {"task": "needle:vocab_size=64", "seq_len": 32, "d_model": 16}
+        tests = {n: {"seq_len": int(n[1:]), "accuracy": a} for n, a in accuracies.items()}
+        values = {"cell": options | {"lr": lr, "seed": seed}, "mixer": {"label": mixer}}
+        values |= {"validation": {"accuracy": valid}, "tests": tests}
+        (tmp_path / "cells" / f"{name}.json").write_text(json.dumps(values))
+
+    (tmp_path / "cells").mkdir()
+    cell("a", "landmark", 1e-2, 0, 0.9, L32=0.9, L1024=0.5)
+    cell("b", "landmark", 1e-2, 1, 0.7, L32=0.7, L1024=0.3)
+    cell("c", "landmark", 1e-3, 0, 0.6, L32=1.0, L1024=1.0)  # better where nobody may look
+    cell("d", "none", 1e-2, 0, 0.0, L32=0.03, L1024=0.03)
+    (tmp_path / "cells/e.json").write_text(json.dumps({"cell": {"task": "mqar"}}))
+    out = tmp_path / "out"
+    code, said, err = command("figure", "--recall", tmp_path, "--out", out)
+    assert code == 0 and "0.300 to 0.500" in said, err
+    points = json.loads((out / "landmark.json").read_text())["needles"]
+    assert [(p["series"], p["length"], p["seeds"]) for p in points] == [
+        ("landmark", 32, 2), ("landmark", 1024, 2), ("none", 32, 1), ("none", 1024, 1),
+    ]  # fmt: skip
+    assert [p["accuracy"] for p in points] == pytest.approx([0.8, 0.4, 0.03, 0.03])
+    assert all(p["chance"] == 1 / 32 for p in points) and points[0]["lr"] == 1e-2
+    assert (out / "landmark.png").stat().st_size > 1000
+    (tmp_path / "empty").mkdir()
+    cell("f", "landmark", 1e-2, 2, 0.7, L32=0.7)
+    other = tmp_path / "cells/f.json"
+    other.write_text(
+        other.read_text().replace('"seq_len": 32, "d_model"', '"seq_len": 16, "d_model"')
+    )
+    for folder, named in (
+        (tmp_path / "empty", "has no finished one"),
+        (tmp_path, "draw one alone"),
+    ):
+        code, _, err = command("figure", "--recall", folder, "--out", tmp_path / "other")
+        assert code == 2 and "error: --recall" in err and named in err and err.count("\n") == 1
+    other.write_text(json.dumps({"cell": {"task": "needle"}}))
+    code, _, err = command("figure", "--recall", tmp_path, "--out", tmp_path / "other")
+    assert code == 2 and "f.json: has no 'tests'" in err
+
+
 def test_figure(command, tmp_path):
     """Heads are put in bins of x, seeds are one series, and what is drawn is written."""
 
@@ -313,6 +356,7 @@ def test_figure(command, tmp_path):
     named = {(p["part"], p["attention"], p["context"]): p["ms"] for p in found["decoding"]}
     assert len(named) == 8 and named["layer", "landmark", 128] == pytest.approx(100)
     assert all((out / f"landmark.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    other_out = tmp_path / "other"
     other = written("other.json", rows=first, wanted=0.9, label="mine-0", text="t")
     nothing = written("nothing.json", contexts=[3])
     for words, said in (
@@ -323,8 +367,8 @@ def test_figure(command, tmp_path):
         (("--contexts", contexts, "--block", 5), "--block 5: says nothing without --sweeps"),
         ((), "nothing to draw"),
     ):
-        code, _, err = command("figure", *words, "--out", tmp_path / "other")
-        assert code == 2 and said in err and err.count("\n") == 1
+        code, _, err = command("figure", *words, "--out", other_out)
+        assert code == 2 and said in err and err.count("\n") == 1 and not other_out.exists()
 
 
 WRONG = {

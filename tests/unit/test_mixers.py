@@ -31,6 +31,7 @@ SPECIFICATIONS = [
     "cat:heads=2,filter=ssm,filter_state=6",
     "cat:heads=4,conv_type=multihead",
     "cat:heads=4,conv_type=multihead,conv_mixing=maps",
+    "landmark:heads=2,block=4,top_k=1,local=1,landmark_filter=exponential,position=rope",
     "lincat:heads=2,window=4",
     "lincat:filter=exponential,filter_state=2,streams=k,place=before",
     "lincat:heads=2,conv_type=multihead,activation=silu",

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from cat_lm.ops.landmark import blocks, reference, select
+from cat_lm.errors import UserError
+from cat_lm.ops.landmark import blocks, flex, reference, select
 from cat_lm.ops.landmark import decode as kernel
 from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.dispatch import attend_blocks
@@ -30,7 +32,14 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
 
 
-SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Flex attention by tiles smaller than rows, and by torch's own definition of it."""
+    monkeypatch.setattr(flex, "TILE", 8)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+
+
+SPARSE = {"gather": attend_gathered, "blocks": attend_block_major, "flex": flex.attend_flex}
 
 
 def backend(name, query, key, value, selected, layout, local, logits=None):
@@ -155,7 +164,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_backends_equal_loops_over_the_definition(rows, case):
+def test_backends_equal_loops_over_the_definition(rows, case, small_tiles):
     (documents, padding), (choice, name, grouped) = ROWS[rows], CHOICES[case]
     heads = (4, 4) if case == "head" else (4, 2)  # MoBA's case: no sharing at all
     query, key, value = drawn(26, *heads)
@@ -165,7 +174,7 @@ def test_backends_equal_loops_over_the_definition(rows, case):
     expected = naive(query, key, value, name, choice, documents, padding, grouped)
     real = slice(None) if padding is None else padding
     logits = None if grouped is None else scores * grouped
-    for one in ("eager", "sdpa", "gather", "blocks"):
+    for one in ("eager", "sdpa", "gather", "blocks", *["flex"] * (grouped is None)):
         found = backend(one, query, key, value, selected, layout, choice.local, logits)
         assert found.isfinite().all()
         found, wanted = (x.transpose(1, 2)[real] for x in (found, expected))
@@ -191,6 +200,25 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
         strict=True,
     ):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("time", [1, BLOCK - 1, 5 * BLOCK + 3])
+def test_flex_attention_of_all_blocks_is_dense_and_has_no_gradient_here(time, small_tiles):
+    query, key, value = drawn(time)
+    layout = sequence_blocks(time, BLOCK, None, None, query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
+    given = (selected, layout, 1, SCALING, 0.0, None)
+    found = attend_blocks("flex_attention", query, key, value, *given)[0]
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
+    torch.testing.assert_close(found, dense)
+    with pytest.raises(UserError, match=r"flex_attention: has no backward pass on a CPU; use sdpa"):
+        attend_blocks("flex_attention", query.requires_grad_(), key, value, *given)
+    with pytest.raises(
+        UserError, match=r"flex_attention: has no dropout \(attention_dropout=0.1\)"
+    ):
+        attend_blocks("flex_attention", query, key, value, *given[:4], 0.1, None)
 
 
 def moba(query, key, value, block, top_k):

@@ -21,7 +21,8 @@ needs_triton = pytest.mark.skipif(
 def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
     operators = ("triton_cases.py", "triton_loss_cases.py", "triton_decode_cases.py")
     recurrences = ("triton_scan_cases.py", "triton_long_filter_cases.py")
-    run_cases((*operators, *recurrences), tmp_path, pytestconfig)
+    cases = (*operators, *recurrences, "triton_landmark_cases.py")
+    run_cases(cases, tmp_path, pytestconfig)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

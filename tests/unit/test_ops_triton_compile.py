@@ -36,7 +36,7 @@ def own_cache(tmp_path_factory):
         yield
 
 
-def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
+def compiled(kernel, target, pointers: dict, constants: dict, options: dict, floats: tuple = ()):
     """A kernel with pointers of the given element types, and 16 dividing what it specializes on.
 
     All but the vocabulary, which may be odd.
@@ -50,7 +50,9 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict):
         if name in constants or (name in pointers and value is None):
             signature[name], constexprs[(index,)] = "constexpr", value
             continue
-        signature[name] = f"*{value}" if name in pointers else "i32"
+        signature[name] = f"*{value}" if name in pointers else "fp32" if name in floats else "i32"
+        if name in floats:
+            continue
         if not kernel.params[index].do_not_specialize and name != "vocabulary":
             attributes[(index,)] = [["tt.divisibility", 16]]
     if target[0] == "hip":
@@ -316,6 +318,40 @@ def test_long_filters(target, positions, tmp_path):
         made = compiled(kernel, target, pointers, constants, options)
         if target is HOPPER:
             assert registers_and_stack(made, tmp_path)[1] <= 16  # bytes spilled of a thread
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "block", "width"),
+    [
+        (HOPPER, torch.bfloat16, 64, 64),
+        pytest.param(HOPPER, torch.bfloat16, 128, 128, marks=pytest.mark.long),
+        pytest.param(HOPPER, torch.float16, 16, 80, marks=pytest.mark.long),
+        pytest.param(HOPPER, torch.float32, 64, 64, marks=pytest.mark.long),
+        *(
+            pytest.param(*gpu.values, torch.bfloat16, 64, 64, marks=pytest.mark.long)
+            for gpu in OTHERS
+        ),
+    ],
+)
+def test_landmark_segments(target, dtype, block, width, tmp_path):
+    from cat_lm.ops.landmark import segments_triton as kernels
+    from cat_lm.ops.landmark.segments import why_not
+
+    element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    assert why_not(torch.device("cuda"), dtype, block, width) is None
+    for kernel in (kernels.forward_kernel, kernels.backward_kernel):
+        constants = kernels.options(block, width, dtype, kernel is kernels.backward_kernel)
+        constants["PRECISION"] = "ieee" if target is MI300 else "tf32x3"
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        pointers = {name: "i64" for name in kernel.arg_names if name.endswith("_ptr")}
+        exact = ("logs_ptr", "weights_ptr", "deltas_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+        of_rows = ("q_ptr", "k_ptr", "v_ptr", "dy_ptr", "parts_ptr")
+        pointers |= {name: "fp32" for name in exact if name in pointers}
+        pointers |= {name: element for name in of_rows if name in pointers}
+        made = compiled(kernel, target, pointers, constants, options, floats=("scaling",))
+        if target is HOPPER:
+            assert registers_and_stack(made, tmp_path)[1] <= 24  # bytes spilled of a thread
+            assert "wgmma.mma_async" in made.asm["ptx"]
 
 
 def test_compiled_and_not_interpreted_here():

@@ -23,6 +23,7 @@ SPECIFICATIONS = [
     "cat:heads=4",
     "cat:heads=2,position=rope",
     "cat:position=learned",
+    "landmark:block=4,top_k=1,local=1,heads=2",
     "lincat:streams=none",
     "attention:position=rope,heads=2",
     "attention:position=none",

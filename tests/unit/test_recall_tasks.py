@@ -24,6 +24,7 @@ CASES = [
     ("mqnar", 96, {"ngram": "4", "keys": "3"}),
     ("hard-mqnar", 64, {}),
     ("hard-mqnar", 64, {"pool": "dense", "ngram": "3"}),
+    ("needle", 48, {"vocab_size": "40"}),
     ("selective-copy", 64, {}),
     ("selective-copy", 48, {"unique": "false", "signals": "5", "noises": "3", "copies": "9"}),
     ("selective-copy", 48, {"mode": "oneshot", "copies": "8"}),
@@ -64,7 +65,7 @@ def test_every_label_is_what_follows_the_only_earlier_copy(case):
     """Read off the rows alone: no use of how they were made."""
     task = make_task(*case)
     examples = generate(task, 60, seed=5, split="train")
-    n, asked = task.ngram, []
+    n, asked = getattr(task, "ngram", 1), []
     accidents = case[2].get("filler") == "random"  # a filler may equal a key; never before its pair
     for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
         queries = [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
@@ -74,7 +75,8 @@ def test_every_label_is_what_follows_the_only_earlier_copy(case):
             copies = [i for i in range(t - n + 1) if inputs[i : i + n] == gram]
             assert len(copies) == 1 or accidents
             assert inputs[copies[0] + n] == labels[t]
-    assert set(asked) == {1 if "ar" in case[0][:3] and "mq" not in case[0] else task.num_keys}
+    several = task.keys if case[0] == "needle" else getattr(task, "num_keys", 1)
+    assert set(asked) == {1 if case[0] in ("ar", "nar") else several}
 
 
 @pytest.mark.parametrize("filler", ["unused", "zeros"])
@@ -94,6 +96,31 @@ def test_nothing_is_asked_by_accident(name, filler):
             if tuple(inputs[t - n + 1 : t + 1]) in keys
         ]
         assert found == [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
+
+
+def test_needles_lie_anywhere_and_are_as_many_at_every_length():
+    task = make_task("needle", 30, {"keys": "3", "vocab_size": "24"})
+    assert task.at_length(300).keys == 3 and task.chance == task.at_length(300).chance == 1 / 12
+    examples = generate(task, 900, seed=2, split="test")
+    hay, asked = examples.inputs[:, :-3], examples.inputs[:, -3:]
+    places = np.sort((hay[:, None] == asked[:, :, None]).argmax(axis=2), axis=1)
+    assert (np.diff(places, axis=1) >= 2).all()  # a pair is not written over
+    assert set(places.ravel()) == set(range(26))  # the last token before the questions is a value
+    assert (hay >= 12).any(axis=0).all()  # values among the hay too
+    found = sum(examples.groups[name].astype(int) for name in ("early", "middle", "late"))
+    assert (found == 1).all() and all(0.2 < g.mean() < 0.5 for g in examples.groups.values())
+    late = (hay[:, None] == asked[:, :, None]).argmax(axis=2) >= 18
+    assert np.array_equal(examples.groups["late"], late)
+    tight = make_task("needle", 9, {"keys": "3", "vocab_size": "64"})  # nothing but needles
+    rows = generate(tight, 20, seed=0, split="train")
+    assert ((rows.inputs[:, 0:6:2] < 32) & (rows.inputs[:, 1:6:2] >= 32)).all()
+    for options, named in (
+        ({"keys": "0"}, "keys=0: must be at least 1"),
+        ({"keys": "11"}, "keys=11: with their values"),
+        ({"vocab_size": "8"}, "vocab_size=8: too small for 4 keys"),
+    ):
+        with pytest.raises(UserError, match=named):
+            make_task("needle", 30, options)
 
 
 def test_a_small_task_is_divided_between_the_splits():
@@ -232,4 +259,4 @@ def test_longer_tasks_ask_in_proportion():
     assert make_task("mqar", 128).at_length(512).num_keys == 128
     assert make_task("mqar", 128, {"keys": "8"}).at_length(512).num_keys == 32
     assert make_task("selective-copy", 64).at_length(256).copies == 16
-    assert set(TASKS) == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "selective-copy"}
+    assert {*TASKS} == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "needle", "selective-copy"}

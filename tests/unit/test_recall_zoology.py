@@ -25,7 +25,7 @@ from eval.recall.train.trial import Cell, Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
 OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet", "h3", "hyena")
-INSIDE = ("attention", "cat", "multi-token")  # drop parts of their maps
+INSIDE = ("attention", "cat", "landmark", "multi-token")  # drop parts of their maps
 
 
 def model_of(specification: str, **options: float | None) -> RecallModel:

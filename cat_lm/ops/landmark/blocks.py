@@ -107,7 +107,7 @@ def _attend_chosen(
     _, _, starts, block = layout
     group, time, width = query.shape
     most = chosen.shape[1]
-    pairs, blocks = _tiles(chosen.flatten().long(), starts.shape[0])
+    pairs, blocks = tiles_of(chosen.flatten().long(), starts.shape[0], TILE)
     outputs = query.new_zeros(group, time * most + 1, width)
     weights = query.new_zeros(group, time * most + 1, dtype=precise(query))
     inside = torch.arange(block, device=starts.device)
@@ -124,25 +124,26 @@ def _attend_chosen(
     return outputs.unflatten(1, (time, most)), weights.unflatten(1, (time, most))
 
 
-def _tiles(chosen: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+def tiles_of(chosen: Tensor, blocks: int, tile: int) -> tuple[Tensor, Tensor]:
     """Put together the queries that chose a block.
 
     Args:
         chosen: [N] places of blocks, −1 for none.
+        tile: the most queries together.
 
     Returns:
-        Numbers within `chosen` [tiles, TILE], N for none, and the tiles' blocks [tiles].
+        Numbers within `chosen` [tiles, tile], N for none, and the tiles' blocks [tiles], ascending.
     """
     count = chosen.shape[0]
     order = torch.where(chosen < 0, blocks, chosen).argsort(stable=True)
     sizes = torch.bincount(chosen[chosen >= 0], minlength=blocks)
     order = order[: int(sizes.sum())]
-    tiles = (sizes + TILE - 1) // TILE
+    tiles = (sizes + tile - 1) // tile
     of_block = torch.arange(blocks, device=chosen.device).repeat_interleave(tiles)
     place = torch.arange(order.shape[0], device=chosen.device)
     of_pair = chosen[order]
     within = place - (sizes.cumsum(0) - sizes)[of_pair]
     first = (tiles.cumsum(0) - tiles)[of_pair]
-    table = chosen.new_full((of_block.shape[0] * TILE,), count)
-    table[first * TILE + within] = order
-    return table.view(-1, TILE), of_block
+    table = chosen.new_full((of_block.shape[0] * tile,), count)
+    table[first * tile + within] = order
+    return table.view(-1, tile), of_block

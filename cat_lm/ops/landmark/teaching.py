@@ -19,6 +19,8 @@ from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.reference import for_heads, local_keys
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
 
+# Of the loss beside the tokens', where nothing else is said.
+USUAL_WEIGHT = 0.3
 # Weights below it are none.
 _TINY = 1e-20
 

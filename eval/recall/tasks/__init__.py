@@ -10,6 +10,7 @@ from cat_lm.options import build_options
 from eval.recall.tasks.base import Examples, Task, generate
 from eval.recall.tasks.copying import SelectiveCopying
 from eval.recall.tasks.multi_query import MultiQueryRecall
+from eval.recall.tasks.needle import NeedleRecall
 from eval.recall.tasks.single_query import SingleQueryRecall
 
 __all__ = ["TASKS", "Examples", "Task", "generate", "make_task"]
@@ -21,6 +22,7 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "mqar": (MultiQueryRecall, {"ngram": 1, "pool": None}),
     "mqnar": (MultiQueryRecall, {"pool": None}),
     "hard-mqnar": (MultiQueryRecall, {}),
+    "needle": (NeedleRecall, {}),
     "selective-copy": (SelectiveCopying, {}),
 }
 # Defaults of a name that differ from its class's.

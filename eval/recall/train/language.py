@@ -24,7 +24,13 @@ from cat_lm.io.readers import Record
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
-from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
+from eval.recall.model import (
+    RecallModel,
+    embedding_dropout,
+    learned_filters,
+    own_loss,
+    parameters,
+)
 from eval.recall.train.held_out import HeldOut, held_out, over_documents
 from eval.recall.train.records import FilterRecord, delays
 
@@ -156,9 +162,10 @@ class LanguageCell:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * _rate(step + 1, self.steps)
             tokens, labels = _tensors(loader.batch(step), device)
-            loss = F.cross_entropy(_logits(model, tokens), labels)
+            own: list[Tensor] = []
+            loss = F.cross_entropy(_logits(model, tokens, own), labels)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            (loss + own_loss(own)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             if (step + 1) % every == 0:
@@ -194,9 +201,9 @@ def _tensors(batch: dict[str, Any], device: str) -> tuple[Tensor, Tensor]:
     return tokens.to(device), labels.to(device).flatten()
 
 
-def _logits(model: RecallModel, tokens: Tensor) -> Tensor:
+def _logits(model: RecallModel, tokens: Tensor, losses: list[Tensor] | None = None) -> Tensor:
     """[B·T, vocabulary]."""
-    return model(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    return model(tokens, torch.ones_like(tokens, dtype=torch.bool), losses)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -20,7 +20,7 @@ from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eval.recall.model import RecallModel
+from eval.recall.model import RecallModel, own_loss
 from eval.recall.tasks import Examples, generate
 from eval.recall.train.measuring import free_running_stack, measure_stack
 from eval.recall.train.trial import Cell, Trial
@@ -44,17 +44,25 @@ class Stack:
                 model.get_parameter(name).data = part
         first = self.models[0]
 
-        def one(parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        def one(
+            parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            own: list[Tensor] = []
             # Layers may share a module, which is then found under two names. It is
             # to be exchanged once: after a second time torch leaves it without its parameters.
-            return functional_call(
-                first, (parameters, buffers), (tokens, positions), tie_weights=False
+            logits = functional_call(
+                first, (parameters, buffers), (tokens, positions, own), tie_weights=False
             )
+            return logits, logits.new_zeros(()) + own_loss(own)
 
         self._all = torch.vmap(one, randomness="different")
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits [S, B·n, vocabulary] for tokens [S, B, T] at positions [S, B, n]."""
+        return self.with_losses(tokens, positions)[0]
+
+    def with_losses(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and what each model's layers add to its loss [S]."""
         # torch's fused attention for CPUs has no batching rule: it would run model by model.
         unfused = sdpa_kernel(SDPBackend.MATH) if tokens.device.type == "cpu" else nullcontext()
         with unfused:
@@ -112,16 +120,16 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
 
 
 def train_step(stack: Stack, trials: Sequence[Trial], rows: slice) -> Tensor:
-    """One update of every model; the losses [S] before it."""
+    """One update of every model; the task's losses [S] before it."""
     stack.train()
     tokens, positions, targets = (
         torch.stack([getattr(trial, name)[rows] for trial in trials])
         for name in ("inputs", "positions", "targets")
     )
-    logits = stack(tokens, positions)
+    logits, own = stack.with_losses(tokens, positions)
     every = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     losses = every.view(len(trials), -1).mean(dim=1)
-    stack.backward(losses)
+    stack.backward(losses + own)
     for trial in trials:
         trial.optimizer.step()
     return losses.detach()

@@ -28,7 +28,13 @@ from cat_lm.io.readers import Record
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
 from eval.common.grids.training import BaseTrial, Step, count_steps, steps, train
-from eval.recall.model import RecallModel, embedding_dropout, learned_filters, parameters
+from eval.recall.model import (
+    RecallModel,
+    embedding_dropout,
+    learned_filters,
+    own_loss,
+    parameters,
+)
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Examples, Task, generate, make_task
 from eval.recall.train.measuring import free_running, measure, scored_positions
@@ -324,11 +330,12 @@ def _tests(cell: Cell, task: Task) -> dict[str, Task]:
 
 
 def train_step(trial: Trial, rows: slice) -> Tensor:
-    """One update; the loss before it."""
+    """One update; the task's loss before it."""
     trial.model.train()
-    logits = trial.model(trial.inputs[rows], trial.positions[rows])
+    own: list[Tensor] = []
+    logits = trial.model(trial.inputs[rows], trial.positions[rows], own)
     loss = F.cross_entropy(logits, trial.targets[rows].flatten())
     trial.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss + own_loss(own)).backward()
     trial.optimizer.step()
     return loss.detach()

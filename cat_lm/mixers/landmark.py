@@ -1,0 +1,107 @@
+"""Landmark CAT: attention over convolved streams to the blocks of keys that landmarks find.
+
+`cat_lm.model.landmark` has the equations, `cat_lm.mixers.cat` the streams. Decoding here reads all
+keys for each token, to make the landmarks anew; the pattern `attention: landmark` of the families
+with attention keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cat_lm.mixers import cat
+from cat_lm.mixers.base import Setting
+from cat_lm.mixers.shared import attention_flops, attention_maps, check_choice, check_counts
+from cat_lm.ops.landmark import options as landmark
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Options(cat.Options):
+    """Options of Landmark CAT, beside CAT's.
+
+    Attributes:
+        block: b, the keys of a block.
+        top_k: the blocks that a query chooses.
+        local: the blocks near the query that it always reads, its own being one.
+        sink: whether the first block is always read too.
+        landmark_filter: box, exponential or learned.
+        share: who chooses: each head, or the whole layer.
+        combine: flat, one softmax over all keys that are read; grouped, blocks weighed as wholes.
+        training: guided, all keys and a loss for the landmarks; dense, all keys; hard, chosen
+            blocks, as afterwards; grouped, all blocks as wholes.
+    """
+
+    block: int = 16
+    top_k: int = 4
+    local: int = 2
+    sink: bool = False
+    landmark_filter: str = "box"
+    share: str = "head"
+    combine: str = "flat"
+    training: str = "guided"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "training", landmark.WAYS)
+        check_counts(self, "block", "top_k", "local")
+        for problem in landmark.value_problems(self.of_landmarks):
+            raise ValueError(problem.replace("filter=", "landmark_filter=", 1))
+        if self.mixes_maps:
+            raise ValueError("conv_mixing=maps: cannot be combined with landmark attention")
+        if self.training == "grouped" and not self.is_grouped:
+            raise ValueError("training=grouped: needs combine=grouped")
+        taught = self.training == "guided" or (self.is_grouped and self.training != "dense")
+        if self.is_sharp and not taught:
+            raise ValueError(
+                f"training={self.training}: gives the landmarks' parameters no gradient; choose "
+                "guided"
+            )
+
+    @property
+    def of_landmarks(self) -> dict[str, Any]:
+        """The options that the pattern of attention has too, by its names."""
+        names = ("block", "top_k", "local", "sink", "share", "combine")
+        return {name: getattr(self, name) for name in names} | {"filter": self.landmark_filter}
+
+    @property
+    def is_grouped(self) -> bool:
+        """Tell whether chosen blocks are weighed as wholes."""
+        return self.combine == "grouped"
+
+    @property
+    def is_sharp(self) -> bool:
+        """Tell whether heads have a θ."""
+        return landmark.is_sharp(self.landmark_filter, self.combine)
+
+
+class LandmarkAttention(cat.ConvolvedAttention):
+    """Attention to chosen blocks, over convolved streams."""
+
+    name = "landmark"
+    Options = Options
+
+    def build(self, options: Options, setting: Setting) -> nn.Module:
+        from cat_lm.mixers.modules.landmark import LandmarkMixer
+
+        return LandmarkMixer(options, setting)
+
+    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
+        width, read = setting.d_model, length
+        if options.training == "hard":
+            blocks = options.top_k + options.local + options.sink
+            read = min(length, blocks * options.block)
+        landmarks = 6 * (length // options.block + 1)
+        return attention_flops(read, width) + landmarks * width + options.filter_flops(width)
+
+    def saved_maps(self, options: Options, setting: Setting) -> float:
+        # Masks where blocks are chosen; a second softmax and its index where they are wholes.
+        chosen = options.training in ("hard", "grouped")
+        wholes = 2 * options.heads * (chosen and options.is_grouped)
+        return attention_maps(options.heads, options.dropout) + options.heads * chosen + wholes
+
+
+MIXER = LandmarkAttention()

@@ -1,0 +1,42 @@
+"""Options of landmark attention, as a pattern and as a mixer; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cat_lm.io.readers import short
+
+FILTERS = ("box", "exponential", "learned")
+SHARES = ("head", "layer")
+COMBINES = ("flat", "grouped")
+# What is computed in training, see `cat_lm.model.landmark.train_landmarks`.
+WAYS = ("hard", "dense", "guided", "grouped")
+
+
+def value_problems(
+    options: dict[str, Any], filters: Sequence[str] = FILTERS, where: str = ""
+) -> list[str]:
+    """Say which options have values that none can have, in lines that begin with the name.
+
+    Args:
+        filters: those that there are.
+        where: before the names.
+    """
+    found = []
+    for key, least in (("block", 1), ("top_k", 0), ("local", 1)):
+        value = options[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            least_said = f"must be a whole number of at least {least}"
+            found.append(f"{where}{key}={short(value)}: {least_said}")
+    if not isinstance(options["sink"], bool):
+        found.append(f"{where}sink={short(options['sink'])}: must be true or false")
+    for key, known in (("filter", filters), ("share", SHARES), ("combine", COMBINES)):
+        if options[key] not in known:
+            found.append(f"{where}{key}={short(options[key])}: must be one of {', '.join(known)}")
+    return found
+
+
+def is_sharp(filter_name: str, combine: str, state: int = 0) -> bool:
+    """Tell whether there is a parameter θ of each head of queries, of filters with N states."""
+    return filter_name == "learned" or state > 0 or combine == "grouped"

@@ -1,0 +1,238 @@
+"""The Triton kernels of `cat_lm.ops.landmark.segments`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cat_lm.ops.convolution.triton.tiles import UPCAST
+from cat_lm.ops.landmark.segment_tiles import Tiles, sides
+from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
+
+# Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
+VARYING = ("time", "keys", "segments")
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.constexpr):
+    """A tile's queries, the keys that they see, and where their segments stand in a head."""
+    pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
+    there = pair >= 0
+    length = tl.load(lengths_ptr + pair, there, 0)
+    within = tl.where(there, pair - group * time * segments, 0)
+    return there, length, within // segments, within
+
+
+@triton.jit
+def _rows(x_ptr, row, inside, column, width, stride):
+    """Rows of a matrix, zeros where there is none."""
+    at = x_ptr + row[:, None] * stride + column[None, :]
+    return tl.load(at, inside[:, None] & (column < width)[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, parts_ptr, logs_ptr, pairs_ptr, lengths_ptr, codes_ptr,
+    scaling, time, keys, segments, heads, shared, groups, width,
+    q_stride_b, q_stride_h, q_stride_t,
+    k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a tile's queries of one head get of a block of keys, and the logarithms of weights."""
+    tile = tl.program_id(0).to(tl.int64)
+    code = tl.load(codes_ptr + tile)
+    group, start = code // keys, code % keys
+    row = group // groups
+    head = (group % groups) * (heads // groups) + tl.program_id(1)
+    source = head // (heads // shared)
+    there, length, place, within = _queries(
+        pairs_ptr, lengths_ptr, tile, group, time, segments, TILE
+    )
+    column, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    slot, inside = start + inner, start + inner < keys
+    q_ptr += row * q_stride_b + head * q_stride_h
+    q = _rows(q_ptr, place, there, column, width, q_stride_t)
+    k_ptr += row * k_stride_b + source * k_stride_h
+    k = _rows(k_ptr, slot, inside, column, width, k_stride_t)
+    v_ptr += row * v_stride_b + source * v_stride_h
+    v = _rows(v_ptr, slot, inside, column, width, v_stride_t)
+    logits = _dot(q, tl.trans(k), PRECISION) * scaling
+    logits = tl.where(inner[None, :] < length[:, None], logits, -float("inf"))
+    highest = tl.where(there, tl.max(logits, axis=1), 0.0)
+    weights = tl.exp(logits - highest[:, None])
+    total = tl.where(there, tl.sum(weights, axis=1), 1.0)
+    part = _dot((weights / total[:, None]).to(v.dtype), v, PRECISION)
+    at = (row * heads + head) * time * segments + within
+    tl.store(logs_ptr + at, highest + tl.log(total), there)
+    to = parts_ptr + at[:, None] * width + column[None, :]
+    seen = there[:, None] & (column < width)[None, :]
+    tl.store(to, part.to(parts_ptr.dtype.element_ty), seen)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_kernel(
+    dy_ptr, q_ptr, k_ptr, v_ptr, weights_ptr, logs_ptr, deltas_ptr,
+    dq_ptr, dk_ptr, dv_ptr,
+    pairs_ptr, lengths_ptr, codes_ptr, firsts_ptr, counts_ptr, extents_ptr,
+    scaling, time, keys, segments, heads, shared, groups, width,
+    dy_stride_b, dy_stride_h, dy_stride_t,
+    q_stride_b, q_stride_h, q_stride_t,
+    k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block's keys and values, and the queries' parts, by all tiles that met it."""
+    run = tl.program_id(0).to(tl.int64)
+    first, count = tl.load(firsts_ptr + run), tl.load(counts_ptr + run)
+    code, extent = tl.load(codes_ptr + first), tl.load(extents_ptr + run)
+    group, start = code // keys, code % keys
+    row = group // groups
+    source = (group % groups) * (shared // groups) + tl.program_id(1)
+    column, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    slot, inside = start + inner, start + inner < keys
+    k_ptr += row * k_stride_b + source * k_stride_h
+    k = _rows(k_ptr, slot, inside, column, width, k_stride_t)
+    v_ptr += row * v_stride_b + source * v_stride_h
+    v = _rows(v_ptr, slot, inside, column, width, v_stride_t)
+    dk = tl.zeros((BLOCK, WIDTH), tl.float32)
+    dv = tl.zeros((BLOCK, WIDTH), tl.float32)
+    each = heads // shared
+    for member in range(each):
+        head = source * each + member
+        for step in range(count):
+            there, length, place, within = _queries(
+                pairs_ptr, lengths_ptr, first + step, group, time, segments, TILE
+            )
+            at = (row * heads + head) * time * segments + within
+            weight = tl.load(weights_ptr + at, there, 0.0)
+            log = tl.load(logs_ptr + at, there, 0.0)
+            delta = tl.load(deltas_ptr + at, there, 0.0)
+            of_head = q_ptr + row * q_stride_b + head * q_stride_h
+            q = _rows(of_head, place, there, column, width, q_stride_t)
+            of_head = dy_ptr + row * dy_stride_b + head * dy_stride_h
+            dy = _rows(of_head, place, there, column, width, dy_stride_t)
+            logits = _dot(q, tl.trans(k), PRECISION) * scaling
+            seen = inner[None, :] < length[:, None]
+            inner_weights = tl.where(seen, tl.exp(logits - log[:, None]), 0.0)
+            shares = (inner_weights * weight[:, None]).to(dy.dtype)
+            dv += _dot(tl.trans(shares), dy, PRECISION)
+            of_shares = _dot(dy, tl.trans(v), PRECISION)
+            dlogits = inner_weights * (of_shares * weight[:, None] - delta[:, None]) * scaling
+            dlogits = dlogits.to(q.dtype)
+            dk += _dot(tl.trans(dlogits), q, PRECISION)
+            dq = _dot(dlogits, k, PRECISION)
+            to = dq_ptr + at[:, None] * width + column[None, :]
+            tl.store(to, dq, there[:, None] & (column < width)[None, :])
+    kept = (inner < extent)[:, None] & (column < width)[None, :]
+    at = ((row * shared + source) * keys + slot)[:, None] * width + column[None, :]
+    tl.store(dk_ptr + at, dk, kept)
+    tl.store(dv_ptr + at, dv, kept)
+
+
+def options(block: int, width: int, dtype: torch.dtype, backward: bool) -> dict[str, int | str]:
+    """Give what a kernel is compiled for: tiles that leave its sums in registers."""
+    keys, columns = sides(block, width)
+    is_large = keys * columns * dtype.itemsize >= 2**14
+    found = {"BLOCK": keys, "WIDTH": columns, "TILE": 32 if is_large else 64}
+    found["PRECISION"] = "ieee" if torch.version.hip is not None else "tf32x3"
+    return found | {"num_warps": 8 if is_large or backward else 4, "num_stages": 1}
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, block: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with [B, H, T, D] to each segment by itself.
+
+    Returns:
+        [B, H, T, M, D], and the logarithms of the weights in fp32 [B, H, T, M]; zeros and −inf
+        where there is no segment.
+    """
+    batch, heads, time, width = query.shape
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    segments = tiles.lengths.shape[3]
+    parts = query.new_zeros(batch, heads, time, segments, width)
+    logs = torch.full(parts.shape[:4], -torch.inf, device=query.device)
+    with on_device_of(query):
+        forward_kernel[(tiles.codes.shape[0], heads // tiles.lengths.shape[1])](
+            q_ptr=query,
+            k_ptr=key,
+            v_ptr=value,
+            parts_ptr=parts,
+            logs_ptr=logs,
+            pairs_ptr=tiles.pairs,
+            lengths_ptr=tiles.lengths,
+            codes_ptr=tiles.codes,
+            scaling=scaling,
+            **_sizes(query, key, tiles),
+            **_strides(q=query, k=key, v=value),
+            **options(block, width, query.dtype, False),
+        )
+    return parts, logs
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    logs: Tensor,
+    deltas: Tensor,
+    tiles: Tiles,
+    block: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gradients of queries, keys and values, of that of the output [B, H, T, D].
+
+    Args:
+        weights, logs, deltas: fp32 [B, H, T, M]; see `cat_lm.ops.landmark.segments`.
+    """
+    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
+    of_parts = logs.new_zeros(*logs.shape, query.shape[3])
+    of_keys, of_values = (torch.zeros(key.shape, device=key.device) for _ in range(2))
+    with on_device_of(query):
+        backward_kernel[(tiles.counts.shape[0], key.shape[1] // tiles.lengths.shape[1])](
+            dy_ptr=gradient,
+            q_ptr=query,
+            k_ptr=key,
+            v_ptr=value,
+            weights_ptr=weights.contiguous(),
+            logs_ptr=logs,
+            deltas_ptr=deltas.contiguous(),
+            dq_ptr=of_parts,
+            dk_ptr=of_keys,
+            dv_ptr=of_values,
+            pairs_ptr=tiles.pairs,
+            lengths_ptr=tiles.lengths,
+            codes_ptr=tiles.codes,
+            firsts_ptr=tiles.firsts,
+            counts_ptr=tiles.counts,
+            extents_ptr=tiles.extents,
+            scaling=scaling,
+            **_sizes(query, key, tiles),
+            **_strides(dy=gradient, q=query, k=key, v=value),
+            **options(block, query.shape[3], query.dtype, True),
+        )
+    found = (of_parts.sum(dim=3), of_keys, of_values)
+    return tuple(x.to(query.dtype) for x in found)
+
+
+def _sizes(query: Tensor, key: Tensor, tiles: Tiles) -> dict[str, int]:
+    sizes = {"time": query.shape[2], "keys": key.shape[2], "segments": tiles.lengths.shape[3]}
+    sizes |= {"heads": query.shape[1], "shared": key.shape[1]}
+    return sizes | {"groups": tiles.lengths.shape[1], "width": query.shape[3]}
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    return {k: s for name, x in tensors.items() for k, s in strides(name, x, "bht").items()}

@@ -1,0 +1,77 @@
+"""Needles in a haystack: a few keys with values anywhere in a long text, asked for at its end.
+
+    … k2 v2 … … k1 v1 … k1 k2,     at whose last two tokens v1 and v2 are the answers.
+
+The haystack is drawn from all tokens but the row's keys. At other lengths the needles are as many:
+there is more to look through, and not more to remember.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from cat_lm.labels import IGNORE_INDEX
+from eval.recall.tasks.base import Task, distinct, unused
+
+PARTS = ("early", "middle", "late")  # thirds of the haystack
+
+
+@dataclass(frozen=True)
+class NeedleRecall(Task):
+    """Options of needles.
+
+    Attributes:
+        keys: the needles k, all of which are asked, in another order.
+        vocab_size: V; keys are of 1..V/2−1, values of V/2..V−1.
+    """
+
+    keys: int = 4
+    vocab_size: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.keys < 1:
+            raise ValueError(f"keys={self.keys}: must be at least 1")
+        if 3 * self.keys > self.seq_len:
+            raise ValueError(
+                f"keys={self.keys}: with their values and their questions need {3 * self.keys} "
+                f"tokens; seq_len={self.seq_len} is too short"
+            )
+        if self.vocab_size // 2 - 1 < self.keys:
+            raise ValueError(f"vocab_size={self.vocab_size}: too small for {self.keys} keys")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.vocab_size
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - self.vocab_size // 2)
+
+    def at_length(self, seq_len: int) -> NeedleRecall:
+        return dataclasses.replace(self, seq_len=seq_len)
+
+    def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """The third of the haystack in which a needle is: `early`, `middle` and `late`."""
+        hay, asked = inputs[:, : -self.keys], inputs[:, -self.keys :]
+        places = (hay[:, None, :] == asked[:, :, None]).argmax(axis=2)
+        third = places * len(PARTS) // hay.shape[1]
+        return {name: third == part for part, name in enumerate(PARTS)}
+
+    def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        k, half, hay = self.keys, self.vocab_size // 2, self.seq_len - self.keys
+        keys = distinct(rng, count, k, 1, half)
+        values = distinct(rng, count, k, half, self.vocab_size)
+        inputs = np.empty((count, self.seq_len), dtype=np.int64)
+        inputs[:, :hay] = unused(rng, (count, hay), self.vocab_size, keys)
+        # Pairs of two tokens that do not touch each other's: as if each were one token.
+        places = np.sort(distinct(rng, count, k, 0, hay - k), axis=1) + np.arange(k)
+        np.put_along_axis(inputs, places, keys, axis=1)
+        np.put_along_axis(inputs, places + 1, values, axis=1)
+        order = rng.random((count, k)).argsort(axis=1)
+        inputs[:, hay:] = np.take_along_axis(keys, order, axis=1)
+        labels = np.full(inputs.shape, IGNORE_INDEX, dtype=np.int64)
+        labels[:, hay:] = np.take_along_axis(values, order, axis=1)
+        return inputs, labels

@@ -1,0 +1,52 @@
+"""Landmark attention's Triton kernel and flex attention on a CUDA GPU, against masks in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys
+from cat_lm.ops.landmark.layout import sequence_blocks
+from cat_lm.ops.landmark.segments import why_not
+from cat_lm.ops.landmark.select import Choice, choose_blocks
+from cat_lm.ops.runtime.triton_launch import INSTALLED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not INSTALLED, reason="triton is not installed"),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+BLOCK, TIME, SCALING = 64, 1000, 0.125
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("by", ["sdpa", "flex_attention", "grouped"])
+def test_outputs_and_gradients(by, dtype, packed):
+    torch.manual_seed(0)
+    shapes = ((2, 8, TIME, 64), (2, 4, TIME, 64), (2, 4, TIME, 64))
+    inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    dy = torch.randn(shapes[0], device="cuda").to(dtype)
+    ids = torch.arange(TIME, device="cuda").expand(2, -1) // 333 if packed else None
+    layout = sequence_blocks(TIME, BLOCK, ids, None, inputs[0].device)
+    weights = block_weights("box", BLOCK).cuda()
+    marks = landmark_keys(inputs[1], weights.to(dtype), layout, False)
+    selected = choose_blocks(inputs[0], marks, layout, Choice(3, 2))[0]
+    logits = torch.randn(2, 8, TIME, 3, device="cuda") if by == "grouped" else None
+    backend = {"sdpa": "triton", "flex_attention": "flex", "grouped": "triton"}[by]
+    assert why_not(inputs[0].device, dtype, BLOCK, 64) is None
+    assert choose_backend(by, TIME, TIME, 0.0, True) == backend
+    results = []
+    for name, given in ((by, inputs), ("eager", [x.double() for x in inputs])):
+        given = [x.requires_grad_() for x in given]
+        own = logits if logits is None or name == by else logits.double()
+        y = attend_blocks(name, *given, selected, layout, 2, SCALING, 0.0, own)[0]
+        results.append((y, *torch.autograd.grad(y, given, dy.to(y.dtype))))
+    for found, wanted in zip(*results, strict=True):
+        assert relative_error(found, wanted) < TOLERANCE[dtype]
