@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, or_word, path, path_name, whole
+from cat_lm.cli import Parser, number, or_word, path, whole
 from cat_lm.errors import command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
 from eval.common.grids.options import add_grid_options, add_seeds, execution_of
 from eval.long_range.catalog import FIGURES
 from eval.long_range.ranges import RANGES
-from eval.long_range.tasks import Place
+from eval.long_range.tasks.commands import add_place, add_prepare, add_show, place_of
 
 
 @command
@@ -24,9 +23,10 @@ def main() -> None:
         description="Long-range tasks: which mixers learn from hundreds to thousands of positions.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    add_prepare(commands)
+    add_show(commands)
     _add_run(commands)
     _add_figure(commands)
-    _add_prepare(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -34,23 +34,6 @@ def main() -> None:
 def _whole(name: str) -> Callable[[str], int]:
     """Make the kind of a cell's whole number."""
     return whole(RANGES[name])
-
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=path_name,
-        metavar="DIR",
-        help="official files of tasks with real data (default: the Hugging Face Hub)",
-    )
-    parser.add_argument("--cache", type=path, metavar="DIR", help="keeps prepared rows")
-
-
-def _place(arguments: argparse.Namespace, workers: int) -> Place:
-    folder = None if arguments.data is None else Path(arguments.data)
-    if arguments.cache is None:
-        return Place(folder, workers=workers)
-    return Place(folder, Path(arguments.cache), workers)
 
 
 def _tasks_and_mixers() -> tuple[str, str]:
@@ -98,7 +81,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--shuffle-labels", action="store_true", help="a control: train with other rows' labels")
     add("--workers", type=whole(limits.WORKERS), default=1, help="processes that prepare rows")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    _add_place(parser)
+    add_place(parser)
     parser.set_defaults(run=_run)
 
 
@@ -119,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> None:
         **options,
         is_causal=arguments.causal,
         is_shuffled=arguments.shuffle_labels,
-        place=_place(arguments, arguments.workers),
+        place=place_of(arguments, arguments.workers),
     )
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for note in record["notes"]:
@@ -167,7 +150,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
         default="causal",
         help="causal models, as all of the paper's (default), or encoders that read both sides",
     )
-    _add_place(parser)
+    add_place(parser)
     parser.set_defaults(run=_figure)
 
 
@@ -181,38 +164,11 @@ def _figure(arguments: argparse.Namespace) -> None:
         arguments.protocol,
         arguments.direction == "causal",
         tuple(arguments.rows),
-        _place(arguments, execution.workers),
+        place_of(arguments, execution.workers),
     )
     chosen = (arguments.seeds, arguments.models)
     if figure(arguments.name, arguments.scale, arguments.out, execution, choice, *chosen):
         print(arguments.out / f"{arguments.name}.md")
-
-
-def _add_prepare(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "prepare",
-        help="generate, read or fetch a task's rows, and count them",
-        description="Makes the rows of a task's three splits and keeps them in the cache, as run "
-        "and figure do where they are not there; says how many there are and where they are from.",
-    )
-    tasks, _ = _tasks_and_mixers()
-    parser.add_argument("task", metavar="TASK", help=f"{tasks}; options as listops:max_length=200")
-    parser.add_argument("--workers", type=whole(limits.WORKERS), default=1)
-    _add_place(parser)
-    parser.set_defaults(run=_prepare)
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
-    from eval.long_range.tasks import SPLITS, make_task
-
-    task, place = make_task(arguments.task), _place(arguments, arguments.workers)
-    for split in SPLITS:
-        examples = task.load(split, place)
-        official = task.official.get(split)
-        beside = f" (the paper's: {official:,})" if official else ""
-        print(f"{split}: {len(examples):,} rows{beside}, from {dict(examples.origin)}")
-    for note in task.notes:
-        print(note)
 
 
 if __name__ == "__main__":

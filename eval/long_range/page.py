@@ -19,8 +19,8 @@ def _warning(control: dict[str, Any]) -> str:
     if control["kind"] == "positive":
         return (
             f"The positive control of {where} failed: the best model, `{control['mixer']}`, "
-            f"reaches {value:.3f}, below {bound:.3f}. Models may be under-trained; their order says "
-            "nothing."
+            f"reaches {value:.3f}, below {bound:.3f}. Models may be under-trained; their order "
+            "says nothing."
         )
     return (
         f"The negative control of {where} failed: `{control['mixer']}`, which had nothing to learn "

@@ -76,6 +76,8 @@ class Scale:
 
 _SMALL = "train=64,validation=32,test=64"
 _CPU = "train=48000,validation=1000,test=1000"
+_CPU_PIXELS = {"epochs": 4, "patience": 1, "eval_steps": 50}
+_CPU_PIXELS |= {"train_rows": 8_000, "validation_rows": 500, "test_rows": 2_000}
 SCALES = {
     "smoke": Scale(
         tasks={
@@ -110,16 +112,8 @@ SCALES = {
         options={"d_model": 64, "layers": 2, "batch_size": 32},
         of_task={
             "listops": {"epochs": 3, "patience": 1},
-            **dict.fromkeys(
-                ("smnist", "pmnist"),
-                {
-                    "epochs": 4,
-                    "patience": 1,
-                    "eval_steps": 50,
-                    **{"train_rows": 8_000, "validation_rows": 500, "test_rows": 2_000},
-                },
-            ),
-            **dict.fromkeys(ATOMIC, {"batch_size": 16, "epochs": 1, "eval_steps": 500}),
+            **{name: _CPU_PIXELS for name in ("smnist", "pmnist")},
+            **{name: {"batch_size": 16, "epochs": 1, "eval_steps": 500} for name in ATOMIC},
         },
         seeds=3,
         rates=(),
@@ -130,7 +124,7 @@ SCALES = {
     "paper": Scale(
         tasks={name: name for name in (*LRA, "smnist", "pmnist", *ATOMIC)},
         options={},
-        of_task=dict.fromkeys(ATOMIC, {"eval_steps": 250}),
+        of_task={name: {"eval_steps": 250} for name in ATOMIC},
         seeds=3,
         rates=(1e-4, 1e-3),
         chunk=128,
@@ -192,7 +186,8 @@ def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point
         for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
             yield Point(Run(name, "", model, cell, across), rates, scale.seeds)
     nothing = replace(base, mixer=NEGATIVE)
-    yield Point(Run(name, "", NEGATIVE, nothing, "length"), (base.lr,), 1)
+    across = "rows" if figure == "data-size" else "length"
+    yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
     if base.make_task().classes:
         shuffled = replace(base, mixer=fitted(models[0], name), is_shuffled=True)
         yield Point(Run(CONTROL, name, models[0], shuffled), (base.lr,), 1)
