@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from torch.nn import functional as F
 from cat_lm.errors import UserError
 from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.common.grids.training import BaseTrial, Step, count_steps, steps, train
-from eval.long_range.cell import Cell
 from eval.long_range.model import LongRangeModel
 from eval.long_range.tasks import SPLITS, Batch, Examples, Task
+
+if TYPE_CHECKING:
+    from eval.long_range.cell import Cell
 
 FACTOR = 0.2  # of the rate, where validation stands still
 _DRAW = 0  # the seed of chosen rows

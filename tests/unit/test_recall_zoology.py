@@ -168,6 +168,6 @@ def test_a_record_from_before_is_not_taken_for_one_of_today(tmp_path):
     short = cells.key_hash(key, digits=8)
     assert short not in cells.cell_path(tmp_path, cell).name
     changed = {**record, "embedding_dropout": 0.1}
-    cells._store(tmp_path).write(cells._name(cell), changed)
+    cells._store(tmp_path, cell).write(cells._name(cell), changed)
     with pytest.raises(cells.StaleCell, match=r"embedding_dropout was 0\.1, is 0\.0"):
         cells.finished(tmp_path, cell)
