@@ -11,6 +11,7 @@ documents u and v of a row pass the same encoder and a head over (u, v, u − v,
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,24 +30,6 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-class BothWays(nn.Module):
-    """Two causal mixers of the registry, of which one reads rows from their end; their sum."""
-
-    def __init__(self, mixer: Mixer, setting: Setting) -> None:
-        super().__init__()
-        self.there, self.back = mixer.build(setting), mixer.build(setting)
-
-    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-        """Mix. Padding stands at rows' ends, where neither mixer reads it for a real position."""
-        time = torch.arange(x.shape[1], device=x.device)
-        if padding_mask is None:
-            return self.there(x) + self.back(x.flip(1)).flip(1)
-        lengths = padding_mask.sum(dim=1, keepdim=True)
-        turned = torch.where(time < lengths, lengths - 1 - time, time)
-        index = turned[..., None].expand_as(x)
-        return self.there(x) + self.back(x.gather(1, index)).gather(1, index)
-
-
 class OneWay(nn.Module):
     """A causal mixer of the registry, which never reads the padding at rows' ends."""
 
@@ -54,8 +37,34 @@ class OneWay(nn.Module):
         super().__init__()
         self.mixer = mixer.build(setting)
 
-    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, padding_mask: Tensor | None = None, losses: list[Tensor] | None = None
+    ) -> Tensor:
+        """Mix; a mixer that has a loss of its own adds it to `losses`."""
+        if getattr(self.mixer, "adds_losses", False):
+            return self.mixer(x, auxiliary_losses=losses)
         return self.mixer(x)
+
+
+class BothWays(nn.Module):
+    """Two causal mixers of the registry, of which one reads rows from their end; their sum."""
+
+    def __init__(self, mixer: Mixer, setting: Setting) -> None:
+        super().__init__()
+        self.there, self.back = OneWay(mixer, setting), OneWay(mixer, setting)
+
+    def forward(
+        self, x: Tensor, *, padding_mask: Tensor | None = None, losses: list[Tensor] | None = None
+    ) -> Tensor:
+        """Mix. Padding stands at rows' ends, where neither mixer reads it for a real position."""
+        if padding_mask is None:
+            return self.there(x, losses=losses) + self.back(x.flip(1), losses=losses).flip(1)
+        time = torch.arange(x.shape[1], device=x.device)
+        lengths = padding_mask.sum(dim=1, keepdim=True)
+        turned = torch.where(time < lengths, lengths - 1 - time, time)
+        index = turned[..., None].expand_as(x)
+        back = self.back(x.gather(1, index), losses=losses).gather(1, index)
+        return self.there(x, losses=losses) + back
 
 
 def build_mixer(mixer: Mixer, setting: Setting, is_causal: bool) -> nn.Module:
@@ -77,7 +86,7 @@ class Residual(nn.Module):
         super().__init__()
         self.part, self.norm, self.is_before = part, norm, is_before
 
-    def forward(self, x: Tensor, **how: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
         if self.is_before:
             return x + self.part(self.norm(x), **how)
         return self.norm(x + self.part(x, **how))
@@ -131,38 +140,44 @@ class LongRangeModel(nn.Module):
                 nn.Linear(4 * d_model, d_model), nn.GELU(), nn.Linear(d_model, out)
             )
 
-    def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+    def forward(
+        self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None = None
+    ) -> Tensor:
         """Answer.
 
         Args:
             inputs: [n, T] ids or [n, T, channels]; of two towers [n, 2, T].
             lengths: [n] or [n, 2], positions that are no padding.
+            losses: where layers that have a loss of their own add it.
         """
         if self.task.towers == 2:
-            u, v = (
-                self._pooled(inputs.flatten(0, 1), lengths.flatten())
-                .unflatten(0, (-1, 2))
-                .unbind(1)
-            )
+            pooled = self._pooled(inputs.flatten(0, 1), lengths.flatten(), losses)
+            u, v = pooled.unflatten(0, (-1, 2)).unbind(1)
             return self.head(torch.cat([u, v, u - v, u * v], dim=-1))
         if self.task.scored:
-            return self.head(self.hidden(inputs, lengths)[:, -self.task.scored :]).squeeze(-1)
-        return self.head(self._pooled(inputs, lengths))
+            hidden = self.hidden(inputs, lengths, losses)
+            return self.head(hidden[:, -self.task.scored :]).squeeze(-1)
+        return self.head(self._pooled(inputs, lengths, losses))
 
-    def hidden(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+    def hidden(self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None = None) -> Tensor:
         """Give what the last layer makes of every position, [n, T, C]."""
         x = self.encoder(inputs)
         time = x.shape[1]
         if self.positions is not None:
             x = x + self.positions[:time]
         real = torch.arange(time, device=x.device) < lengths[:, None]
-        how = {} if self.task.scored else {"padding_mask": real}
+        how: dict[str, Any] = {} if self.task.scored else {"padding_mask": real}
         for part in self.parts:
-            x = part(x, **(how if not isinstance(part.part, nn.Sequential) else {}))
+            if isinstance(part.part, nn.Sequential):
+                x = part(x)
+            elif isinstance(part.part, OneWay | BothWays):
+                x = part(x, **how, losses=losses)
+            else:
+                x = part(x, **how)
         return self.norm(x)
 
-    def _pooled(self, inputs: Tensor, lengths: Tensor) -> Tensor:
-        x = self.hidden(inputs, lengths)
+    def _pooled(self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None) -> Tensor:
+        x = self.hidden(inputs, lengths, losses)
         if self.pool == "last":
             return x[torch.arange(len(x), device=x.device), lengths - 1]
         real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]

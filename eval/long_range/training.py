@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +19,17 @@ from torch.nn import functional as F
 
 from cat_lm.errors import UserError
 from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
-from eval.common.grids.training import BaseTrial, Step, count_steps, steps, train
+from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
 from eval.long_range.model import LongRangeModel
+from eval.long_range.settings import Settings
 from eval.long_range.tasks import SPLITS, Batch, Examples, Task
-
-if TYPE_CHECKING:
-    from eval.long_range.cell import Cell
 
 FACTOR = 0.2  # of the rate, where validation stands still
 _DRAW = 0  # the seed of chosen rows
 _ORDER, _LABELS = 0, 1  # streams of a cell's seed
 
 
-def build_model(cell: Cell, task: Task) -> LongRangeModel:
+def build_model(cell: Settings, task: Task) -> LongRangeModel:
     """Make a cell's model. Raises UserError for options that do not fit."""
     return LongRangeModel(
         task,
@@ -46,7 +44,7 @@ def build_model(cell: Cell, task: Task) -> LongRangeModel:
     )
 
 
-def load(cell: Cell, task: Task, split: str) -> Examples:
+def load(cell: Settings, task: Task, split: str) -> Examples:
     """Give a split's rows, or those that the cell takes of them.
 
     Raises:
@@ -68,7 +66,7 @@ def load(cell: Cell, task: Task, split: str) -> Examples:
 class Trial(BaseTrial):
     """A cell with all that its training needs."""
 
-    def __init__(self, cell: Cell, device: str) -> None:
+    def __init__(self, cell: Settings, device: str) -> None:
         started = time.monotonic()
         self.cell, self.task, self.device = cell, cell.make_task(), device
         torch.manual_seed(cell.seed)
@@ -81,8 +79,9 @@ class Trial(BaseTrial):
         )
         self.schedule = None
         if cell.patience is not None:
+            # Not relative to the best, of which R² may be below 0.
             self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                self.optimizer, mode="max", factor=FACTOR, patience=cell.patience
+                self.optimizer, "max", FACTOR, cell.patience, 1e-4, threshold_mode="abs"
             )
         self.data_seconds = time.monotonic() - started
 
@@ -134,13 +133,14 @@ class Trial(BaseTrial):
 def train_step(
     model: LongRangeModel, optimizer: torch.optim.Optimizer, batch: Batch, device: str
 ) -> Tensor:
-    """One update; the loss before it."""
+    """One update; the task's loss before it."""
     model.train()
     inputs, lengths, labels = _tensors(batch, device)
-    answers = model(inputs, lengths)
+    own: list[Tensor] = []
+    answers = model(inputs, lengths, own)
     loss = F.cross_entropy(answers, labels) if model.task.classes else F.mse_loss(answers, labels)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss + own_loss(own)).backward()
     optimizer.step()
     return loss.detach()
 
@@ -178,7 +178,7 @@ def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, lengths, labels
 
 
-def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
+def run_cell(cell: Settings, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
     """Trains and tests a cell.
 
     Returns:
@@ -236,7 +236,7 @@ def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
     return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]
 
 
-def seconds(cell: Cell, device: str) -> tuple[float, float]:
+def seconds(cell: Settings, device: str) -> tuple[float, float]:
     """Seconds of a step and of a row of it, on rows of the task's length; no data is read."""
     task = cell.make_task()
     model = build_model(cell, task).to(device)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 
 
 class Step(NamedTuple):
@@ -105,6 +108,11 @@ class BaseTrial(ABC):
         """Gives the model the parameters of the chosen point."""
         if self._best:
             self.model.load_state_dict(self._best)
+
+
+def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
+    """Give what layers' own losses add to the task's: their mean, weighed as in language models."""
+    return USUAL_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
 def train(trial: BaseTrial, quiet: bool) -> None:

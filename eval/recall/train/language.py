@@ -24,11 +24,11 @@ from cat_lm.io.readers import Record
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
+from eval.common.grids.training import own_loss
 from eval.recall.model import (
     RecallModel,
     embedding_dropout,
     learned_filters,
-    own_loss,
     parameters,
 )
 from eval.recall.train.held_out import HeldOut, held_out, over_documents

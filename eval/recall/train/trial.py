@@ -27,12 +27,11 @@ from cat_lm.errors import UserError
 from cat_lm.io.readers import Record
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
-from eval.common.grids.training import BaseTrial, Step, count_steps, steps, train
+from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
 from eval.recall.model import (
     RecallModel,
     embedding_dropout,
     learned_filters,
-    own_loss,
     parameters,
 )
 from eval.recall.ranges import MOST_TOKENS, RANGES
