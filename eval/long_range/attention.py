@@ -22,7 +22,7 @@ from cat_lm.model.smoothing import SmoothedValues
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.centred import centred_conv
-from eval.long_range.mixers import Options
+from eval.long_range.options import Options
 
 
 class AlibiScores(ScoreModule):
