@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> None:
             )
     from eval.common.grids.cells import cell_path, run
     from eval.recall.show.filter_plots import save_portrait
-    from eval.recall.train.trial import Cell
+    from eval.recall.train.cell import Cell
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})

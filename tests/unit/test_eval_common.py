@@ -84,8 +84,8 @@ class TestCellStore:
 
     def test_cells_have_the_names_that_are_asked_for_and_another_protocol_another(self):
         from eval.common.grids.cells import cell_path
+        from eval.recall.train.cell import Cell
         from eval.recall.train.language import LanguageCell
-        from eval.recall.train.trial import Cell
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
         assert cell_path(Path("out"), cell) == Path(

@@ -12,7 +12,7 @@ from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
 from eval.recall.show import page
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 
 def control(passed: bool, accuracy: float = 0.5) -> dict:

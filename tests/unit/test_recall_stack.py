@@ -18,10 +18,11 @@ from eval.common.grids.options import add_grid_options
 from eval.recall.grids.plan import Run
 from eval.recall.train import stack
 from eval.recall.train import trial as training
+from eval.recall.train.cell import Cell
 from eval.recall.train.cost import bytes_of
 from eval.recall.train.language import LanguageCell
 from eval.recall.train.stack import run_stack
-from eval.recall.train.trial import Cell, run_cell
+from eval.recall.train.trial import run_cell
 
 BASE = Cell(
     "mqar:vocab_size=32",

@@ -21,7 +21,8 @@ from cat_lm.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from eval.common.grids import cells
 from eval.recall.model import RecallModel
-from eval.recall.train.trial import Cell, Trial
+from eval.recall.train.cell import Cell
+from eval.recall.train.trial import Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
 OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet", "h3", "hyena")

@@ -24,7 +24,7 @@ from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Place, Run, plan
 from eval.recall.show import filter_plots, page
 from eval.recall.tasks import generate
-from eval.recall.train.trial import PROTOCOL
+from eval.recall.train.cell import PROTOCOL
 
 if TYPE_CHECKING:
     from eval.common.grids.pictures import Points, Rows

@@ -24,7 +24,7 @@ from eval.common.provenance import provenance
 from eval.common.style import RUN_COLOURS, STYLE, save_figure
 from eval.common.text_table import markdown_table
 from eval.recall.grids.plan import Run
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
 STARTS = ("own", "zoology")

@@ -9,7 +9,7 @@ from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.grids.places import CONTROL, NEGATIVE, Place, Run
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 # CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
 CHANNELS = "cat:conv_type=depthwise"

@@ -34,9 +34,9 @@ from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.plan import Place, Run
 from eval.recall.show import streams as page
+from eval.recall.train.cell import Cell
 from eval.recall.train.held_out import check_documents
 from eval.recall.train.language import LanguageCell
-from eval.recall.train.trial import Cell
 
 WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
 CONV_TYPES = ("head", "depthwise")

@@ -13,9 +13,10 @@ from cat_lm.mixers import make_mixer
 from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.recall.tasks import generate
 from eval.recall.train import stack, trial
-from eval.recall.train.trial import Cell, Trial
+from eval.recall.train.trial import Trial
 
 if TYPE_CHECKING:
+    from eval.recall.train.cell import Cell
     from eval.recall.train.language import LanguageCell
 
 _LONG = 2.0  # seconds that one step of a language model must last to be timed by itself
