@@ -14,7 +14,7 @@ def inconsistencies(config: RunConfig) -> list[str]:
     """Say what does not go together, a line each."""
     errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
     if not errors:
-        errors = [*_size(config), *_length(config)]
+        errors = [*_sequences(config), *_size(config), *_length(config)]
     return errors
 
 
@@ -46,6 +46,17 @@ def _training(config: RunConfig) -> list[str]:
             "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
         )
     return errors
+
+
+def _sequences(config: RunConfig) -> list[str]:
+    """Say why ranks cannot share sequences."""
+    parts, length = config.train.sequence_parallel, config.data.context_length
+    if parts == 1:
+        return []
+    problems = config.architecture.division_problems(config.model, parts, length)
+    if length % parts:
+        problems.insert(0, f"must divide data.context_length={length}")
+    return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
 
 
 def _landmarks(config: RunConfig) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import (
@@ -57,6 +58,7 @@ class LandmarkCore(nn.Module):
     """
 
     no_decay = ("filter", "sharpness")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings, options: dict[str, Any]):
         super().__init__()
@@ -95,12 +97,13 @@ class LandmarkCore(nn.Module):
         """Give the filter [1 or heads of keys, b], lag 0 first."""
         if self.filter_name == "learned":
             # A copy, because an engine may take the parameter away after this forward.
-            return self.filter.clone()
+            return own_heads(self.sequence_group, self.filter).clone()
         return block_weights(self.filter_name, self.block).to(device)
 
     def modes(self) -> Modes:
         """Compute the filters that are as long as the text, of a copy as `weights` are."""
-        return self.long_filter.modes_of(self.filter.clone(), self.filter_state)
+        own = own_heads(self.sequence_group, self.filter)
+        return self.long_filter.modes_of(own.clone(), self.filter_state)
 
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Make landmarks of blocks [B, H, m, b, D] and the state after them, for a cache's layer.
@@ -156,7 +159,8 @@ class LandmarkCore(nn.Module):
         selected, scores = choose_blocks(query, landmarks, layout, choice)
         logits = None
         if self.is_grouped:
-            logits = scores * (self.sharpness.exp()[:, None, None] * call.scaling)
+            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
+            logits = scores * (sharpness[:, None, None] * call.scaling)
         return attend_blocks(
             self.config._attn_implementation, query, key, value, selected, layout,
             choice.local, call.scaling, call.dropout, logits,
@@ -196,8 +200,9 @@ class LandmarkCore(nn.Module):
     def _guided_loss(
         self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
     ) -> Tensor:
-        is_sharp = "sharpness" in self._parameters
-        sharpness = self.sharpness.exp() if is_sharp else math.sqrt(self.config.head_width)
+        sharpness = math.sqrt(self.config.head_width)
+        if "sharpness" in self._parameters:
+            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
         return guided_loss(
             query, key, landmarks, layout, self.choice.local, scaling, sharpness, self.rows
         )

@@ -16,18 +16,17 @@ class SmoothedValues(nn.Module):
     An encoder may have the box in the middle, over (P − 1)/2 values on either side.
 
     Args:
-        heads: of the values.
         width: P.
         run: the tokens of a chunk, beyond which no query sees and nothing is averaged; None for
             attention to all keys.
         is_centred: whether later values are read too: of whole rows, with P odd.
     """
 
-    def __init__(self, heads: int, width: int, run: int | None, is_centred: bool = False):
+    def __init__(self, width: int, run: int | None, is_centred: bool = False):
         super().__init__()
         if is_centred and run is not None:
             raise ValueError(f"run={run}: a centred box reads whole rows; cut them before")
-        self.heads, self.width, self.run, self.is_centred = heads, width, run, is_centred
+        self.width, self.run, self.is_centred = width, run, is_centred
         self.reads_positions = run is not None
         self.conv_backend = "auto"
 
@@ -42,7 +41,7 @@ class SmoothedValues(nn.Module):
         """Average values [B, T, H, D]; positions [B or 1, T] are asked for with chunks alone."""
         if padding_mask is not None:
             value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
-        taps = value.new_full((self.heads, self.width), 1 / self.width)
+        taps = value.new_full((value.shape[2], self.width), 1 / self.width)
         if self.is_centred:
             if document_ids is not None or state is not None:
                 raise ValueError("a centred box reads later values: not with documents or a state")

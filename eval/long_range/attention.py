@@ -84,7 +84,7 @@ class Attention(nn.Module):
         if options.values == "learned":
             self.values = LearnedFilter(self.heads, options.width, options.start, is_centred)
         elif options.values == "box":
-            self.values = SmoothedValues(self.heads, options.width, None, is_centred)
+            self.values = SmoothedValues(options.width, None, is_centred)
 
     def _scores(self, head_width: int) -> ScoreModule | None:
         position, decay = self.options.position, self.options.decay

@@ -141,6 +141,13 @@ class Landmark(Pattern):
         grouped = self.resolved(model.attention_options)["combine"] == "grouped"
         return model.num_attention_heads * (3 if grouped else 1)
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say whether heads choose their blocks together."""
+        share = self.resolved(model.attention_options)["share"]
+        if share == "head":
+            return []
+        return [f"attention_options.share={share} chooses blocks by all heads; use share=head"]
+
     def build(self, config: Any) -> nn.Module:
         """Make the module."""
         from cat_lm.model.landmark import LandmarkCore
