@@ -14,12 +14,12 @@ from cat_lm import mixers
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
+from eval.common.grids import cells, execution
 from eval.recall import __main__ as command
 from eval.recall.grids import mamba, plan, streams
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.theory import report
-from eval.recall.train import cells, execution
 from tests.conftest import REPOSITORY
 
 README = REPOSITORY / "eval/recall/README.md"
