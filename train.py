@@ -68,8 +68,7 @@ def main() -> None:
     # Only now, so that --help and errors in the configuration come at once.
     from cat_lm.training import distributed
 
-    # The watchdog must be the first to find a rank that hangs.
-    timeout = max(distributed.TIMEOUT_MINUTES, 2 * config.train.hang_minutes)
+    timeout = distributed.patience(config.train.hang_minutes)
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
@@ -136,6 +135,7 @@ class Trainer:
             mixer_backend,
         )
         from cat_lm.training.init_from import load_initial_weights, vocab_size
+        from cat_lm.training.sequence import describe
 
         config, ranks = self.config, self.ranks
         # One rank of a host compares the files of an initial model, for all.
@@ -146,6 +146,8 @@ class Trainer:
         self.log.line(f"convolution: {convolution_backend(config, model.config, ranks.device)}")
         if recurrence := mixer_backend(config, model, ranks.device):
             self.log.line(f"recurrence: {recurrence}")
+        if shared := describe(config):
+            self.log.line(f"sequences: {shared}")
         if apart := documents_apart(config, model, ranks.device):
             self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:
@@ -221,7 +223,7 @@ class Trainer:
 
     def batches(self) -> Iterator[tuple[Batch, float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
-        place = (self.ranks.rank, self.ranks.world_size)
+        place = self.ranks.share(self.config.train.sequence_parallel)
         remaining = (self.step, self.config.total_steps)
         with (
             self.loader.prefetch(*remaining, *place) as batches,

@@ -110,17 +110,35 @@ class RunConfig(Section):
             return steps
         return math.ceil((tokens or 0) / self.tokens_per_step)
 
+    def row_shares(self, world_size: int) -> int:
+        """Into how many shares ranks divide the sequences of a batch: P of them have one together.
+
+        Raises:
+            UserError: `train.sequence_parallel`, P, does not divide the ranks.
+        """
+        parts = self.train.sequence_parallel
+        if world_size % parts:
+            raise UserError(
+                f"train.sequence_parallel={parts}: must divide the number of ranks, {world_size}"
+            )
+        return world_size // parts
+
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-batches a rank computes per step.
 
         Raises:
-            UserError: the global batch does not divide into whole micro-batches.
+            UserError: the global batch does not divide into whole micro-batches, or ranks not into
+                groups that share sequences.
         """
-        per_pass = self.train.micro_batch_size * world_size
+        shares = self.row_shares(world_size)
+        per_pass = self.train.micro_batch_size * shares
         if self.train.global_batch_size % per_pass:
+            parts = self.train.sequence_parallel
+            ranks = "ranks" if parts == 1 else "ranks / train.sequence_parallel"
+            number = f"{world_size}" if parts == 1 else f"{world_size} / {parts}"
             raise UserError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size x ranks = {self.train.micro_batch_size} x {world_size} "
+                f"train.micro_batch_size x {ranks} = {self.train.micro_batch_size} x {number} "
                 f"= {per_pass}"
             )
         return self.train.global_batch_size // per_pass
@@ -151,7 +169,8 @@ class RunConfig(Section):
         # One rank sends nothing, and DeepSpeed would round all the same.
         sent_as = self.train.gradient_communication if world_size > 1 else "fp32"
         return {
-            "train_batch_size": self.train.global_batch_size,
+            # It counts the ranks that share a sequence as if each had its own.
+            "train_batch_size": self.train.global_batch_size * self.train.sequence_parallel,
             "train_micro_batch_size_per_gpu": self.train.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation_steps(world_size),
             "zero_optimization": {

@@ -14,7 +14,7 @@ def inconsistencies(config: RunConfig) -> list[str]:
     """Say what does not go together, a line each."""
     errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
     if not errors:
-        errors = [*_size(config), *_length(config)]
+        errors = [*_sequences(config), *_size(config), *_length(config)]
     return errors
 
 
@@ -48,6 +48,19 @@ def _training(config: RunConfig) -> list[str]:
     return errors
 
 
+def _sequences(config: RunConfig) -> list[str]:
+    """Say why ranks cannot share sequences."""
+    parts, length = config.train.sequence_parallel, config.data.context_length
+    if parts == 1:
+        return []
+    problems = config.architecture.division_problems(config.model, parts, length)
+    if length % parts:
+        problems.insert(0, f"must divide data.context_length={length}")
+    if config.train.compile:  # never seen to trace the exchanges
+        problems.append("does not go with train.compile=True; set it to false")
+    return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
+
+
 def _landmarks(config: RunConfig) -> list[str]:
     """Say which keys of landmarks' training say nothing, or leave parameters without gradient."""
     train, model = config.train, config.model
@@ -71,7 +84,8 @@ def _landmarks(config: RunConfig) -> list[str]:
         errors.append(
             "train.landmark_loss=guided: says nothing with model.attention_options.top_k=0"
         )
-    learns = is_grouped or options.get("filter") == "learned"
+    has_filter = options.get("filter") == "learned" or options.get("filter_state")
+    learns = is_grouped or has_filter
     taught = train.landmark_loss == "guided"
     if learns and not taught and not (is_grouped and train.landmark_loss != "dense"):
         errors.append(

@@ -178,6 +178,9 @@ class TrainSection(Section):
     gradient_communication: Literal["fp32", "bf16"] = Field(
         "fp32", description="what ranks sum gradients in; bf16: half the bytes, rounded"
     )
+    sequence_parallel: Annotated[int, whole(limits.RANKS)] = Field(
+        1, description="so many neighbouring ranks share every sequence, each a part of its tokens"
+    )
     activation_checkpointing: bool = False
     compile: bool = False
     deterministic: bool = Field(

@@ -2,8 +2,9 @@
 
 The weights stay as they are: queries then attend to the blocks that landmarks find, see
 `cat_lm.model.landmark`. `--filter learned --calibrate DATA` learns the landmarks' filters, and
-nothing else. Before OUT appears, the logits of the new model with all blocks chosen are compared
-with the original's. Tensors keep their dtype, the tokenizer comes along.
+nothing else; `--filter ssm --state N` filters as long as the text. Before OUT appears, the logits
+of the new model with all blocks chosen are compared with the original's. Tensors keep their dtype,
+the tokenizer comes along.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
-from cat_lm.limits import CONTEXT, TOKENS, Range
+from cat_lm.limits import CONTEXT, CONV_STATE, TOKENS, Range
+from cat_lm.model.attention.landmark import ALL_FILTERS
 from cat_lm.model_card import describe_model
-from cat_lm.ops.landmark.options import FILTERS, SHARES
+from cat_lm.ops.landmark.options import SHARES
+from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import load_model, model_config, model_folder, quiet_transformers
 from cat_lm.upcycle import copy_tokenizer, refuse_used
 
@@ -54,7 +57,7 @@ def sparsify(
             landmark attention in one softmax, which gets other options.
         out: a new folder, or an empty one.
         options: `attention_options`.
-        calibration: for learned filters; without it they are those of `folder`.
+        calibration: for filters that are learned; without it they are those of `folder`.
 
     Returns:
         The path of `out`; how far the logits with all blocks chosen are from those of softmax
@@ -75,6 +78,9 @@ def sparsify(
     _check_filters(folder, source, options, calibration)
     dtype = str(source.dtype or "float32").removeprefix("torch.")
     weights = load_model(folder, dtype=dtype, device="cpu").state_dict()
+    if _kind_of(_options_of(source)) != _kind_of(options):
+        # Numbers of another kind of filter, which may be as many.
+        weights = {name: x for name, x in weights.items() if _IS_OWN not in name}
     losses = None
     if calibration is not None:
         losses = _calibrate(target, weights, calibration)
@@ -129,20 +135,35 @@ def _check_filters(
     calibration: Calibration | None,
 ) -> None:
     """Refuse filters that are learned from nothing, and data from which nothing is learned."""
-    if options.get("filter") != "learned":
+    name, _ = _kind_of(options)
+    if not _learns(options):
         if calibration is not None:
             raise UserError(
-                f"--calibrate {calibration.data}: says nothing with --filter "
-                f"{options.get('filter', 'box')}; give --filter learned"
+                f"--calibrate {calibration.data}: says nothing with --filter {name}; give --filter "
+                f"learned, or {' or '.join(filters.names())} with --state N"
             )
         return
-    theirs = getattr(source, "attention_options", None) or {}
-    same = theirs.get("filter") == "learned" and theirs.get("block", 64) == options.get("block")
-    if calibration is None and not same:
+    theirs = _options_of(source)
+    is_same = _kind_of(theirs) == _kind_of(options) and theirs.get("block", 64) == options["block"]
+    if calibration is None and not is_same:
         raise UserError(
-            f"--filter learned: model {folder} has no learned filters of "
-            f"{options.get('block')} tokens; give --calibrate DATA to learn them"
+            f"--filter {name}: model {folder} has no learned filters of {options['block']} "
+            "tokens; give --calibrate DATA to learn them"
         )
+
+
+def _options_of(source: PreTrainedConfig) -> dict[str, Any]:
+    return getattr(source, "attention_options", None) or {}
+
+
+def _kind_of(options: dict[str, Any]) -> tuple[str, int]:
+    """The name of a filter, and its N."""
+    return options.get("filter", "box"), options.get("filter_state", 0)
+
+
+def _learns(options: dict[str, Any]) -> bool:
+    name, state = _kind_of(options)
+    return name == "learned" or state > 0
 
 
 def _model(config: PreTrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
@@ -230,10 +251,17 @@ def main() -> None:
     )
     parser.add_argument("--sink", action="store_true", help="always read the first block too")
     parser.add_argument(
-        "--filter", choices=FILTERS, default="box", help="sums a block's keys (default: box)"
+        "--filter", choices=ALL_FILTERS, default="box", help="sums a block's keys (default: box)"
     )
     parser.add_argument(
-        "--calibrate", metavar="DATA", help="prepared folder that --filter learned is learned from"
+        "--state",
+        type=whole(CONV_STATE.at_least(1)),
+        metavar="N",
+        help=f"of --filter {' and '.join(filters.names())}, as long as the text and learned: "
+        "numbers of state for each channel",
+    )
+    parser.add_argument(
+        "--calibrate", metavar="DATA", help="prepared folder that filters are learned from"
     )
     parser.add_argument(
         "--tokens", type=whole(TOKENS.at_least(1)), help="of DATA to read (default: 1,000,000)"
@@ -248,6 +276,8 @@ def main() -> None:
     arguments = parser.parse_args()
     names = ("block", "top_k", "local", "sink", "filter", "share")
     options = {name: getattr(arguments, name) for name in names}
+    if arguments.state is not None:
+        options["filter_state"] = arguments.state
     if arguments.tokens is not None and arguments.calibrate is None:
         raise UserError(f"--tokens {arguments.tokens}: says nothing without --calibrate")
     calibration = None

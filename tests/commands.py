@@ -14,7 +14,9 @@ import sys
 import tempfile
 import traceback
 import weakref
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -30,6 +32,7 @@ class Command:
         words: `train.py …`, `-m module …` or `-c code`.
         apart: keep the two outputs apart; else stderr goes where stdout goes.
         log: the file that gets stdout; None: a temporary one.
+        executable: what the command starts as `sys.executable`.
         environment: variables beside this process's.
     """
 
@@ -39,6 +42,7 @@ class Command:
         cwd: Path = REPOSITORY,
         apart: bool = False,
         log: Path | None = None,
+        executable: str = sys.executable,
         **environment: str,
     ) -> None:
         self.words = [str(word) for word in words]
@@ -46,10 +50,9 @@ class Command:
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         self._files[0] = log or self._files[0]
         files = self._files if apart else [self._files[0]] * 2
-        multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
-        method = "spawn" if torch.cuda.is_available() else "forkserver"
-        self._process = multiprocessing.get_context(method).Process(
-            target=_run, args=(self.words, str(cwd), os.environ | environment, *map(str, files))
+        variables = os.environ | environment
+        self._process = preloaded().Process(
+            target=_run, args=(self.words, str(cwd), variables, executable, *map(str, files))
         )
         self._process.start()
         # Python's end would wait for what a failed test has left behind.
@@ -96,11 +99,29 @@ def python(
     return subprocess.CompletedProcess(command.words, code, command.said(0), command.said(1))
 
 
-def _run(command: list[str], cwd: str, variables: dict[str, str], *files: str) -> None:
-    for descriptor, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def preloaded() -> BaseContext:
+    """Processes that have imported what most commands need; with a GPU, new interpreters."""
+    multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
+    return multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+
+
+def _run(
+    command: list[str], cwd: str, variables: dict[str, str], executable: str, *files: str
+) -> None:
+    streams = [os.open(os.devnull, os.O_RDONLY)]
+    streams += [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for file in files]
+    be_python(command, cwd, variables, streams, executable)
+
+
+def be_python(
+    command: list[str], cwd: str, variables: dict[str, str], streams: list[int], executable: str
+) -> NoReturn:
+    """Run `python COMMAND` in this process, with these descriptors as stdin, stdout and stderr."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.executable = executable
     os.chdir(cwd)
     os.environ.clear()  # a forked process has the environment that the first of them was given
     os.environ.update(variables)

@@ -186,6 +186,20 @@ class Architecture:
         """Tell whether the model can keep the documents of a packed row apart."""
         return True
 
+    def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
+        """Say why `parts` ranks cannot share a sequence, for `train.sequence_parallel`.
+
+        By default nobody knows how: a family whose modules take a `cat_lm.model.sequence` says so.
+        """
+        return [f"cannot divide the sequences of model.architecture={self.name}"]
+
+    def exchanged_numbers(self, section: Any, parts: int) -> float:
+        """Count what a rank sends for a token of its part in a layer's forward pass.
+
+        Only for a family that divides its sequences. What is in fp32 counts twice.
+        """
+        raise NotImplementedError
+
     def portable(self, section: Any) -> Any:
         """Give the same model, computed by what every machine has."""
         return section
@@ -350,6 +364,24 @@ class Architecture:
     def plain_name(self, name: str) -> str:
         """Translate the name of a parameter of a model with convolutions into that without."""
         return name
+
+
+def head_division_problems(parts: int, counts: Mapping[str, int]) -> list[str]:
+    """Say which numbers of heads or channels, by their key, `parts` ranks cannot share."""
+    return [
+        f"must divide model.{key}={count}" for key, count in counts.items() if count % parts != 0
+    ]
+
+
+def halo_problems(parts: int, context_length: int, windows: Mapping[str, int]) -> list[str]:
+    """Say which short convolutions, W by its key, read more than one part before a token's own."""
+    share = context_length // parts
+    return [
+        f"parts of {share} tokens are shorter than the {window - 1} before them that "
+        f"model.{key}={window} reads"
+        for key, window in windows.items()
+        if window - 1 > share
+    ]
 
 
 def narrowest(section: Any, problems: Callable[[Any], list[str]]) -> Any:

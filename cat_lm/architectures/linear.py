@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from cat_lm import limits
-from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
+from cat_lm.architectures.base import (
+    Architecture,
+    Classes,
+    ModelSection,
+    halo_problems,
+    head_division_problems,
+    narrowest,
+)
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers.shared import LOW_RANK, convolution_flops
 from cat_lm.model.linear_rules import exact
@@ -102,6 +109,19 @@ class LinearArchitecture(Architecture):
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Say what does not go together, see `cat_lm.model.linear_rules`."""
         return section.shape_problems()
+
+    def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
+        """Say whether heads, or parts shorter than filters, cannot be shared."""
+        return [
+            *head_division_problems(parts, {"num_heads": section.num_heads}),
+            *halo_problems(parts, context_length, {"conv_size": section.window}),
+        ]
+
+    def exchanged_numbers(self, section: Any, parts: int) -> float:
+        """Count queries, keys, their decays, and values there and back; rates of heads are few."""
+        keys = 3 if section.decays == "keys" else 2
+        numbers = keys * section.key_channels + 2 * section.value_channels
+        return numbers * (parts - 1) / parts
 
     def narrowed(self, section: Any) -> Any:
         """Give at most two layers of the narrowest width that the heads fit."""

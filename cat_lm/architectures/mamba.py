@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from cat_lm import limits
-from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
+from cat_lm.architectures.base import (
+    Architecture,
+    Classes,
+    ModelSection,
+    halo_problems,
+    head_division_problems,
+    narrowest,
+)
 from cat_lm.config_sections import number, parse_count, whole
 from cat_lm.mixers.shared import convolution_flops
 from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
@@ -79,6 +86,27 @@ class StateSpace(Architecture):
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Say what does not go together in a section."""
         return step_problems(section)
+
+    def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
+        """Say whether channels, or parts shorter than filters, cannot be shared."""
+        return [
+            *head_division_problems(parts, self._divided_counts(section)),
+            *halo_problems(parts, context_length, {"conv_kernel": section.conv_kernel}),
+        ]
+
+    def _divided_counts(self, section: Any) -> dict[str, int]:
+        """Give what ranks share of a layer, by the key that decides it."""
+        raise NotImplementedError
+
+    def _rates(self, section: Any) -> int:
+        """Count the step sizes of a token."""
+        raise NotImplementedError
+
+    def exchanged_numbers(self, section: Any, parts: int) -> float:
+        """Count what the scan reads and writes, step sizes, and B and C, which all ranks get."""
+        numbers = 2 * inner_size(section) + 2 * self._rates(section)
+        states = self.convolved_channels(section) - inner_size(section) or 2 * section.state_size
+        return numbers * (parts - 1) / parts + states * (parts - 1)
 
     def narrowed(self, section: Any) -> Any:
         """Give at most two layers of the narrowest width that there can be."""
@@ -211,6 +239,12 @@ class Mamba(StateSpace):
         from cat_lm.model.configuration_mamba import check_settings
 
         check_settings(settings, self.config_class())
+
+    def _divided_counts(self, section: MambaSection) -> dict[str, int]:
+        return {"expand x hidden_size": inner_size(section)}
+
+    def _rates(self, section: MambaSection) -> int:
+        return inner_size(section)
 
     def _rank(self, section: MambaSection) -> int:
         auto = section.time_step_rank == "auto"

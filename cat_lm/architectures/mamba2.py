@@ -106,6 +106,12 @@ class Mamba2(StateSpace):
         found = super().problems(section, context_length)
         return [*found, *state_head_problems(section, section.heads), *limit_problems(section)]
 
+    def _divided_counts(self, section: Mamba2Section) -> dict[str, int]:
+        return {"num_heads": section.heads}
+
+    def _rates(self, section: Mamba2Section) -> int:
+        return section.heads
+
     def narrowed(self, section: Mamba2Section) -> Mamba2Section:
         """Give at most two narrow layers, of as many heads as fit."""
         return super().narrowed(section.model_copy(update={"num_heads": None}))

@@ -9,7 +9,14 @@ from pydantic import AfterValidator, Field
 
 from cat_lm import limits
 from cat_lm.architectures import filter_counts
-from cat_lm.architectures.base import Architecture, ModelSection, key_value_bytes, layer_channels
+from cat_lm.architectures.base import (
+    Architecture,
+    ModelSection,
+    halo_problems,
+    head_division_problems,
+    key_value_bytes,
+    layer_channels,
+)
 from cat_lm.config_sections import number, whole
 from cat_lm.model import attention, rules
 from cat_lm.model.names import renamed
@@ -195,6 +202,28 @@ class Transformer(Architecture):
             *attention.problems(section, section.attn_implementation),
             *attention.length_problems(section, context_length),
         ]
+
+    def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
+        """Say which heads do not divide, and what of a layer knows of all of them."""
+        counts = {"num_attention_heads": section.num_attention_heads}
+        if (shared := self.heads_of(section, "k")) != section.num_attention_heads:
+            counts["num_key_value_heads"] = shared
+        entries = self.attention_entries(section)
+        windows = {}
+        if kinds.mixes_heads(section.conv_type):
+            windows["conv_window"] = section.conv_window
+        if rules.canon_places(section):
+            windows["canon_window"] = section.canon_window
+        return [
+            *head_division_problems(parts, counts),
+            *(problem for entry in entries for problem in entry.division_problems(section)),
+            *halo_problems(parts, context_length, windows),
+        ]
+
+    def exchanged_numbers(self, section: Any, parts: int) -> float:
+        """Count queries, keys and values, and what attention makes of them."""
+        heads = sum(self.heads_of(section, stream) for stream in "qkvq")
+        return heads * self.head_channels(section) * (parts - 1) / parts
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""

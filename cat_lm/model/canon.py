@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.rules import canon_places
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import convolve
 
@@ -32,7 +33,7 @@ class Reading(NamedTuple):
     """How a layer's tokens are read.
 
     padding_mask: [B, T] bool, False at padding. document_ids: [B, T], and document_positions, each
-    token's in its document, if known. state: the layer's cache.
+    token's in its document, if known. state: the layer's cache. All of whole sequences.
     """
 
     padding_mask: Tensor | None
@@ -48,6 +49,7 @@ class CanonLayer(nn.Module):
     """
 
     no_decay = ("canon_filter",)
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, place: str, width: int, window: int):
         super().__init__()
@@ -58,6 +60,15 @@ class CanonLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, reading: Reading) -> Tensor:
         """Convolve [B, T, width] and add it; padding is read as zeros."""
+        group, before = self.sequence_group, self.window - 1
+        if group is None or before == 0:
+            return self._whole(hidden_states, reading)
+        (read,) = group.with_halo(before, hidden_states)
+        documents = group.part(reading.document_ids, before)
+        return self._whole(read, Reading(None, documents, None, None))[:, before:]
+
+    def _whole(self, hidden_states: Tensor, reading: Reading) -> Tensor:
+        """As `forward`, with all that the filters read."""
         padding_mask, document_ids, positions, state = reading
         if padding_mask is not None:
             hidden_states = hidden_states.masked_fill(~padding_mask[:, :, None], 0.0)

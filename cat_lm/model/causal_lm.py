@@ -26,6 +26,7 @@ from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
+from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.ops import BACKENDS
 from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
@@ -76,6 +77,7 @@ class CausalBody:
     """
 
     cache_argument = "past_key_values"  # by which the layers take the cache
+    sequence_group: SequenceGroup | None = None
 
     def _enter(self, inputs_embeds: Tensor) -> Tensor:
         """Do what comes between the embeddings [B, T, C] and the first layer."""
@@ -115,9 +117,11 @@ class CausalBody:
         elif use_cache:
             past_key_values = CatCache(self.config)
 
+        group = self.sequence_group
+        check_divided(group, attention_mask, padding_mask, past_key_values)
         layout = sequence_layout(
             self.config,
-            inputs_embeds,
+            inputs_embeds if group is None else group.whole_like(inputs_embeds),
             attention_mask,
             position_ids,
             document_ids,
@@ -204,6 +208,17 @@ class CausalLanguageModel:
         for module in self.modules():
             if hasattr(module, "mixer_backend"):
                 module.mixer_backend = name
+
+    def set_sequence_group(self, group: SequenceGroup | None) -> None:
+        """Have every sequence computed by a group of ranks, each a part of it; None for one alone.
+
+        `input_ids`, labels and what comes out are then this rank's part, [B, T/P], and
+        `document_ids`, `position_ids` those of whole sequences, [B, T]. What can be divided is
+        said by `Architecture.division_problems`.
+        """
+        for module in self.modules():
+            if hasattr(module, "sequence_group"):
+                module.sequence_group = group
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Set the head; a plain linear layer, as resizing makes one, gets the loss."""

@@ -25,7 +25,6 @@ class PackedConvolution(StreamConvolution):
 
     def __init__(self, config: AttentionSettings, bias: nn.Parameter | None):
         super().__init__(config, {"bias": bias})
-        self.num_heads = config.num_attention_heads
         self.mixes_maps = config.mixes_maps
 
     def forward(
@@ -58,8 +57,10 @@ class PackedConvolution(StreamConvolution):
             [B, T, H, H D], or, after a cache, the values' filters [W, H, H], with which
             `attend_mixing_maps` goes on.
         """
-        projected = projected.view(*projected.shape[:2], self.num_heads, 3, -1)
-        bias = None if self.bias is None else self.bias.view(self.num_heads, 3, -1)
+        projected = projected.view(*projected.shape[:2], -1, 3, self.head_width)
+        bias = None
+        if self.bias is not None:
+            bias = self._own(self.bias.view(-1, 3, self.head_width))
         if norm is not None and self.norm_comes_first:
             projected, bias, norm = *self._normalized(projected, bias, norm), None
         if padding_mask is not None:
@@ -171,7 +172,7 @@ class PackedConvolution(StreamConvolution):
         streams = self.embedding_streams
         chosen = STREAM_SLICES[streams]
         # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
-        numbers = torch.stack([*self.filters().values()], dim=1).flatten(0, 1)
+        numbers = torch.stack([self.taps(stream) for stream in streams], dim=1).flatten(0, 1)
         own_bias = None if bias is None else bias[:, chosen].flatten(0, 1)
         inputs = projected[:, :, :, chosen].flatten(2, 3)
         outputs = self._long(numbers, inputs, own_bias, name="qkv", **how)
@@ -277,7 +278,7 @@ class SeparateConvolution(StreamConvolution):
     def _bias(self, stream: str) -> Tensor | None:
         """A stream's bias [its heads, D]."""
         bias = getattr(self, f"{stream}_bias")
-        return None if bias is None else bias.view(-1, self.head_width)
+        return None if bias is None else self._own(bias.view(-1, self.head_width))
 
     def _next_token(
         self,

@@ -16,7 +16,7 @@ from cat_lm.ops.decay_rates import REACH, REACH_HALF, largest_rate
 
 
 class DecayScores(ScoreModule):
-    """Multiplies logits by e^{−α_c (i − j)}.
+    """Multiplies logits by e^{−α_c (i − j)}, or where both sides are read by e^{−α_c |i − j|}.
 
     Rates are computed where they are used: a buffer would be rounded with the weights, and what
     is lost of a rate grows with the distance.
@@ -24,11 +24,13 @@ class DecayScores(ScoreModule):
     Args:
         heads: H.
         spacing, bound: as `ExponentialDecay` has them.
+        is_two_sided: whether queries read later keys, as in an encoder; no factors of a query and a
+            key say that decay.
     """
 
-    def __init__(self, heads: int, spacing: str, bound: float):
+    def __init__(self, heads: int, spacing: str, bound: float, is_two_sided: bool = False):
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_two_sided = heads, is_two_sided
         self.largest = largest_rate(spacing, bound)
         # 1 − e^{−α} of the last head; the others' lie evenly below.
         self.gap = -math.expm1(-bound) if spacing == "slow" else 1 - bound
@@ -44,7 +46,13 @@ class DecayScores(ScoreModule):
             ValueError: flash attention, which has nothing else, for too many queries.
         """
         is_flash = "flash" in implementation
-        if implementation == "eager" or (queries == 1 and not is_flash):
+        if self.is_two_sided and is_flash:
+            raise ValueError(
+                f"attn_implementation={implementation}: logits that decay to both sides have no "
+                "factors; use sdpa"
+            )
+        is_scored = implementation == "eager" or (queries == 1 and not is_flash)
+        if self.is_two_sided or is_scored:
             return False
         reach = REACH_HALF if dtype == torch.float16 else REACH
         is_within = self.largest * (queries - 1) <= reach
@@ -59,8 +67,9 @@ class DecayScores(ScoreModule):
         self, logits: Tensor, query_position: Tensor, key_position: Tensor, head: Tensor
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        # Keys that come later are masked, and must stay numbers.
-        distance = (query_position - key_position).clamp(min=0).to(dtype)
+        distance = query_position - key_position
+        # Keys that come later are masked, unless both sides are read, and must stay numbers.
+        distance = (distance.abs() if self.is_two_sided else distance.clamp(min=0)).to(dtype)
         return logits * torch.exp(-self.rates(head, dtype) * distance)
 
     def separated(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import (
@@ -32,10 +33,13 @@ from cat_lm.ops.landmark.keys import (
     next_landmarks,
 )
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
+from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
 from cat_lm.ops.landmark.options import is_sharp
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
+from cat_lm.ops.long_filter import filters
+from cat_lm.ops.long_filter.filters import Modes
 
 if TYPE_CHECKING:
     from cat_lm.model.settings import AttentionSettings
@@ -44,8 +48,9 @@ if TYPE_CHECKING:
 class LandmarkCore(nn.Module):
     """Attends to the blocks that landmarks find.
 
-    Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned; `sharpness` θ [H] if
-    blocks are weighed as wholes or the filter is learned; else θ is ln(D) / 2.
+    Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
+    the numbers of filters as long as the text; `sharpness` θ [H] if there is a filter or blocks are
+    weighed as wholes; else θ is ln(D) / 2.
 
     Attributes:
         training_by: what is computed in training, see `train_landmarks`.
@@ -53,12 +58,14 @@ class LandmarkCore(nn.Module):
     """
 
     no_decay = ("filter", "sharpness")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings, options: dict[str, Any]):
         super().__init__()
         self.config = config
         self.block = options["block"]
-        self.filter_name = options["filter"]
+        self.filter_name, self.filter_state = options["filter"], options["filter_state"]
+        self.long_filter = filters.get(self.filter_name) if self.filter_state else None
         self.is_grouped = options["combine"] == "grouped"
         self.training_by, self.rows = "hard", 0
         self.choice = Choice(options["top_k"], options["local"], options["sink"], options["share"])
@@ -66,24 +73,55 @@ class LandmarkCore(nn.Module):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give the parameters as they start: the filter as the box, θ = ln(D) / 2."""
-        config = self.config
-        return initial_parameters(
-            self.filter_name, self.block, config.stream_heads("k"), config.num_attention_heads,
-            config.head_width, is_sharp(self.filter_name, "grouped" if self.is_grouped else "flat"),
-        )  # fmt: skip
+        """Give the parameters as they start, θ = ln(D) / 2.
+
+        The filter starts as the box, one that is as long as the text as the fixed exponential one.
+        """
+        config, heads = self.config, self.config.stream_heads("k")
+        sharp = is_sharp(
+            self.filter_name, "grouped" if self.is_grouped else "flat", self.filter_state
+        )
+        values = initial_parameters(
+            self.filter_name,
+            self.block,
+            heads,
+            config.num_attention_heads,
+            config.head_width,
+            sharp,
+        )
+        if self.long_filter is not None:
+            values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
+        return values
 
     def weights(self, device: torch.device) -> Tensor:
         """Give the filter [1 or heads of keys, b], lag 0 first."""
         if self.filter_name == "learned":
             # A copy, because an engine may take the parameter away after this forward.
-            return self.filter.clone()
+            return own_heads(self.sequence_group, self.filter).clone()
         return block_weights(self.filter_name, self.block).to(device)
 
-    def summarise(self, blocks: Tensor, previous: Tensor | None) -> Tensor:
-        """Make landmarks of blocks [B, H, m, b, D] that follow `previous`, for a cache's layer."""
+    def modes(self) -> Modes:
+        """Compute the filters that are as long as the text, of a copy as `weights` are."""
+        own = own_heads(self.sequence_group, self.filter)
+        return self.long_filter.modes_of(own.clone(), self.filter_state)
+
+    def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Make landmarks of blocks [B, H, m, b, D] and the state after them, for a cache's layer.
+
+        Args:
+            before: that state after the blocks before them; None at the beginning.
+        """
+        if self.long_filter is not None:
+            return next_long_landmarks(blocks, self.modes(), before)
         carries = self.filter_name == "exponential"
-        return next_landmarks(blocks, self.weights(blocks.device), carries, previous)
+        return next_landmarks(blocks, self.weights(blocks.device), carries, before)
+
+    def _landmarks(self, key: Tensor, layout: BlockLayout) -> Tensor:
+        """Make the landmarks [B, H, n, D] of whole rows of keys."""
+        if self.long_filter is not None:
+            return long_landmark_keys(key, self.modes(), layout)
+        carries = self.filter_name == "exponential"
+        return landmark_keys(key, self.weights(key.device), layout, carries)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
@@ -95,8 +133,7 @@ class LandmarkCore(nn.Module):
         layout = sequence_blocks(
             query.shape[2], self.block, call.documents, call.padding, key.device
         )
-        carries = self.filter_name == "exponential"
-        landmarks = landmark_keys(key, self.weights(key.device), layout, carries)
+        landmarks = self._landmarks(key, layout)
         way = self.training_by if self.training else "hard"
         if way == "guided" and call.losses is not None:
             call.losses.append(self._guided_loss(query, key, landmarks, layout, call.scaling))
@@ -122,7 +159,8 @@ class LandmarkCore(nn.Module):
         selected, scores = choose_blocks(query, landmarks, layout, choice)
         logits = None
         if self.is_grouped:
-            logits = scores * (self.sharpness.exp()[:, None, None] * call.scaling)
+            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
+            logits = scores * (sharpness[:, None, None] * call.scaling)
         return attend_blocks(
             self.config._attn_implementation, query, key, value, selected, layout,
             choice.local, call.scaling, call.dropout, logits,
@@ -162,8 +200,9 @@ class LandmarkCore(nn.Module):
     def _guided_loss(
         self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
     ) -> Tensor:
-        learned = self.filter_name == "learned" or self.is_grouped
-        sharpness = self.sharpness.exp() if learned else math.sqrt(self.config.head_width)
+        sharpness = math.sqrt(self.config.head_width)
+        if "sharpness" in self._parameters:
+            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
         return guided_loss(
             query, key, landmarks, layout, self.choice.local, scaling, sharpness, self.rows
         )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cat_lm.model.cache import LayerStateMixin, StateDynamicLayer, StateStaticLayer
 
-# Makes landmarks [B, H, m, D] of blocks of keys [B, H, m, b, D] and the landmark before, or None.
-Summary = Callable[[Tensor, Tensor | None], Tensor]
+# Makes landmarks [B, H, m, D] of blocks of keys [B, H, m, b, D] and the state before them, None at
+# the beginning; and the state after them, None where each block stands for itself.
+Summary = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 # Tokens that a new buffer has room for beside those it is made for.
 _SPARE_TOKENS = 64
 
@@ -26,6 +27,8 @@ class LandmarkMixin(LayerStateMixin):
         landmarks: [B, H, at least n, D]; those of incomplete blocks are none's.
         padding: [B] on the host, the slots of padding that rows begin with; None before the first
             token. Replaced, never changed in place.
+        block_state: [B, ...], with which landmarks go on; None where they do not.
+        covered: [B] on the host, the blocks that it is the state after, in each row.
         ends_in_padding: whether a row's newest token is padding behind real ones.
     """
 
@@ -35,6 +38,8 @@ class LandmarkMixin(LayerStateMixin):
         super().__init__(*args, **kwargs)
         self.landmarks: Tensor | None = None
         self.padding: Tensor | None = None
+        self.block_state: Tensor | None = None
+        self.covered: Tensor | None = None
         self.ends_in_padding = False
         self._different: tuple[Tensor, list[int]] | None = None
 
@@ -96,11 +101,28 @@ class LandmarkMixin(LayerStateMixin):
     def _summarise(
         self, rows: Any, pad: int, block: int, first: int, last: int, summary: Summary
     ) -> None:
-        keys = self.keys[rows, :, pad + first * block : pad + last * block]
-        previous = self.landmarks[rows, :, first - 1] if first > 0 else None
-        made = summary(keys.unflatten(2, (last - first, block)), previous)
+        def blocks(start: int, stop: int) -> Tensor:
+            keys = self.keys[rows, :, pad + start * block : pad + stop * block]
+            return keys.unflatten(2, (stop - start, block))
+
+        before = None
+        if self.block_state is not None and first > 0:
+            before = self.block_state[rows]
+            if int(self.covered[rows][0]) != first:  # blocks were taken back: of all keys anew
+                before = summary(blocks(0, first), None)[1]
+        made, after = summary(blocks(first, last), before)
         self._room_for_landmarks(last, block)
         self.landmarks[rows, :, first:last] = made
+        if after is not None:
+            self._go_on_from(rows, after, last)
+
+    def _go_on_from(self, rows: Any, state: Tensor, blocks: int) -> None:
+        batch = self.keys.shape[0]
+        if self.block_state is None:
+            self.block_state = state.new_zeros(batch, *state.shape[1:])
+            self.covered = torch.zeros(batch, dtype=torch.int64)
+        self.block_state[rows] = state
+        self.covered[rows] = blocks
 
     def _room_for_landmarks(self, count: int, block: int) -> None:
         old = self.landmarks
@@ -118,24 +140,33 @@ class LandmarkMixin(LayerStateMixin):
 
     def reset(self) -> None:
         super().reset()
-        self.landmarks = self.padding = None
+        self.landmarks = self.padding = self.block_state = self.covered = None
         self.ends_in_padding = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
+        self._change_counts(lambda count: count[beam_idx.cpu()])
+
+    def _change_counts(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change what is kept of rows on the host."""
         if self.padding is not None:
-            self.padding = self.padding[beam_idx.cpu()]
+            self.padding = change(self.padding)
+        if self.covered is not None:
+            self.covered = change(self.covered)
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_states(change)
         if self.landmarks is not None:
             self.landmarks = change(self.landmarks)
+        if self.block_state is not None:
+            self.block_state = change(self.block_state)
 
 
 class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
     """A cache layer that grows, in buffers that double; `keys` and `values` are views of them.
 
-    Landmarks beyond the last complete block stay after a crop, and are made anew when it fills.
+    Landmarks beyond the last complete block stay after a crop, and are made anew when it fills; so
+    does a state after blocks that were taken back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -186,13 +217,11 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self.padding is not None:
-            self.padding = self.padding.repeat_interleave(repeats)
+        self._change_counts(lambda count: count.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        if self.padding is not None:
-            self.padding = self.padding[indices.cpu()]
+        self._change_counts(lambda count: count[indices.cpu()])
 
 
 class LandmarkStaticLayer(LandmarkMixin, StateStaticLayer):

@@ -24,6 +24,7 @@ from cat_lm.mixers.modules.delta import initial_decay, log_decay
 from cat_lm.mixers.modules.gla import decayed_attention, gated_linear_attention
 from cat_lm.mixers.shared import LOW_RANK, STREAMS
 from cat_lm.model.configuration_linear import LinearConfig
+from cat_lm.model.sequence import SequenceGroup, to_heads, to_tokens
 from cat_lm.model.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence import backends, fla
 from cat_lm.ops.recurrence.backends import Recurrence
@@ -45,6 +46,7 @@ class LinearMixer(nn.Module):
     """
 
     recurrence: ClassVar[Recurrence]
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
@@ -114,9 +116,10 @@ class GatedLinearAttention(LinearMixer):
         state: State | None = None,
     ) -> Tensor:
         how = {"document_ids": document_ids, "padding_mask": padding_mask, "state": state}
-        q, k, v = self.streams(x, **how)
         gates = self.of_heads(self.gk_proj(x))
+        q, k, v, gates = to_heads(self.sequence_group, *self.streams(x, **how), gates)
         y = decayed_attention(q, k, v, gates, operator=self.operator(v), **how)
+        y = to_tokens(self.sequence_group, y)
         y = self.g_norm_swish_gate(y, self.of_heads(self.g_proj(x)))
         return self.o_proj(y.flatten(2))
 
@@ -146,10 +149,13 @@ class DeltaRule(LinearMixer):
         state: State | None = None,
     ) -> Tensor:
         how = {"document_ids": document_ids, "state": state}
-        q, k, v = self.streams(x, padding_mask=padding_mask, **how)
+        streams = self.streams(x, padding_mask=padding_mask, **how)
+        q, k, v = to_heads(self.sequence_group, *streams)
         # Without β and a decay a step leaves the state as it was.
         rates = [without_padding(rate, padding_mask) for rate in self.rates(x)]
+        rates = [own for rate in rates for own in to_heads(self.sequence_group, rate)]
         y = from_state(self.operator(v), unit(q), unit(k), v, *rates, **how)
+        y = to_tokens(self.sequence_group, y)
         return self.o_proj(self.normed(y, x).flatten(2))
 
     def computed_by(self, backend: str) -> Callable[..., Any]:

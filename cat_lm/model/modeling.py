@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,11 +109,24 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         cache: Cache | None,
     ) -> tuple[Tensor, ...]:
         """Rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`."""
-        projected = self.query_key_value(hidden_states)
+        projected = (self.query_key_value(hidden_states),)
+        reading = rotary, padding_mask, document_ids, document_positions
+        return self._divided(partial(self._streams, cache), projected, *reading)
+
+    def _streams(
+        self,
+        cache: Cache | None,
+        projected: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        document_positions: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """As `_project`, of what is projected, [B, T, H·3·D]."""
         if self.convolution is None:
-            heads = self.config.num_attention_heads
+            width = self.config.head_width
             # Before heads and time change places: the backward pass joins the three as they lie.
-            streams = projected.view(*projected.shape[:2], heads, 3, -1).unbind(dim=3)
+            streams = projected.view(*projected.shape[:2], -1, 3, width).unbind(dim=3)
             streams = self._normalized(*streams)
             if rotary is None:
                 return streams

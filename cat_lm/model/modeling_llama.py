@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,28 +92,9 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         Returns:
             The output [B, T, C], and the attention maps if the attention function gives them.
         """
-        query, key, value = (getattr(self, f"{stream}_proj")(hidden_states) for stream in STREAMS)
-        if self.convolution is None:
-            # [B, T, H, D] to [B, H, T, D]
-            streams = self._normalized(
-                *(x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
-            )
-            query, key, value = (stream.transpose(1, 2) for stream in streams)
-            if position_embeddings is not None:
-                query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-            streams = tuple(stream.transpose(1, 2) for stream in (query, key, value))
-        else:
-            streams = self.convolution(
-                query,
-                key,
-                value,
-                position_embeddings,
-                padding_mask,
-                document_ids,
-                state_of(past_key_values, self.layer_idx),
-                document_positions,
-                self.qk_norm,
-            )
+        projected = tuple(getattr(self, f"{stream}_proj")(hidden_states) for stream in STREAMS)
+        reading = position_embeddings, padding_mask, document_ids, document_positions
+        streams = self._divided(partial(self._streams, past_key_values), projected, *reading)
         output, maps = self._meet(
             streams,
             SequenceContext(
@@ -120,6 +102,39 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             ),
         )
         return self.o_proj(output.flatten(2).contiguous()), maps
+
+    def _streams(
+        self,
+        cache: Cache | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        document_positions: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Rotated queries and keys, and values, [B, T, its heads, D], of [B, T, heads · D]."""
+        if self.convolution is None:
+            # [B, T, H, D] to [B, H, T, D]
+            streams = self._normalized(
+                *(x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
+            )
+            query, key, value = (stream.transpose(1, 2) for stream in streams)
+            if rotary is not None:
+                query, key = apply_rotary_pos_emb(query, key, *rotary)
+            return tuple(stream.transpose(1, 2) for stream in (query, key, value))
+        return self.convolution(
+            query,
+            key,
+            value,
+            rotary,
+            padding_mask,
+            document_ids,
+            state_of(cache, self.layer_idx),
+            document_positions,
+            self.qk_norm,
+        )
 
 
 class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):

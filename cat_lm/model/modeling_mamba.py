@@ -25,6 +25,7 @@ from cat_lm.model.configuration_mamba import CatMambaConfig
 from cat_lm.model.loss import LanguageModelHead
 from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
+from cat_lm.model.sequence import SequenceGroup, own_heads, to_heads, to_sequence, to_tokens
 from cat_lm.model.short_convolution import ShortConvolution
 
 
@@ -57,6 +58,7 @@ class MambaMixer(nn.Module):
     """The selective state space of a layer. I inner channels, N numbers of state for each."""
 
     no_decay = ("A_log", "D")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: CatMambaConfig) -> None:
         super().__init__()
@@ -100,7 +102,11 @@ class MambaMixer(nn.Module):
         delta = without_padding(F.softplus(self.dt_proj(low_rank)), padding_mask)
         a = -at_least_fp32(self.A_log).exp()
         scan = functools.partial(selective_scan, backend=self.mixer_backend)
-        y = from_state(scan, x, delta, a, b, c, **how) + self.D * x
+        group = self.sequence_group
+        (own,), (delta,) = to_heads(group, x), to_heads(group, delta)  # channels are heads here
+        b, c = to_sequence(group, b), to_sequence(group, c)
+        y = from_state(scan, own, delta, own_heads(group, a), b, c, **how)
+        y = to_tokens(group, y) + self.D * x
         return self.out_proj(y * F.silu(gate))
 
 

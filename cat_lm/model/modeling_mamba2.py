@@ -21,6 +21,7 @@ from cat_lm.model.modeling_mamba import (
     first_output,
     first_steps,
 )
+from cat_lm.model.sequence import SequenceGroup, own_heads, to_heads, to_sequence, to_tokens
 from cat_lm.model.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
@@ -51,6 +52,7 @@ class Mamba2Mixer(nn.Module):
     """The state space of a layer. H heads of P channels, N numbers of state for each channel."""
 
     no_decay = ("A_log", "D", "dt_bias")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: CatMamba2Config) -> None:
         super().__init__()
@@ -93,19 +95,24 @@ class Mamba2Mixer(nn.Module):
         # A step of no length leaves the state as it was.
         delta = without_padding(delta.clamp(*self.config.time_step_limit), padding_mask)
         x = x.unflatten(-1, (-1, self.config.head_dim))  # [B, T, H, P]
-        y = from_state(self._scan, x, delta, b, c, **how) + self.D[:, None] * x
+        group = self.sequence_group
+        (own,), (delta,) = to_heads(group, x), to_heads(group, delta)
+        b, c = to_sequence(group, b), to_sequence(group, c)
+        y = to_tokens(group, from_state(self._scan, own, delta, b, c, **how))
+        y = y + self.D[:, None] * x
         return self.out_proj(self.norm(y.flatten(2), gate))
 
     def _scan(
         self, x: Tensor, delta: Tensor, b: Tensor, c: Tensor, **how: object
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute y [B, T, H, P] of x, Δ [B, T, H], B and C [B, T, G N]; as `decaying_scan`."""
-        groups, heads = self.config.n_groups, x.shape[2]
+        groups, heads = self.config.n_groups, self.config.num_heads
         # [B, T, H, N], each group's for all of its heads: views where there is one group, so that
         # the cast to fp32 comes first.
         k, q = (at_least_fp32(s).unflatten(-1, (groups, 1, -1)) for s in (b, c))
         k, q = (s.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for s in (k, q))
-        a = -at_least_fp32(self.A_log).exp()[:, None, None]
+        k, q = (own_heads(self.sequence_group, s, 2) for s in (k, q))
+        a = -at_least_fp32(own_heads(self.sequence_group, self.A_log)).exp()[:, None, None]
         rate, v = delta[..., None, None], delta[..., None] * x
         found = decaying_scan(q, k, v, rate, a, backend=self.mixer_backend, **how)
         if how.get("return_state"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.model.settings import AttentionSettings
 
 _EPSILON = 1e-6  # of the mean square
@@ -26,6 +27,7 @@ class QueryKeyNorm(nn.Module):
     """Normalises queries and keys, [B, T, heads, D] each, as `qk_norm` says."""
 
     no_decay = ("logit_scale", "q_weight", "k_weight")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings):
         super().__init__()
@@ -48,6 +50,9 @@ class QueryKeyNorm(nn.Module):
             for x, w in zip((query, key), weights, strict=True)
         )
         if self.scales:
+            scale = self.logit_scale
+            if query.shape[2] < self.heads:  # those of this rank
+                scale = self.sequence_group.own(scale)
             # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
-            query = query * (self.logit_scale / math.sqrt(self.width))[:, None].to(query.dtype)
+            query = query * (scale / math.sqrt(self.width))[:, None].to(query.dtype)
         return query, key

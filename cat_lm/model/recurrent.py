@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.masks import documents_of, padding_of
 from cat_lm.model.mixer_cache import MixerCache, cache_for
+from cat_lm.model.sequence import SequenceGroup, check_divided
 
 
 def mix(
@@ -75,6 +76,8 @@ class RecurrentPreTrained:
 class RecurrentBody:
     """The forward of a model without its head; a family gives `layers` and `_leave`."""
 
+    sequence_group: SequenceGroup | None = None
+
     def _enter(
         self,
         embedded: Tensor,
@@ -119,6 +122,7 @@ class RecurrentBody:
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         cache = cache_for(self.config, past_key_values, use_cache)
+        check_divided(self.sequence_group, attention_mask, padding_mask, cache)
         documents = documents_of(document_ids, position_ids, attention_mask, cache)
         padding = padding_of(self.config, attention_mask, padding_mask, inputs_embeds.shape[1])
         padding = self._readable(documents, padding)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.modules.context import short_convolution
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops import BACKENDS, choose_backend
 
 
@@ -21,6 +22,7 @@ class ShortConvolution(nn.Conv1d):
     """
 
     no_decay = ("weight", "bias")
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, channels: int, window: int, bias: bool) -> None:
         super().__init__(channels, channels, window, groups=channels, bias=bias)
@@ -41,10 +43,15 @@ class ShortConvolution(nn.Conv1d):
         """
         filters = self.weight.transpose(0, 1).flip(-1)
         bias = None if self.bias is None else self.bias[None]
+        before = 0
+        if self.sequence_group is not None:
+            before = self.kernel_size[0] - 1
+            (x,) = self.sequence_group.with_halo(before, x)
+            how |= {"document_ids": self.sequence_group.part(how.get("document_ids"), before)}
         y = short_convolution(
             x[:, :, None], filters, bias, name=name, backend=self.conv_backend, **how
         )
-        return F.silu(y.squeeze(2))
+        return F.silu((y[:, before:] if before else y).squeeze(2))
 
 
 def describe_backend(

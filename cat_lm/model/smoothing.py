@@ -1,4 +1,4 @@
-"""The module of `value_transform: smoothing`: a causal box filter of the values."""
+"""The module of `value_transform: smoothing`: a box filter of the values."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from torch import Tensor, nn
 
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.ops import head_conv
+from cat_lm.ops.convolution.centred import centred_conv
 
 
 class SmoothedValues(nn.Module):
     """Averages each value with those of the P − 1 tokens before it, in one convolution.
 
+    An encoder may have the box in the middle, over (P − 1)/2 values on either side.
+
     Args:
-        heads: of the values.
         width: P.
         run: the tokens of a chunk, beyond which no query sees and nothing is averaged; None for
             attention to all keys.
+        is_centred: whether later values are read too: of whole rows, with P odd.
     """
 
-    def __init__(self, heads: int, width: int, run: int | None):
+    def __init__(self, width: int, run: int | None, is_centred: bool = False):
         super().__init__()
-        self.heads, self.width, self.run = heads, width, run
+        if is_centred and run is not None:
+            raise ValueError(f"run={run}: a centred box reads whole rows; cut them before")
+        self.width, self.run, self.is_centred = width, run, is_centred
         self.reads_positions = run is not None
         self.conv_backend = "auto"
 
@@ -36,10 +41,14 @@ class SmoothedValues(nn.Module):
         """Average values [B, T, H, D]; positions [B or 1, T] are asked for with chunks alone."""
         if padding_mask is not None:
             value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
+        taps = value.new_full((value.shape[2], self.width), 1 / self.width)
+        if self.is_centred:
+            if document_ids is not None or state is not None:
+                raise ValueError("a centred box reads later values: not with documents or a state")
+            return centred_conv(value, taps, backend=self.conv_backend)
         before = None
         if state is not None:
             before = state.exchange_inputs("value", value, self.width, padding_mask)
-        taps = value.new_full((self.heads, self.width), 1 / self.width)
         backend = self.conv_backend
         if self.run is None:
             how = {"document_ids": document_ids, "initial_state": before}

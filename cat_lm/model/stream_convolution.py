@@ -13,6 +13,7 @@ from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.long_convolution import convolve_long
 from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rules import STREAMS
+from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
@@ -102,9 +103,15 @@ class StreamConvolution(nn.Module):
         *(f"{stream}_rank_filter" for stream in "qk"),
     )
 
+    sequence_group: SequenceGroup | None = None
+
     def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
         super().__init__()
         self.conv_type = config.conv_type
+        kind = kinds.get(config.conv_type)
+        self.mixes_heads = kind.mixes_heads
+        axes = ("H",) if config.has_long_filters else kind.filter_axes
+        self.head_axis = axes.index("H") if "H" in axes else None
         self.window, self.long_filter = config.conv_window, None
         if config.has_long_filters:
             self.long_filter = long_filters.get(config.conv_filter)
@@ -130,11 +137,17 @@ class StreamConvolution(nn.Module):
         return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
 
     def taps(self, stream: str) -> Tensor | None:
-        """Give a stream's filters as they are used; None where it has none."""
+        """Give a stream's filters as they are used, of its heads here; None where it has none."""
         filters = getattr(self, f"{stream}_filter", None)
-        if filters is None or not self.normalizes:
-            return filters
-        return kinds.get(self.conv_type).normalized(filters)
+        if filters is None:
+            return None
+        filters = self._own(filters, self.head_axis)
+        return kinds.get(self.conv_type).normalized(filters) if self.normalizes else filters
+
+    def _own(self, x: Tensor, dim: int | None = 0) -> Tensor:
+        """Cut what heads have along `dim` to those computed here, which are all where they mix."""
+        whole = dim is None or self.mixes_heads
+        return x if whole else own_heads(self.sequence_group, x, dim)
 
     def biases(self) -> list[nn.Parameter]:
         """Give the projections' biases that there are."""
@@ -197,7 +210,7 @@ class StreamConvolution(nn.Module):
                 initial_state=initial_state,
                 backend=self.conv_backend,
             )
-            for taps in getattr(self, f"{stream}_rank_filter").unbind(0)
+            for taps in self._own(getattr(self, f"{stream}_rank_filter"), 1).unbind(0)
         ]
         return torch.cat([first, *others], dim=-1)
 

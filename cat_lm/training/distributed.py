@@ -39,6 +39,13 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def share(self, parts: int) -> tuple[int, int]:
+        """(the number of this rank's share of a batch's rows, how many shares there are).
+
+        `parts` neighbouring ranks have one together.
+        """
+        return self.rank // parts, self.world_size // parts
+
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
         return self._reduce(values, torch.distributed.ReduceOp.SUM)
@@ -98,6 +105,11 @@ class Ranks:
         on_gpu = self.device.type == "cuda"
         kind = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {kind}"
+
+
+def patience(hang_minutes: float) -> float:
+    """Give the minutes that a collective waits: the watchdog must find a rank that hangs first."""
+    return max(TIMEOUT_MINUTES, 2 * hang_minutes)
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
 from cat_lm.training.partitioned_step import PartitionedStep
+from cat_lm.training.sequence import sequence_group
 from cat_lm.training.steps import LaunchedStep, StepResult
 
 if TYPE_CHECKING:
@@ -163,6 +164,9 @@ class Engine:
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"
+        self.sequence_group = sequence_group(config, ranks)
+        if self.sequence_group is not None:
+            model.set_sequence_group(self.sequence_group)
         sum_products_in_fp32()
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
@@ -209,7 +213,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
-        scored = self._summed(int((batch["labels"] != IGNORE_INDEX).sum()))
+        scored = self._summed(int((self._own_part(batch)["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
         share = scored.clamp(min=1) / (self.ranks.world_size * self.accumulation_steps)
         share = share.squeeze()
@@ -247,7 +251,10 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """(sum of the negative log-likelihoods in nats, scored tokens) of this rank's rows."""
+        """(sum of the negative log-likelihoods in nats, scored tokens) of this rank's rows.
+
+        Of its part of them where ranks share sequences.
+        """
         self.deepspeed.eval()
         total, scored, one = 0.0, 0, torch.ones((), device=self.ranks.device)
         for micro_batch in self._micro_batches(batch):
@@ -275,7 +282,7 @@ class Engine:
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         size = self.config.train.micro_batch_size
-        rows = len(batch["input_ids"])
+        rows, batch = len(batch["input_ids"]), self._own_part(batch)
         tensors = {
             "shift_labels" if name == "labels" else name: torch.from_numpy(rows_of_name)
             for name, rows_of_name in batch.items()
@@ -292,6 +299,13 @@ class Engine:
             for part in moved:  # else the first two numbers of documents would get a graph each
                 torch._dynamo.maybe_mark_dynamic(part["document_borders"], 0)
         return moved
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """Cut this rank's tokens out of whole rows where ranks share them; not the documents."""
+        if self.sequence_group is None:
+            return batch
+        tokens = self.sequence_group.span(batch["input_ids"].shape[1])
+        return batch | {name: batch[name][:, tokens] for name in ("input_ids", "labels")}
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give the host's tensor to the device, without waiting for what that still computes."""

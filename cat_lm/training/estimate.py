@@ -142,7 +142,8 @@ def memory_per_rank(
     """
     train = config.train
     stage, bf16 = train.zero_stage, train.precision == "bf16"
-    held = train.global_batch_size > train.micro_batch_size * world_size  # from earlier passes
+    rows = train.micro_batch_size * world_size / train.sequence_parallel
+    held = train.global_batch_size > rows  # gradients of earlier passes
     compute = 2.0 if bf16 else 4.0
     whole = 1 / world_size
     if stage == 0:
@@ -197,15 +198,22 @@ def _activations(config: RunConfig) -> float:
     compute = 2.0 if bf16 else 4.0
     # Under autocast (stage 0) the residual stream and the norms stay fp32.
     size = 2.13 if bf16 and train.zero_stage == 0 else compute
-    tokens = train.micro_batch_size * config.data.context_length
+    tokens = _tokens(config)
     wide = architecture.saved_in_fp32(model)
     tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
     layer = tokens * model.hidden_size * tensors
+    # Where ranks share sequences, those of a part of the heads.
     maps = tokens * config.data.context_length * architecture.saved_maps(model)
     layer += (4 + compute) * maps
     if train.activation_checkpointing:
         return layer + size * tokens * model.hidden_size * model.num_hidden_layers
     return layer * model.num_hidden_layers
+
+
+def _tokens(config: RunConfig) -> int:
+    """Count the tokens of a micro-batch that a rank computes."""
+    tokens = config.train.micro_batch_size * config.data.context_length
+    return tokens // config.train.sequence_parallel
 
 
 def _loss_memory(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
@@ -214,7 +222,7 @@ def _loss_memory(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
     input."""
     width = config.model.hidden_size
     compute = 2 if config.train.precision == "bf16" else 4
-    tokens = config.train.micro_batch_size * config.data.context_length
+    tokens = _tokens(config)
     if on_gpu:
         length, stride = kernel_chunk(tokens, vocab_size, compute)
         chunk = compute * min(length, tokens) * stride

@@ -330,4 +330,4 @@ def refresh_model(engine: Engine, step: int, skipped: int) -> None:
         # Small parameters are kept whole on every rank, so they are gathered again.
         optimizer.checkpoint_event_epilogue()
     engine.deepspeed.global_steps, engine.deepspeed.skipped_steps = step, skipped
-    engine.deepspeed.global_samples = step * engine.config.train.global_batch_size
+    engine.deepspeed.global_samples = step * engine.deepspeed.train_batch_size()

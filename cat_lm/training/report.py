@@ -42,7 +42,8 @@ class Report:
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step
         epochs = steps * train.global_batch_size / loader.samples_per_epoch
-        on_gpu = self.ranks.device.type == "cuda"
+        on_gpu, parts = self.ranks.device.type == "cuda", train.sequence_parallel
+        shared = f" ({parts} share a sequence)" if parts > 1 else ""
         memory = memory_per_rank(config, self.parameters, world_size, self.vocab_size, on_gpu).total
         return "\n".join(
             (
@@ -53,8 +54,8 @@ class Report:
                 f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "
                 f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "
-                f"{world_size} ranks, accumulated {config.accumulation_steps(world_size)} times; "
-                f"warm-up {config.steps_of('warmup'):,} steps",
+                f"{world_size} ranks{shared}, accumulated {config.accumulation_steps(world_size)} "
+                f"times; warm-up {config.steps_of('warmup'):,} steps",
                 f"compute: {self.flops * tokens:.3g} FLOPs; memory: about {memory / 2**30:.2f} GiB "
                 f"a rank (ZeRO-{train.zero_stage})",
                 "reference: a unigram model's validation loss is "

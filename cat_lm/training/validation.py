@@ -31,13 +31,14 @@ class Validation:
             self.num_windows = min(self.num_windows, asked)
         self._bytes_per_token = corpus.num_bytes / corpus.num_tokens
         self._batch_size = config.train.micro_batch_size
+        self._share, self._shares = ranks.share(config.train.sequence_parallel)
 
     def run(self, max_batches: int | None = None) -> dict[str, float]:
         """`val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
 
         Bits per byte take the split's mean number of bytes per token (a collective).
         """
-        stride = self._ranks.world_size * self._batch_size
+        stride = self._shares * self._batch_size
         total, scored = 0.0, 0
         starts = range(0, self.num_windows, stride)[:max_batches]
         for start in starts:
@@ -59,7 +60,7 @@ class Validation:
         ZeRO-3 gathers weights in every forward pass, so a rank without windows of its own must
         still take part: it computes windows whose labels are all left out.
         """
-        numbers = start + self._ranks.rank * self._batch_size + np.arange(self._batch_size)
+        numbers = start + self._share * self._batch_size + np.arange(self._batch_size)
         batch = self._windows.batch(np.minimum(numbers, self.num_windows - 1))
         batch["labels"][numbers >= self.num_windows] = IGNORE_INDEX
         return batch

@@ -59,7 +59,6 @@ def summarise(
     from eval.landmark.figures import summary_figure
 
     out = Path(out)
-    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
     cells = {path: values for folder in recall for path, values in _needle_cells(folder)}
     found = {
         "needles": needle_points(list(cells.values())),
@@ -73,6 +72,7 @@ def summarise(
             [_record(path, decoding_points, "contexts") for path in (contexts,) if path is not None]
         ),
     }
+    claim_outputs(out, "landmark.json", named("landmark", *PICTURES))
     files = [str(path) for path in (*cells, *diagnoses, *sweeps, contexts) if path is not None]
     write_json(out / "landmark.json", {**found, "files": files, **provenance()})
     save_figure(summary_figure(found), out / "landmark")

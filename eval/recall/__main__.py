@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, or_word, path, path_name, rates, whole, whole_numbers
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
+from eval.common.grids.options import add_grid_options, add_seeds, execution_of
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.ranges import RANGES
-
-if TYPE_CHECKING:
-    from eval.recall.train.execution import Execution
 
 
 @command
@@ -107,9 +103,9 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
                 "tokens"
             )
+    from eval.common.grids.cells import cell_path, run
     from eval.recall.show.filter_plots import save_portrait
-    from eval.recall.train.cells import cell_path, run
-    from eval.recall.train.trial import Cell
+    from eval.recall.train.cell import Cell
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
@@ -138,8 +134,8 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
         "the same command goes on where it was stopped. It begins with an estimate of the time.",
     )
     parser.add_argument("name", choices=(*FIGURES, LANDMARK))
-    _add_grid_options(parser)
-    _add_seeds(parser)
+    add_grid_options(parser)
+    add_seeds(parser)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -157,44 +153,6 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_figure)
 
 
-def _add_grid_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR")
-    parser.add_argument(
-        "--workers",
-        type=whole(limits.WORKERS),
-        help="processes at once (default: the cores; on a GPU at most 4, each with a stack)",
-    )
-    parser.add_argument(
-        "--stack",
-        type=or_word(whole(limits.SAMPLES), "auto"),
-        metavar="N|auto",
-        help="models that differ in learning rate and seed alone to train as one (default: auto, "
-        "all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
-
-
-def _add_seeds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seeds",
-        type=whole(limits.SAMPLES),
-        help="runs of each model at its rate (default: the scale's); more are added to those there",
-    )
-
-
-def _execution(arguments: argparse.Namespace) -> Execution:
-    from eval.recall.train.execution import Execution
-
-    device, workers = str(choose_device(arguments.device)), arguments.workers
-    if workers is None:
-        workers = len(os.sched_getaffinity(0))
-        if device.startswith("cuda"):
-            workers = min(4, workers)  # one GPU takes turns: enough to hide what hosts do
-    return Execution(device, workers, arguments.estimate_only, arguments.stack)
-
-
 def _figure(arguments: argparse.Namespace) -> None:
     if arguments.name == LANDMARK:
         if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
@@ -210,7 +168,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         return
     from eval.recall.grids.figure import figure
 
-    execution, out = _execution(arguments), arguments.out
+    execution, out = execution_of(arguments), arguments.out
     chosen = (arguments.seeds, arguments.models, arguments.rows)
     if figure(arguments.name, arguments.scale, out, execution, *chosen):
         print(out / f"{arguments.name}.md")
@@ -235,8 +193,8 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
         help="texts prepared by data_prep.prepare, told beside each other by their folders' names "
         "(default: none, recall alone)",
     )
-    _add_grid_options(parser)
-    _add_seeds(parser)
+    add_grid_options(parser)
+    add_seeds(parser)
     parser.set_defaults(run=_streams)
 
 
@@ -247,7 +205,7 @@ def _streams(arguments: argparse.Namespace) -> None:
         read_manifest(data)  # an error before torch loads
     from eval.recall.grids.streams import ablation
 
-    execution, out = _execution(arguments), arguments.out
+    execution, out = execution_of(arguments), arguments.out
     ablation(arguments.scale, arguments.data, out, execution, arguments.seeds)
 
 
@@ -260,8 +218,8 @@ def _add_mamba(commands: argparse._SubParsersAction) -> None:
         "tells when each run leaves its plateau. Finished runs in OUT are kept. OUT gets "
         "mamba.json, mamba.md and a picture.",
     )
-    _add_grid_options(parser)
-    _add_seeds(parser)
+    add_grid_options(parser)
+    add_seeds(parser)
     parser.add_argument(
         "--rates", type=rates, metavar="R,R,…", help="learning rates (default: the scale's)"
     )
@@ -271,7 +229,7 @@ def _add_mamba(commands: argparse._SubParsersAction) -> None:
 def _mamba(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.mamba import study
 
-    execution, out = _execution(arguments), arguments.out
+    execution, out = execution_of(arguments), arguments.out
     study(arguments.scale, out, execution, arguments.seeds, arguments.rates)
 
 

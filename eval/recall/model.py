@@ -14,14 +14,12 @@ own. Mamba's block has RMSNorm, no LN₂ and no dropout:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.modules.projections import Filters
-from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 
 SPREAD = 0.02
 
@@ -124,11 +122,6 @@ class RecallModel(nn.Module):
             how = {"auxiliary_losses": losses} if adds else {}
             hidden, residual = block(hidden, residual, **how)
         return self.norm(_chosen(residual + hidden, scored)) @ self.embedding.weight.T
-
-
-def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
-    """Give what layers' own losses add to the task's: their mean, weighed as in language models."""
-    return USUAL_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
 def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:

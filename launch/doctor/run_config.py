@@ -56,7 +56,8 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
     device, config = _device(), config.with_precision(precision_here(config))
     vocab_size, on_gpu = vocabulary(config)[0], device.type == "cuda"
     parameters = config.num_parameters(vocab_size)
-    memory = memory_per_rank(config, parameters, 1, vocab_size, on_gpu)
+    ranks = config.train.sequence_parallel  # fewer cannot compute it
+    memory = memory_per_rank(config, parameters, ranks, vocab_size, on_gpu)
     free, problem = free_memory(device), None
     if memory.total > free:
         problem = (

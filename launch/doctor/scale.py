@@ -88,10 +88,13 @@ def batch(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
         problem = f"{error}; {batch_advice(config, ranks)}"
         yield Finding("batch", "", "accumulation", None, problem, broken=True)
         return
-    train = config.train
+    train, parts = config.train, config.train.sequence_parallel
+    length = config.data.context_length
+    whose = "rank" if parts == 1 else f"group of {parts} ranks ({length // parts} tokens each)"
     text = (
-        f"{train.global_batch_size} sequences of {config.data.context_length} a step: "
-        f"{train.global_batch_size // ranks} a rank, {train.micro_batch_size} at once, "
+        f"{train.global_batch_size} sequences of {length} a step: "
+        f"{train.global_batch_size // config.row_shares(ranks)} a {whose}, "
+        f"{train.micro_batch_size} at once, "
         f"{steps} micro-batch{'es' if steps > 1 else ''}"
     )
     yield Finding("batch", text, "accumulation", steps)
@@ -118,12 +121,18 @@ def data(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
         epochs = config.total_steps * config.train.global_batch_size / loader.samples_per_epoch
         text = f"{corpus.num_tokens:,} tokens; the run reads {tokens:,}, {epochs:.2f} epochs"
         yield Finding("data", text, "data", corpus.fingerprint)
-    if config.train.global_batch_size % asked.ranks == 0:
-        yield _samples(config, loader, asked.ranks)
+    parts = config.train.sequence_parallel
+    shares = asked.ranks // parts  # whose ranks that share a sequence read the same
+    if asked.ranks % parts == 0 and config.train.global_batch_size % shares == 0:
+        yield _samples(config, loader, shares, "ranks" if parts == 1 else "groups of ranks")
 
 
-def _samples(config: RunConfig, loader, ranks: int) -> Finding:
-    """Check that the ranks' samples, end to end, are the global batch for any number of ranks."""
+def _samples(config: RunConfig, loader, ranks: int, named: str = "ranks") -> Finding:
+    """Check that the ranks' samples, end to end, are the global batch for any number of ranks.
+
+    Args:
+        named: who reads rows of its own.
+    """
     import numpy as np
 
     batch_size, last = config.train.global_batch_size, config.total_steps - 1
@@ -139,14 +148,14 @@ def _samples(config: RunConfig, loader, ranks: int) -> Finding:
             parts = [loader.sample_ids(step, rank, size) for rank in looked]
             right = [whole[share * rank : share * (rank + 1)] for rank in looked]
             if not np.array_equal(np.concatenate(parts), np.concatenate(right)):
-                wrong.append(f"step {step} among {size} ranks")
+                wrong.append(f"step {step} among {size} {named}")
         within_epoch = (step + 1) * batch_size <= loader.samples_per_epoch
         if within_epoch and len(np.unique(whole)) != batch_size:
             wrong.append(f"step {step} repeats samples")
     problem = f"samples are assigned wrongly: {'; '.join(wrong)}" if wrong else None
     text = (
         f"steps {', '.join(map(str, steps))}: the ranks' samples are the global batch, in the same "
-        f"order among {', '.join(map(str, sizes))} ranks"
+        f"order among {', '.join(map(str, sizes))} {named}"
     )
     return Finding("samples", "" if wrong else text, "samples", steps, problem, bool(wrong))
 
@@ -193,9 +202,13 @@ def _host_memory(parameters: int) -> Finding:
     return Finding("host memory", text, "host_memory", needed)
 
 
-def started_ranks(ranks: int) -> int:
-    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once."""
-    return max(n for n in range(1, min(ranks, MOST_STARTED) + 1) if ranks % n == 0)
+def started_ranks(ranks: int, parts: int = 1) -> int:
+    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once.
+
+    `parts` of them share a sequence, and so divide them too.
+    """
+    counts = range(parts, min(ranks, max(parts, MOST_STARTED)) + 1, parts)
+    return max(n for n in counts if ranks % n == 0)
 
 
 def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
@@ -203,10 +216,11 @@ def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     from cat_lm.training.estimate import meta_model
     from launch.doctor.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
 
-    per_pass = config.train.micro_batch_size * asked.ranks
-    if config.train.global_batch_size % per_pass:
+    try:
+        config.accumulation_steps(asked.ranks)
+    except UserError:
         return  # said already, and more clearly than DeepSpeed would
-    small, ranks = narrowed(config), started_ranks(asked.ranks)
+    small, ranks = narrowed(config), started_ranks(asked.ranks, config.train.sequence_parallel)
     kind, found = deepspeed_partitions(small, ranks)
     sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
     expected = partitions(sizes, config.train.zero_stage, ranks)

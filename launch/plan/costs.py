@@ -178,6 +178,10 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     communication = volume / cluster.bandwidth(gpus)
     overlap = OVERLAP[config.train.zero_stage]
     exposed = communication - min(overlap * communication, busy)
+    shared = sequence_bytes(config, gpus)
+    # Nothing is computed meanwhile: a layer goes on with what it gets.
+    waited = shared / cluster.bandwidth(config.train.sequence_parallel)
+    volume, communication, exposed = volume + shared, communication + waited, exposed + waited
     step = busy + exposed
     saved = checkpoint_bytes(run.parameters)
     saves = math.ceil(config.total_steps / config.checkpoint.every_steps)
@@ -210,15 +214,16 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
     Raises:
         UserError: the GPUs do not divide the global batch.
     """
-    batch = config.train.global_batch_size
-    if batch % gpus:
-        fits = [n for n in range(1, batch + 1) if batch % n == 0]
-        near = [max(n for n in fits if n < gpus), *[n for n in fits if n > gpus][:1]]
+    batch, parts = config.train.global_batch_size, config.train.sequence_parallel
+    if gpus % parts or batch % (gpus // parts):
+        fits = [n * parts for n in range(1, batch + 1) if batch % n == 0]
+        near = [*[n for n in fits if n < gpus][-1:], *[n for n in fits if n > gpus][:1]]
+        groups = f" in groups of {parts} (train.sequence_parallel)" if parts > 1 else ""
         raise UserError(
             f"--gpus {gpus}: train.global_batch_size={batch} sequences cannot be shared by "
-            f"{gpus} GPUs; {' or '.join(map(str, near))} GPUs can, or change the batch"
+            f"{gpus} GPUs{groups}; {' or '.join(map(str, near))} GPUs can, or change the batch"
         )
-    share = batch // gpus
+    share = batch * parts // gpus
     largest = min(config.train.micro_batch_size, share)
     micro = max(size for size in range(1, largest + 1) if share % size == 0)
     train = config.train.model_copy(update={"micro_batch_size": micro})
@@ -262,6 +267,21 @@ def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
         3: passes * (gradients + 2 * weights),
     }[stage]
     return sent * (gpus - 1) / gpus
+
+
+def sequence_bytes(config: RunConfig, gpus: int) -> float:
+    """Bytes that each GPU sends in a step to those that share its sequences.
+
+    Each layer's exchanges, forward and backward, and again where activations are computed again.
+    """
+    parts = config.train.sequence_parallel
+    if parts == 1:
+        return 0.0
+    tokens = config.tokens_per_step / gpus
+    times = 3 if config.train.activation_checkpointing else 2
+    numbers = config.architecture.exchanged_numbers(config.model, parts)
+    width = 2 if config.train.precision == "bf16" else 4
+    return times * config.model.num_hidden_layers * tokens * numbers * width
 
 
 def validation_flops(run: Run) -> float:

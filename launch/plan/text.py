@@ -31,6 +31,8 @@ def render(
 
 def _about(run: Run, found: Sequence[Costs]) -> list[str]:
     config, batch = run.config, run.config.train.global_batch_size
+    parts = config.train.sequence_parallel
+    owner = "each" if parts == 1 else f"for {parts} together (train.sequence_parallel)"
     tokens = config.total_steps * config.tokens_per_step
     validated = "" if config.validation.max_tokens else "; validation is not counted"
     return [
@@ -50,7 +52,8 @@ def _about(run: Run, found: Sequence[Costs]) -> list[str]:
         ),
         *_labelled(
             "at most",
-            f"{batch:,} GPUs, with a sequence each; {batch // config.train.micro_batch_size:,} "
+            f"{batch * parts:,} GPUs, with a sequence {owner}; "
+            f"{batch // config.train.micro_batch_size * parts:,} "
             f"with train.micro_batch_size={config.train.micro_batch_size}",
         ),
         *_labelled(
@@ -119,10 +122,11 @@ def _busy(cost: Costs) -> str:
 
 
 def _batch(run: Run, cost: Costs) -> str:
-    share = run.config.train.global_batch_size // cost.gpus
-    passes = cost.accumulation_steps
+    share = run.config.train.global_batch_size // run.config.row_shares(cost.gpus)
+    passes, parts = cost.accumulation_steps, run.config.train.sequence_parallel
+    owner = "a GPU" if parts == 1 else f"for {parts} GPUs"
     text = (
-        f"{share} sequence{'s' if share > 1 else ''} a GPU and step: {cost.micro_batch_size} at "
+        f"{share} sequence{'s' if share > 1 else ''} {owner} and step: {cost.micro_batch_size} at "
         f"once, {passes} micro-batch{'es' if passes > 1 else ''}"
     )
     asked = run.config.train.micro_batch_size

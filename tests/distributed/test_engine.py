@@ -14,6 +14,7 @@ from cat_lm.config import RunConfig
 from cat_lm.training.engine import Engine, build_model, parameter_groups
 from cat_lm.training.optimizer_state import full_precision_weights
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_resume import LAS
 from tests.unit.attention_entries import register_entries, registered_entries
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 24, 8, 5
@@ -252,7 +253,7 @@ def option_losses(ranks, options, stages):
 
 
 # Options that change what is sharded or drawn; the others, and the compiler, take long.
-QUICK = ("plain", "checkpointed", "tied", "dropout")
+QUICK = ("plain", "checkpointed", "tied", "las", "dropout")
 
 
 @pytest.mark.parametrize(
@@ -264,6 +265,7 @@ def test_options_act_the_same_under_every_stage(stages, quick):
         "checkpointed": ({}, {}, {"activation_checkpointing": True}),
         "tied": ({"tie_word_embeddings": True}, {}, {}),
         "masked": ({}, {"mask_documents": True}, {}),
+        "las": (LAS, {"mask_documents": True}, {}),
         "multihead": ({"conv_type": "multihead", "conv_init": "uniform"}, {}, {}),
         "parts": (
             {"canon": "ACD", "conv_rank": 2, "qk_norm": "l2", "qk_norm_place": "before"},

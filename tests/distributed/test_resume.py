@@ -22,6 +22,12 @@ STEPS = 8
 TWO = ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"))
 SHORT = TWO[2:]
 ONE = ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"))
+LAS = {
+    "score_transform": "exponential_decay",
+    "score_options": {"spacing": "steep", "bound": 0.3},
+    "value_transform": "smoothing",
+    "value_options": {"width": 3},
+}
 
 
 def train(ranks, values: dict, signals: dict[int, signal.Signals] | None = None) -> int:
@@ -55,6 +61,9 @@ def straight_and_interrupted(ranks, data: str, folder: str, settings: tuple):
         }
         for one in values.values():
             one["train"]["deterministic"] = stage == 2
+            if stage == 3:  # with LaS attention too, on packed documents
+                one["model"] |= LAS
+                one["data"]["mask_documents"] = True
             one["validation"]["every_steps"] = STEPS // 2
         codes = [train(ranks, values["straight"])]
         values["interrupted"]["train"]["resume"] = "auto"

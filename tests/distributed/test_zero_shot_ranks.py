@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from cat_lm.pretrained import load_tokenizer
 from eval.zero_shot.run import Settings, run
 from tests.commands import Command
 from tests.finished_runs import tiny_model
+from tests.served import served_python
 from tests.zero_shot_rows import ROWS, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,12 +89,13 @@ def test_two_ranks_answer_as_one(model, tmp_path):
 def test_errors_are_said_once(model, tmp_path):
     rows = write_rows(tmp_path / "rows")
     given = (model, "--tasks", "piqa", "--data-dir", rows, "--device", "cpu", "--limit", 1)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node=2", "-m", "eval.zero_shot"]
-    command = [*launcher, *map(str, given), "--out", tmp_path / "out"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300, check=False
-    )
+    with served_python() as python:
+        command = [python, *launcher, *map(str, given), "--out", tmp_path / "out"]
+        result = subprocess.run(
+            command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300, check=False
+        )
     assert result.returncode != 0
     assert result.stderr.count("error: task piqa: 1 rows cannot be shared among 2 ranks") == 1
     assert not (tmp_path / "out").exists()

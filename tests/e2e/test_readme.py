@@ -1,6 +1,7 @@
 """The front README's commands, run word by word in an empty folder beside links to the checkout.
 
-Training gets a few overrides at its end that make it short; nothing else is changed.
+Training gets a few overrides at its end that make it short and the model small; nothing else is
+changed. Of the quickstart's commands some are forked (tests/served.py).
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from cat_lm.config import load_config
 from tests.commands import python
 from tests.conftest import REPOSITORY as ROOT
 from tests.readme import READMES, blocks, user_checkout
+from tests.served import served_python
 
 SHORT = ["train.max_steps=3", "optimizer.warmup_steps=1", "validation.max_tokens=1K"]
+SHORT += ["model.hidden_size=64", "model.num_hidden_layers=2"]
+# In a shell the data and the first model are PATH's python's, which the environment put there.
+PYTHON = """() {{
+    case $* in
+        *data_prep*|*/pythia*) command python "$@" ;;
+        *) {served} "$@" ;;
+    esac
+}}"""
 
 
-def run(command: list[str], folder: Path, timeout: int = 600) -> str:
+def run(command: list[str], folder: Path, timeout: int = 600, **variables: str) -> str:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= variables
     done = subprocess.run(
         command,
         cwd=folder,
@@ -80,7 +91,10 @@ def test_quickstart_from_the_environment_to_the_page(tmp_path):
     out = tmp_path / "quick #1: start"  # a path that YAML would read otherwise
     command = ["bash", str(ROOT / "launch/quickstart.sh"), "--compare", "--out", str(out)]
     command += ["--data", str(tmp_path / "data")]
-    output = run([*command, "--", *SHORT, "checkpoint.every_steps=2"], tmp_path, timeout=900)
+    command += ["--", *SHORT, "checkpoint.every_steps=2"]
+    with served_python() as served:
+        python = {"BASH_FUNC_python%%": PYTHON.format(served=served)}
+        output = run(command, tmp_path, timeout=900, **python)
     page = (out / "index.html").read_text(encoding="utf-8")
     assert str(out / "index.html") in output
     for name in ("cat", "pythia", "cat-nope"):

@@ -9,10 +9,12 @@ import torch
 
 from cat_lm import mixers
 from cat_lm.mixers import make_mixer
-from eval.recall.train import estimate, execution
-from eval.recall.train.execution import Execution
+from eval.common.grids import estimate, execution
+from eval.common.grids.execution import Execution
+from eval.recall.train.cell import Cell
+from eval.recall.train.cost import bytes_of
 from eval.recall.train.stack import run_stack
-from eval.recall.train.trial import Cell, run_cell
+from eval.recall.train.trial import run_cell
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +38,7 @@ BASE = Cell(
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """No draws that models alone do not share, and no TF32."""
-    monkeypatch.setattr("eval.recall.model.EMBEDDING_DROPOUT", 0.0)
+    monkeypatch.setattr("eval.recall.model.Block.embedding_dropout", 0.0)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -74,4 +76,4 @@ def test_a_model_takes_no_more_memory_than_is_set_aside_for_it(name):
     before = torch.cuda.memory_allocated()
     list(run_stack([dataclasses.replace(cell, seed=seed) for seed in range(2)], "cuda"))
     taken = torch.cuda.max_memory_allocated() - before
-    assert taken <= 2 * execution.bytes_of(cell)
+    assert taken <= 2 * bytes_of(cell)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.served import served_python
 from tests.slurm.cluster import Cluster, why_not
 
 
@@ -15,3 +16,10 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def served(cluster: Cluster) -> Iterator[str]:
+    """A `python` for ranks that are not stopped, nor have to see their launcher die."""
+    with served_python() as python:
+        yield python

@@ -1,4 +1,9 @@
-"""What clusters do to a run of two nodes; each time it ends with the losses of a straight run."""
+"""What clusters do to a run of two nodes; each time it ends with the losses of a straight run.
+
+Ranks are interpreters where they are stopped, killed with what is above them, or hear SLURM's own
+signals; else, and at later starts of such jobs, forked (tests/served.py): imports are nearly all
+that a start takes.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +53,30 @@ def straight(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.fixture(scope="module")
+def first_real(served: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A `python` for ranks that are interpreters at a job's first start, and forked later."""
+    python = tmp_path_factory.mktemp("first-real") / "python"
+    python.write_text(f"""#!/bin/sh
+if [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ]; then exec {sys.executable} "$@"; fi
+exec {served} "$@"
+""")
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.fixture(scope="module")
 def submit(
-    cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, served: str, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Job]]:
     """Submits a run of two nodes: submit(option, …, key of train=value, …) -> Job."""
     jobs = []
 
-    def run(*arguments: object, site: dict | None = None, data: Path | None = None, **train) -> Job:
+    def run(
+        *arguments: object, python: object = served, data: Path | None = None, **train: object
+    ) -> Job:
         folder = tmp_path_factory.mktemp("job")
         job = Job(cluster, folder / "run", folder / "site.yaml")
-        write_site(job, **(site or {}))
+        write_site(job, python)
         config = write_config(folder, values(data or tiny_corpus, job.run, **train))
         said = job.launch("submit", config, "--nodes", 2, *arguments)
         jobs.append(job)
@@ -69,8 +88,8 @@ def submit(
         cluster.run("scancel", "--quiet", job.id)
 
 
-def write_site(job: Job, **settings: object) -> None:
-    values = {"time": "10", "env": {"GLOO_SOCKET_IFNAME": "lo"}, **settings}
+def write_site(job: Job, python: object) -> None:
+    values = {"time": "10", "env": {"GLOO_SOCKET_IFNAME": "lo"}, "python": str(python)}
     job.site.write_text(yaml.safe_dump(values), encoding="utf-8")
 
 
@@ -98,12 +117,12 @@ def check_not_requeued(job: Job, state: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def limited(submit) -> Job:
+def limited(submit, first_real) -> Job:
     """A job whose ranks stand still until, near the time limit, SLURM's signal wakes them.
 
     It comes 90 to 120 s after the start: SLURM looks at limits every 30 s, and is never late.
     """
-    job = submit("--lead-seconds", 180)
+    job = submit("--lead-seconds", 180, python=first_real)
     job.wait_for_step(FAULT)
     job.signal_ranks(signal.SIGSTOP)
     job.scontrol("update", f"JobId={job.id}", "TimeLimit=5")
@@ -111,18 +130,18 @@ def limited(submit) -> Job:
 
 
 @pytest.fixture(scope="module")
-def hung(submit) -> Job:
+def hung(submit, first_real) -> Job:
     """A job of which one rank stands still."""
-    job = submit("--max-restarts", 9, hang_minutes=1)
+    job = submit("--max-restarts", 9, python=first_real, hang_minutes=1)
     job.wait_for_step(FAULT)
     job.signal_ranks(signal.SIGSTOP, 1)
     return job
 
 
 @pytest.fixture(scope="module")
-def orphaned(submit) -> Job:
+def orphaned(submit, first_real) -> Job:
     """A job of which one rank ended by itself: SLURM's daemon above it was killed."""
-    job = submit()
+    job = submit(python=first_real)
     job.wait_for_step(FAULT)
     rank = job.ranks()[1]
     daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
@@ -133,7 +152,7 @@ def orphaned(submit) -> Job:
 
 
 @pytest.fixture(scope="module")
-def busy(submit, tmp_path_factory) -> Job:
+def busy(submit, served, tmp_path_factory) -> Job:
     """A job whose ranks, at its first start, do nothing and hear no signal but KILL.
 
     At the second they have the time that training takes.
@@ -145,10 +164,10 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ]; then
     exec sleep 1000
 fi
 scontrol update JobId="$SLURM_JOB_ID" TimeLimit=10
-exec {sys.executable} "$@"
+exec {served} "$@"
 """)
     python.chmod(0o755)
-    return submit("--time", 1, "--lead-seconds", 20, site={"python": str(python)})
+    return submit("--time", 1, "--lead-seconds", 20, python=python)
 
 
 @pytest.fixture(scope="module")
@@ -163,19 +182,21 @@ def waiting(request) -> None:
 
 @pytest.mark.long
 def test_uninterrupted(submit, straight, waiting):
-    check_finished(submit(), straight, restarts=0)
+    check_finished(submit(python=sys.executable), straight, restarts=0)
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "python"),
     [
-        [(signal.SIGUSR1, 1), (signal.SIGKILL, 0)],
-        pytest.param([(signal.SIGKILL, 1), (signal.SIGTERM, 0)], marks=pytest.mark.long),
+        ([(signal.SIGUSR1, 1), (signal.SIGKILL, 0)], "served"),
+        pytest.param(
+            *([(signal.SIGKILL, 1), (signal.SIGTERM, 0)], "first_real"), marks=pytest.mark.long
+        ),
     ],
 )
-def test_a_rank_is_signalled_or_killed(faults, submit, straight):
+def test_a_rank_is_signalled_or_killed(faults, python, submit, straight, request):
     """All ranks stop after the same step, or end; the job requeues itself, each time."""
-    job = submit()
+    job = submit(python=request.getfixturevalue(python))
     for restart, (number, rank) in enumerate(faults):
         job.wait_for_log(f" restart {restart} ")
         job.wait_for_step(FAULT * (1 + restart))
@@ -189,12 +210,13 @@ def test_a_rank_is_signalled_or_killed(faults, submit, straight):
     check_finished(job, straight, restarts=2)
 
 
-def test_scancel_and_resume(submit, straight):
-    job = submit()
+def test_scancel_and_resume(submit, served, straight):
+    job = submit(python=sys.executable)
     job.wait_for_step(FAULT)
     job.launch("cancel", job.run)
     check_not_requeued(job, "CANCELLED")
     cancelled = job.id
+    write_site(job, served)
     said = job.launch("resume", job.run)
     assert job.id != cancelled and job.id in said
     check_finished(job, straight, restarts=0, attempts=2)
@@ -209,42 +231,57 @@ def test_scontrol_requeue(submit, straight):
     check_finished(job, straight, restarts=1)
 
 
-@pytest.mark.long
-def test_resume_on_one_node(submit, tiny_corpus, tmp_path):
-    """Two ranks' checkpoint continued by one: the losses of a run that had one from the start.
+@pytest.fixture(scope="module")
+def straight_alone(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    """The losses on one rank, without dropout: which elements it drops depends on the ranks."""
+    run = values(tiny_corpus, tmp_path_factory.mktemp("alone") / "run")
+    run["model"]["hidden_dropout"] = 0.0
+    assert run_on_ranks(train, 1, run) == [0]
+    return losses(Path(run["train"]["output_dir"]))
 
-    Without dropout: which elements it drops depends on the ranks.
-    """
-    straight = values(tiny_corpus, tmp_path / "straight")
-    straight["model"]["hidden_dropout"] = 0.0
-    assert run_on_ranks(train, 1, straight) == [0]
+
+def check_same_losses(job: Job, straight: list[tuple]) -> None:
+    """Of every step, as far as rounding goes."""
+    job.wait_until_over()
+    assert job.state == "COMPLETED", job.log
+    assert [row[0] for row in job.losses] == [row[0] for row in straight]
+    for row, straight_row in zip(job.losses, straight, strict=True):
+        assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
+
+
+@pytest.mark.long
+def test_resume_on_one_node(submit, straight_alone):
+    """Two ranks' checkpoint continued by one: the losses of a run that had one from the start."""
     job = submit("model.hidden_dropout=0")
     job.wait_for_step(FAULT)
     job.launch("cancel", job.run)
     job.wait_until_over()
     job.launch("resume", job.run, "--nodes", 1)
-    job.wait_until_over()
-    assert job.state == "COMPLETED" and job.shown()["NumNodes"] == "1", job.log
-    assert "1 rank on" in job.log
-    expected = losses(tmp_path / "straight")
-    assert [row[0] for row in job.losses] == [row[0] for row in expected]
-    for row, straight_row in zip(job.losses, expected, strict=True):
-        assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
+    check_same_losses(job, straight_alone)
+    assert job.shown()["NumNodes"] == "1" and "1 rank on" in job.log
 
 
 @pytest.mark.long
-def test_crash_loop(submit, straight, tmp_path):
+def test_two_nodes_share_every_sequence(submit, straight_alone):
+    """A rank of each node has half of every sequence, and both have the losses of one rank."""
+    job = submit("model.hidden_dropout=0", sequence_parallel=2)
+    check_same_losses(job, straight_alone)
+    assert "sequences: 2 neighbouring ranks share each" in job.log
+
+
+@pytest.mark.long
+def test_crash_loop(submit, served, straight, tmp_path):
     """A run that dies at each start is given up; mended and resumed, it goes on."""
     crash = tmp_path / "python"
     crash.write_text("#!/bin/sh\necho cannot work >&2\nexit 1\n")
     crash.chmod(0o755)
-    job = submit("--max-restarts", 2, site={"python": str(crash)})
+    job = submit("--max-restarts", 2, python=crash)
     job.wait_until_over()
     shown = job.shown()
     assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "2:0", "2")
     assert len(job.attempts) == 2 and job.log.count("cannot work") >= 2  # the first kills the other
     assert "no progress: 2 attempts in a row began at checkpoint none" in job.log
-    write_site(job)
+    write_site(job, served)
     job.launch("resume", job.run)
     check_finished(job, straight, restarts=0, attempts=3)
 
@@ -301,12 +338,12 @@ def test_node_set_down(submit, straight, cluster):
 
 @pytest.mark.long
 @pytest.mark.parametrize("node", NODES)
-def test_node_daemon_killed(node, submit, straight, cluster):
+def test_node_daemon_killed(node, submit, first_real, straight, cluster):
     """The node is lost; its rank lives on, and is in nobody's way when the node is back.
 
     On the first node so do the batch script, and the lock on the run's folder.
     """
-    job = submit()
+    job = submit(python=first_real)
     job.wait_for_step(FAULT)
     job.signal_ranks(signal.SIGSTOP)
     cluster.kill_node(node)

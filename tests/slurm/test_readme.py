@@ -21,10 +21,11 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.long
-def test_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
+def test_commands_of_the_readme(cluster: Cluster, served: str, tmp_path: Path) -> None:
     folder = user_checkout(tmp_path)
     site = folder / "site.yaml"
-    site.write_text(yaml.safe_dump({"env": {"GLOO_SOCKET_IFNAME": "lo"}}), encoding="utf-8")
+    values = {"env": {"GLOO_SOCKET_IFNAME": "lo"}, "python": served}
+    site.write_text(yaml.safe_dump(values), encoding="utf-8")
     job = Job(cluster, folder / "runs/two-nodes", site)
 
     def user(line: str) -> str:

@@ -19,7 +19,12 @@ SOURCES = [ROOT / "train.py"]
 for _folder in ("cat_lm", "data_prep", "eval", "launch"):
     SOURCES += sorted((ROOT / _folder).rglob("*.py"))
 COMMANDS = ("train", "launch.plan.__main__", "launch.doctor.__main__", "launch.slurm.__main__")
-COMMANDS += ("eval.speed.__main__", "eval.recall.__main__", "eval.small_study.__main__")
+COMMANDS += (
+    "eval.speed.__main__",
+    "eval.recall.__main__",
+    "eval.long_range.__main__",
+    "eval.small_study.__main__",
+)
 ODD = ["", " ", "-", "0", "-1", "1", "1e30", str(10**30), str(-(10**19)), "0.5", "nan", "inf"]
 ODD += ["-inf", "1e-320", "1e300", "true", "null", "[]", "{}", "a" * 300, "../../x", "/proc/x"]
 ODD += ["\U0001f600\x01", "2020-99-99", "²", "1,1", "1,,2", "9" * 5000, "1\n2", "/dev/full"]

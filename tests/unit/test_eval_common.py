@@ -83,9 +83,9 @@ class TestCellStore:
         assert key_hash({"a": 1}, digits=8) == key_hash({"a": 1})[:8]
 
     def test_cells_have_the_names_that_are_asked_for_and_another_protocol_another(self):
-        from eval.recall.train.cells import cell_path
+        from eval.common.grids.cells import cell_path
+        from eval.recall.train.cell import Cell
         from eval.recall.train.language import LanguageCell
-        from eval.recall.train.trial import Cell
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
         assert cell_path(Path("out"), cell) == Path(

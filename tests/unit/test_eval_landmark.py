@@ -356,6 +356,7 @@ def test_figure(command, tmp_path):
     named = {(p["part"], p["attention"], p["context"]): p["ms"] for p in found["decoding"]}
     assert len(named) == 8 and named["layer", "landmark", 128] == pytest.approx(100)
     assert all((out / f"landmark.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    other_out = tmp_path / "other"
     other = written("other.json", rows=first, wanted=0.9, label="mine-0", text="t")
     nothing = written("nothing.json", contexts=[3])
     for words, said in (
@@ -366,8 +367,8 @@ def test_figure(command, tmp_path):
         (("--contexts", contexts, "--block", 5), "--block 5: says nothing without --sweeps"),
         ((), "nothing to draw"),
     ):
-        code, _, err = command("figure", *words, "--out", tmp_path / "other")
-        assert code == 2 and said in err and err.count("\n") == 1
+        code, _, err = command("figure", *words, "--out", other_out)
+        assert code == 2 and said in err and err.count("\n") == 1 and not other_out.exists()
 
 
 WRONG = {

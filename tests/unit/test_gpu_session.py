@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from tests.gpu import __main__ as entry
 from tests.gpu import runs, session
 from tests.gpu.plan import Step, plan
 from tests.gpu.session import Session
+from tests.served import served_python
 
 ABOUT = {"commit": "abc", "rehearsal": True, "device": {"type": "cpu"}, "versions": {"torch": "2"}}
 WRITE = "import json, sys, time; json.dump({'step': sys.argv[2]}, open(sys.argv[1], 'w'))"
@@ -340,17 +342,21 @@ def test_a_rehearsal_of_some_steps(tmp_path):
     }
 
 
-def forked(words: list[str], lines: BinaryIO) -> Command:
-    """A step in the place of `session._start`'s: imports would be nearly all that it takes."""
+def forked(python: str, words: list[str], lines: BinaryIO) -> Command:
+    """A step in the place of `session._start`'s: imports would be nearly all that it takes.
+
+    Ranks and commands that it starts are `python`'s.
+    """
     assert words[0] == sys.executable
-    return Command(*words[1:], log=Path(lines.name))
+    return Command(*words[1:], log=Path(lines.name), executable=python)
 
 
 @pytest.mark.long
 def test_a_rehearsal_of_everything(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "_start", forked)
     steps = plan(rehearsal=True)
-    code = Session(tmp_path, 36_000, session.about(rehearsal=True)).run(steps)
+    with served_python() as python:
+        monkeypatch.setattr(session, "_start", functools.partial(forked, python))
+        code = Session(tmp_path, 36_000, session.about(rehearsal=True)).run(steps)
     found = check_records(tmp_path)
     failed = {row["name"]: row.get("error") for row in summary(tmp_path)["steps"]}
     assert code == 0, failed

@@ -423,7 +423,8 @@ def test_a_module_takes_what_its_kind_supports(outside):
 
 
 def test_recall_trains_a_mixer_from_outside(outside):
-    from eval.recall.train.trial import Cell, run_cell
+    from eval.recall.train.cell import Cell
+    from eval.recall.train.trial import run_cell
 
     cell = Cell("mqar:vocab_size=32", "running-mean", 16, 16, epochs=1, train_examples=32)
     record = run_cell(cell, quiet=True)

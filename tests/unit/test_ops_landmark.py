@@ -32,7 +32,14 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
 
 
-SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Flex attention by tiles smaller than rows, and by torch's own definition of it."""
+    monkeypatch.setattr(flex, "TILE", 8)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+
+
+SPARSE = {"gather": attend_gathered, "blocks": attend_block_major, "flex": flex.attend_flex}
 
 
 def backend(name, query, key, value, selected, layout, local, logits=None):
@@ -157,7 +164,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_backends_equal_loops_over_the_definition(rows, case):
+def test_backends_equal_loops_over_the_definition(rows, case, small_tiles):
     (documents, padding), (choice, name, grouped) = ROWS[rows], CHOICES[case]
     heads = (4, 4) if case == "head" else (4, 2)  # MoBA's case: no sharing at all
     query, key, value = drawn(26, *heads)
@@ -167,7 +174,7 @@ def test_backends_equal_loops_over_the_definition(rows, case):
     expected = naive(query, key, value, name, choice, documents, padding, grouped)
     real = slice(None) if padding is None else padding
     logits = None if grouped is None else scores * grouped
-    for one in ("eager", "sdpa", "gather", "blocks"):
+    for one in ("eager", "sdpa", "gather", "blocks", *["flex"] * (grouped is None)):
         found = backend(one, query, key, value, selected, layout, choice.local, logits)
         assert found.isfinite().all()
         found, wanted = (x.transpose(1, 2)[real] for x in (found, expected))
@@ -195,17 +202,10 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.fixture
-def small_masks(monkeypatch):
-    """Flex attention as it is, uncompiled, with masks of many tiles."""
-    monkeypatch.setattr(flex, "TILE", 4)
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["head", "the paper", "layer, sink"])
+@pytest.mark.parametrize("case", ["the paper", "layer, sink"])
 @pytest.mark.parametrize("rows", [*ROWS, "cache"])
-def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_masks):
+def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_tiles):
     choice, heads = CHOICES[case][0], 4
     query, key, value = (x.float() for x in drawn(26, heads, 2))
     if rows == "cache":
@@ -219,19 +219,10 @@ def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_ma
     torch.testing.assert_close(attend_blocks("flex_attention", *given)[0], wanted)
     # Uncompiled, it looks every pair up, and its tiles are not read.
     mask = flex.block_mask(heads, 26, selected, layout, choice.local).to_dense()
-    short = -maps.shape[2] % 4, -maps.shape[3] % 4
-    seen = F.pad(maps > 0, (0, short[1], 0, short[0])).unfold(2, 4, 4).unfold(3, 4, 4)
+    size = flex.TILE
+    short = -maps.shape[2] % size, -maps.shape[3] % size
+    seen = F.pad(maps > 0, (0, short[1], 0, short[0])).unfold(2, size, size).unfold(3, size, size)
     assert torch.equal(mask.bool().expand(2, heads, -1, -1), seen.flatten(4).any(dim=4))
-
-
-def test_what_flex_attention_cannot_do_is_one_line(small_masks):
-    query, key, value = (x.float().requires_grad_() for x in drawn(26))
-    layout = sequence_blocks(26, BLOCK, None, None, query.device)
-    selected = torch.full((2, 2, 26, 1), -1)
-    given = (query, key, value, selected, layout, 1, SCALING)
-    for dropout, named in ((0.0, "no backward pass on a CPU"), (0.1, r"dropout=0\.1\); use sdpa")):
-        with pytest.raises(UserError, match=named):
-            attend_blocks("flex_attention", *given, dropout, None)
 
 
 @pytest.mark.long
@@ -276,6 +267,25 @@ def test_why_the_triton_kernel_does_not_serve(monkeypatch):
         assert named in segments.why_not(device, dtype, block, width)
     monkeypatch.setattr(segments, "INSTALLED", False)
     assert segments.why_not(gpu, half, 64, 64) == "triton is not installed"
+
+
+@pytest.mark.parametrize("time", [1, BLOCK - 1, 5 * BLOCK + 3])
+def test_flex_attention_of_all_blocks_is_dense_and_has_no_gradient_here(time, small_tiles):
+    query, key, value = drawn(time)
+    layout = sequence_blocks(time, BLOCK, None, None, query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
+    given = (selected, layout, 1, SCALING, 0.0, None)
+    found = attend_blocks("flex_attention", query, key, value, *given)[0]
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
+    torch.testing.assert_close(found, dense)
+    with pytest.raises(UserError, match=r"flex_attention: has no backward pass on a CPU; use sdpa"):
+        attend_blocks("flex_attention", query.requires_grad_(), key, value, *given)
+    with pytest.raises(
+        UserError, match=r"flex_attention: has no dropout \(attention_dropout=0.1\)"
+    ):
+        attend_blocks("flex_attention", query, key, value, *given[:4], 0.1, None)
 
 
 def moba(query, key, value, block, top_k):

@@ -27,6 +27,7 @@ PROMISED = {
     *("train", "data_prep.prepare", "data_prep.inspect", "cat_lm.export", "cat_lm.generate"),
     *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed", "eval.zero_shot"),
     *("launch.doctor", "launch.plan", "launch.slurm", "data_prep.adopt", "eval.recall"),
+    "eval.long_range",
 }
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from cat_lm.data.manifest import read_manifest
-from eval.recall.train import estimate
+from eval.common.grids import estimate
+from eval.recall.train import cost
 from eval.recall.train.language import LanguageCell
 from tests.unit.test_recall_stack import BASE, three
 
@@ -19,7 +20,7 @@ def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):
         timed.append((cell.mixer, cell.train_examples, size))
         return 2.0 * size, 0.3 * size
 
-    monkeypatch.setattr(estimate, "_recall", seconds)
+    monkeypatch.setattr(cost, "recall_seconds", seconds)
     alike = three(epochs=4, eval_steps=None, test_lengths=(32,), fixed_items=True)
     none = dataclasses.replace(alike[0], mixer="none")
     found = estimate.hours_by_mixer([alike, alike[:1], [none], [none]], "cpu")
@@ -38,11 +39,11 @@ def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
         return 0.5 + 0.25 * rows
 
     monkeypatch.setattr(estimate, "_seconds", seconds)
-    monkeypatch.setattr(estimate, "_steps", lambda *_: lambda rows: None)
+    monkeypatch.setattr(cost, "_steps", lambda *_: lambda rows: None)
     cell = dataclasses.replace(BASE, batch_size=512)
-    assert estimate._recall(cell, 1, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
+    assert cost.recall_seconds(cell, 1, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
     assert max(rows_timed) == 16
-    assert estimate._recall(dataclasses.replace(BASE, batch_size=1), 1, "cpu")[0] > 0
+    assert cost.recall_seconds(dataclasses.replace(BASE, batch_size=1), 1, "cpu")[0] > 0
 
 
 @pytest.mark.parametrize("fixed", [0.5, 5.0])
@@ -54,9 +55,9 @@ def test_a_language_models_start_is_no_part_of_its_steps(fixed, monkeypatch):
 
     monkeypatch.setattr(LanguageCell, "run", run)
     cell = LanguageCell("data", "0", "cat", 16, 32, 1, 100, 1e-3, batch_size=8)
-    assert estimate._language(cell.timed(1), 1, "cpu") == pytest.approx((0.8, 0.1))
+    assert cost.language_seconds(cell.timed(1), "cpu") == pytest.approx((0.8, 0.1))
     hours = estimate.hours_by_mixer([[cell]], "cpu")
-    rows = cell.scored_rows / 3
+    rows = cell.tested_rows / 3
     assert hours == pytest.approx({"cat": (100 * 0.8 + rows * 0.1) / 3600})
 
 

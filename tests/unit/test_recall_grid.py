@@ -12,13 +12,13 @@ import pytest
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution
+from eval.common.grids.summary import differences, summary
+from eval.common.grids.tuning import TUNING_SEED, Choice
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
-from eval.recall.grids.summary import differences, summary
-from eval.recall.grids.tuning import TUNING_SEED, Choice
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution
 
 
 def test_every_figure_has_a_grid_and_every_grid_a_figure():

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from eval.common.grids import cells, execution
 from eval.recall import __main__ as command
 from eval.recall.grids import mamba
 from eval.recall.grids.plan import Run
-from eval.recall.train import cells, execution
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 
 def test_the_grid_has_every_dropout_start_rate_and_seed_once():

@@ -14,7 +14,8 @@ from cat_lm.mixers import make_mixer
 from cat_lm.mixers.base import Setting
 from eval.recall.grids.plan import SCALES, plan
 from eval.recall.tasks import generate, make_task
-from eval.recall.train.trial import Cell, run_cell
+from eval.recall.train.cell import Cell
+from eval.recall.train.trial import run_cell
 from tests.conftest import REPOSITORY
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from eval.common.grids import pictures
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
-from eval.recall.show import page, pictures
-from eval.recall.train.trial import Cell
+from eval.recall.show import page
+from eval.recall.train.cell import Cell
 
 
 def control(passed: bool, accuracy: float = 0.5) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from eval.recall.grids.plan import Run
 from eval.recall.show import filter_plots as portraits
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
 

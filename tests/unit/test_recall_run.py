@@ -13,13 +13,15 @@ import torch
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution, run_unfinished
 from eval.recall.grids.plan import Run
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate, make_task
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution, run_unfinished
+from eval.recall.train.cell import Cell
 from eval.recall.train.measuring import free_running, measure
-from eval.recall.train.trial import Cell, delays, run_cell
+from eval.recall.train.records import delays
+from eval.recall.train.trial import run_cell
 from tests.commands import python
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}

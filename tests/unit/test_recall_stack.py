@@ -12,14 +12,17 @@ import torch
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
-from eval.recall.__main__ import _add_grid_options
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution, run_unfinished, stacks
+from eval.common.grids.options import add_grid_options
 from eval.recall.grids.plan import Run
-from eval.recall.train import cells, execution, stack
+from eval.recall.train import stack
 from eval.recall.train import trial as training
-from eval.recall.train.execution import Execution, run_unfinished, stacks
+from eval.recall.train.cell import Cell
+from eval.recall.train.cost import bytes_of
 from eval.recall.train.language import LanguageCell
 from eval.recall.train.stack import run_stack
-from eval.recall.train.trial import Cell, run_cell
+from eval.recall.train.trial import run_cell
 
 BASE = Cell(
     "mqar:vocab_size=32",
@@ -218,11 +221,11 @@ def test_as_many_as_fit_into_a_gpu_beside_the_other_workers(monkeypatch):
     alike = [dataclasses.replace(BASE, seed=seed) for seed in range(8)]
     gpu = Execution("cuda", workers=2)
     for fits, largest in ((3.5, 3), (0.5, 1), (100, 8)):
-        free = int(fits * 2 / 0.8 * execution.bytes_of(BASE)) + 1
+        free = int(fits * 2 / 0.8 * bytes_of(BASE)) + 1
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10**12))
         assert max(map(len, stacks(alike, gpu))) == largest
     big = dataclasses.replace(BASE, task="mqar:vocab_size=8192", d_model=128, seq_len=512)
-    assert execution.bytes_of(big) > 100 * execution.bytes_of(BASE)
+    assert bytes_of(big) > 100 * bytes_of(BASE)
 
 
 @pytest.mark.parametrize("name", mixers.names())
@@ -245,7 +248,7 @@ def test_a_model_keeps_less_than_is_set_aside_for_it(name):
         logits = models(trial.inputs[None], trial.positions[None])
     # The moments, the gradients and two more of the logits' size come on top.
     others = 3 * 4 * sum(p.numel() for p in trial.model.parameters()) + 2 * 4 * logits.numel()
-    assert sum(kept.values()) + others < execution.bytes_of(cell)
+    assert sum(kept.values()) + others < bytes_of(cell)
 
 
 def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
@@ -274,7 +277,7 @@ def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypa
 
 def test_what_stack_takes():
     parser = argparse.ArgumentParser(exit_on_error=False)
-    _add_grid_options(parser)
+    add_grid_options(parser)
 
     def stack_of(word: str) -> int | None:
         return parser.parse_args(["--out", "x", f"--stack={word}"]).stack

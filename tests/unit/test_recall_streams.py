@@ -23,11 +23,11 @@ from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.cat import Options
 from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters
+from eval.common.grids import cells, execution
+from eval.common.grids.tuning import Choice
 from eval.recall.grids import streams
 from eval.recall.grids.plan import Run
-from eval.recall.grids.tuning import Choice
 from eval.recall.show import streams as page
-from eval.recall.train import cells, execution
 from eval.recall.train.held_out import held_out, over_documents
 from eval.recall.train.language import LanguageCell, _rate
 

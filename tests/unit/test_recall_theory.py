@@ -59,6 +59,9 @@ SOURCES = (
     "Proposition 4",
     "Lemma 4",
     "Proposition 5",
+    "LaS Theorem B.1",
+    "LaS Theorem B.1, both signs",
+    "LaS Theorem B.1, smoothing",
 )
 
 

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 
+from eval.common.grids import cells
+from eval.common.grids import execution as running
+from eval.common.grids.execution import Execution
+from eval.common.grids.tuning import LADDER, TUNING_SEED, beyond, choose, run_tuned
 from eval.recall.grids.plan import SCALES, Place, Run
-from eval.recall.grids.tuning import LADDER, TUNING_SEED, beyond, choose, run_tuned
-from eval.recall.train import cells
-from eval.recall.train import execution as running
-from eval.recall.train.execution import Execution
-from eval.recall.train.trial import Cell, Trial, run_cell
+from eval.recall.train.cell import Cell
+from eval.recall.train.trial import Trial, run_cell
 
 
 def test_the_best_rate_is_taken_and_of_equals_the_middle_one():

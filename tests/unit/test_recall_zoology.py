@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from eval.common.grids import cells
 from eval.recall.model import RecallModel
-from eval.recall.train import cells
-from eval.recall.train.trial import Cell, Trial
+from eval.recall.train.cell import Cell
+from eval.recall.train.trial import Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
 OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet", "h3", "hyena")
@@ -168,6 +169,6 @@ def test_a_record_from_before_is_not_taken_for_one_of_today(tmp_path):
     short = cells.key_hash(key, digits=8)
     assert short not in cells.cell_path(tmp_path, cell).name
     changed = {**record, "embedding_dropout": 0.1}
-    cells._store(tmp_path).write(cells._name(cell), changed)
+    cells._store(tmp_path, cell).write(cells._name(cell), changed)
     with pytest.raises(cells.StaleCell, match=r"embedding_dropout was 0\.1, is 0\.0"):
         cells.finished(tmp_path, cell)

@@ -79,6 +79,14 @@ class Entry:
         """Tell whether decoding needs more than keys and values."""
         return False
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say why its module cannot compute some of the heads as it computes them among all.
+
+        For `train.sequence_parallel`; an entry that can says so. A module with something for each
+        head has an attribute `sequence_group` (`cat_lm.model.sequence`), which is given to it.
+        """
+        return [f"{self.title} cannot be divided by heads"]
+
 
 class Pattern(Entry):
     """How queries meet keys. `build` gives a module, see `SoftmaxCore` in
@@ -175,6 +183,10 @@ class ScoreTransform(Entry):
         """Count the bias that is handed to sdpa, a map for each head."""
         is_mask = self.form == "additive" and model.attn_implementation == "sdpa"
         return model.num_attention_heads if is_mask else 0
+
+    def division_problems(self, model: Any) -> list[str]:
+        """Say nothing: its function gets the number of a head among all."""
+        return []
 
     def masks_documents(self, model: Any) -> bool:
         """Tell whether sdpa computes logits for some queries at a time, whatever the row.

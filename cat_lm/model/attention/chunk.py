@@ -74,6 +74,10 @@ class Chunk(Pattern):
                 return None
         return super().mask(config, **inputs)
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say nothing: no head knows of another."""
+        return []
+
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""
         from cat_lm.model.chunk import ChunkCore

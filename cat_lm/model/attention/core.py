@@ -22,6 +22,7 @@ from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
 from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
+from cat_lm.model.sequence import SequenceGroup, to_tokens
 from cat_lm.model.settings import AttentionSettings
 
 # Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
@@ -61,6 +62,7 @@ class AttentionMixin:
     """Attends as the configuration says; before a family's attention of transformers."""
 
     eager_attention: Callable  # the family's own, of transformers
+    sequence_group: SequenceGroup | None = None
 
     def _add_parts(self, config: AttentionSettings) -> None:
         """Give the module what lies between its projections, and the temperature."""
@@ -84,6 +86,38 @@ class AttentionMixin:
         """Read the library's and earlier versions' names of what the convolution holds now."""
         self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
 
+    def _divided(
+        self,
+        compute: Callable[..., tuple[Tensor, ...]],
+        projected: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor] | None,
+        padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        document_positions: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Compute queries, keys and values; where ranks share sequences, of this rank's heads.
+
+        Args:
+            compute: takes projections, and then what follows here, of the same tokens; gives
+                streams [B, T, heads, D].
+            projected: [B, T, channels] each, head by head; of a part of the tokens where ranks
+                share sequences. The other arguments are always of whole sequences.
+        """
+        group = self.sequence_group
+        if group is None:
+            return compute(*projected, rotary, padding_mask, document_ids, document_positions)
+        if self.convolution is None or not self.convolution.mixes_heads:
+            heads = group.to_heads(*projected)
+            return compute(*heads, rotary, padding_mask, document_ids, document_positions)
+        # Filters between heads read all of them, and only the tokens just before.
+        before = self.convolution.window - 1
+        read = group.with_halo(before, *projected)
+        if rotary is not None:
+            rotary = tuple(group.part(turned, before) for turned in rotary)
+        is_real = group.is_real(before, read[0])
+        streams = compute(*read, rotary, is_real, group.part(document_ids, before), None)
+        return group.to_heads(*(stream[:, before:] for stream in streams))
+
     def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Normalise queries and keys [B, T, heads, D] of a model without convolutions."""
         if self.qk_norm is not None:
@@ -99,7 +133,8 @@ class AttentionMixin:
         """Attend with queries, keys and values [B, T, heads, D], and what a convolution added.
 
         Returns:
-            [B, T, H, D], and the attention maps if the attention function gives them.
+            [B, T, H, D], of a part of the tokens where ranks share sequences, and the attention
+            maps if the attention function gives them.
         """
         query, key, value, *extra = streams
         cache, continues = context.cache, self._continues(context.cache)
@@ -142,7 +177,8 @@ class AttentionMixin:
             *positions,
             context.arguments.get("auxiliary_losses"),
         )
-        return self.core(query, key, value, extra[0] if extra else None, call)
+        output, maps = self.core(query, key, value, extra[0] if extra else None, call)
+        return to_tokens(self.sequence_group, output), maps
 
     @property
     def _dropout(self) -> float:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cat_lm.io.readers import short
+from cat_lm.limits import CONV_STATE
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.rules import attention_channels, head_width, key_heads
-from cat_lm.ops.landmark.options import is_sharp, value_problems
+from cat_lm.ops.landmark.options import FILTERS, is_sharp, value_problems
+from cat_lm.ops.long_filter import filters
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+# Beside the short ones, as long as the text with `filter_state`.
+ALL_FILTERS = tuple(dict.fromkeys((*FILTERS, *filters.names())))
 
 
 class Landmark(Pattern):
@@ -33,13 +39,15 @@ class Landmark(Pattern):
         "local": 2,
         "sink": False,
         "filter": "box",
+        "filter_state": 0,
         "share": "head",
         "combine": "flat",
     }
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options, and which say nothing with the others."""
-        found = value_problems(options, "attention_options.")
+        found = value_problems(options, ALL_FILTERS, "attention_options.")
+        found = found or _state_problems(options["filter"], options["filter_state"])
         if found:
             return found
         if options["top_k"] == 0:
@@ -57,29 +65,39 @@ class Landmark(Pattern):
         return self.implementations[: 2 if is_grouped else 3]
 
     def parameters(self, model: Any) -> int:
-        """Count the filters [heads of keys, b] and the blocks' sharpness [H]."""
+        """Count the filters of the heads of keys and the blocks' sharpness [H]."""
         options = self.resolved(model.attention_options)
-        is_learned = options["filter"] == "learned"
-        filters = key_heads(model) * options["block"] if is_learned else 0
-        sharp = is_sharp(options["filter"], options["combine"])
-        return filters + (model.num_attention_heads if sharp else 0)
+        name, state = options["filter"], options["filter_state"]
+        numbers = options["block"] if name == "learned" else 0
+        if state:
+            numbers = filters.get(name).numbers(state)
+        sharp = is_sharp(name, options["combine"], state)
+        return key_heads(model) * numbers + (model.num_attention_heads if sharp else 0)
 
     def flops(self, model: Any, context_length: int) -> float:
         """Count 12·C for each key read, as softmax, and 2·C for each landmark, 6·C if grouped.
 
-        Without a gradient, a landmark's product is computed once, and its sum once.
+        Without a gradient, a landmark's product is computed once, and its sum once; a sum by N
+        decays counts 2·N for each channel of the keys.
         """
         options = self.resolved(model.attention_options)
         blocks = options["top_k"] + options["local"] + options["sink"]
         read = min(context_length, blocks * options["block"])
         passes = 6 if options["combine"] == "grouped" else 2
         landmarks = passes * (context_length // options["block"] + 1) if options["top_k"] else 0
-        return (12 * read + landmarks) * attention_channels(model)
+        decays = 2 * options["filter_state"] * key_heads(model) * head_width(model)
+        return (12 * read + landmarks) * attention_channels(model) + decays
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the landmarks of complete blocks."""
-        block = self.resolved(model.attention_options)["block"]
-        return length // block * key_heads(model) * head_width(model) * itemsize
+        """Count the landmarks of complete blocks, and the state with which they go on.
+
+        That is the last landmark of the fixed exponential filter, and N numbers in fp32 of others.
+        """
+        options = self.resolved(model.attention_options)
+        carried = itemsize * (options["filter"] == "exponential")
+        carried = 4 * options["filter_state"] or carried
+        landmarks = length // options["block"] * itemsize
+        return (landmarks + carried) * key_heads(model) * head_width(model)
 
     def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count landmarks, and keys and values of the chosen blocks and of the local ones.
@@ -123,11 +141,35 @@ class Landmark(Pattern):
         grouped = self.resolved(model.attention_options)["combine"] == "grouped"
         return model.num_attention_heads * (3 if grouped else 1)
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say whether heads choose their blocks together."""
+        share = self.resolved(model.attention_options)["share"]
+        if share == "head":
+            return []
+        return [f"attention_options.share={share} chooses blocks by all heads; use share=head"]
+
     def build(self, config: Any) -> nn.Module:
         """Make the module."""
         from cat_lm.model.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _state_problems(name: str, state: Any) -> list[str]:
+    """Say what is wrong with N, or with a filter that needs it."""
+    said = f"attention_options.filter_state={short(state)}"
+    if isinstance(state, bool) or not isinstance(state, int):
+        return [f"{said}: must be a whole number"]
+    if problem := CONV_STATE.problem(state):
+        return [f"{said}: {problem}"]
+    if name not in filters.names():
+        known = " or ".join(f"filter={known}" for known in filters.names())
+        return [f"{said}: says nothing with filter={name}; choose {known}"] if state else []
+    if state == 0:
+        needs = f"attention_options.filter={name}: needs filter_state, as in filter_state=16"
+        return [] if name == "exponential" else [needs]
+    problem = filters.get(name).problem(state)
+    return [f"{said}: {problem} (filter={name})"] if problem else []
 
 
 ENTRY = Landmark()

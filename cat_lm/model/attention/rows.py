@@ -98,12 +98,12 @@ def _attend(
 ) -> Tensor:
     """Attend with a part of the queries: [B, H, n, D]; mask, documents, start of `_visible`."""
     batch, heads, time, _ = query.shape
+    head = module.heads_of(query)[:, None, None]
     visible = _visible(mask, documents, start, query, key)
     groups = heads // key.shape[1]
     # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
     query = query.reshape(batch, -1, groups * time, query.shape[3])
     logits = (query @ key.mT * scaling).view(batch, heads, time, -1)
-    head = torch.arange(heads, device=query.device)[:, None, None]
     where = query_positions[:, None, :, None], key_positions[:, None, None, :], head
     scores = module.score(logits, *where, *tensors)
     if visible is not None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model.attention.call import visible_keys
+from cat_lm.model.sequence import SequenceGroup
 
 
 class ScoreModule(nn.Module):
@@ -22,6 +23,16 @@ class ScoreModule(nn.Module):
     """
 
     no_decay: ClassVar[tuple[str, ...]] = ()
+    sequence_group: SequenceGroup | None = None
+
+    def first_head(self, count: int) -> int:
+        """Number the first of `count` heads that are computed here: 0, but where ranks share."""
+        return 0 if self.sequence_group is None else self.sequence_group.rank * count
+
+    def heads_of(self, query: Tensor) -> Tensor:
+        """Number the heads of query [B, H, T, D] among all of the layer's, [H]."""
+        count = query.shape[1]
+        return torch.arange(count, device=query.device) + self.first_head(count)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Give what the function reads, such as a number for each head [H].
@@ -95,7 +106,7 @@ def scale_queries_and_keys(
     module: ScoreModule, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scale query [B, H, T, D] and key [B, H or fewer, S, D], which gets as many heads."""
-    head = torch.arange(query.shape[1], device=query.device)[:, None]
+    head = module.heads_of(query)[:, None]
     dtype = torch.promote_types(query.dtype, torch.float32)
     of_query, of_key = module.separated(
         query_positions[:, None], key_positions[:, None], head, dtype, *module()
@@ -144,7 +155,7 @@ def attend_with_scores(
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     visible = visible_keys(mask, query, key)
-    head = torch.arange(query.shape[1], device=query.device)[:, None, None]
+    head = module.heads_of(query)[:, None, None]
     where = query_positions[:, None, :, None], key_positions[:, None, None, :], head
     is_sdpa = implementation == "sdpa"
     logits = query.new_zeros(()) if is_sdpa else query @ key.mT * scaling
@@ -184,13 +195,13 @@ def _flex(
 
     if dropout > 0:
         raise ValueError("attn_implementation='flex_attention' has no dropout; use 'sdpa'")
-    rows = query.shape[0]
+    rows, first = query.shape[0], module.first_head(query.shape[1])
     query_positions, key_positions = (
         positions.expand(rows, -1) for positions in (query_positions, key_positions)
     )
 
     def score_mod(score, batch, head, row, column):
-        where = query_positions[batch, row], key_positions[batch, column], head
+        where = query_positions[batch, row], key_positions[batch, column], head + first
         return module.score(score, *where, *tensors)
 
     return compile_friendly_flex_attention(

@@ -74,11 +74,15 @@ class Smoothing(ValueTransform):
         """Tell that decoding reads earlier values as they were."""
         return True
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say nothing: every head has the same box."""
+        return []
+
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""
         from cat_lm.model.smoothing import SmoothedValues
 
-        return SmoothedValues(config.stream_heads("v"), options["width"], chunk_size(config))
+        return SmoothedValues(options["width"], chunk_size(config))
 
     def _width(self, model: Any) -> int:
         return self.resolved(model.value_options)["width"]

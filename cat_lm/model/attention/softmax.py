@@ -26,6 +26,10 @@ class Softmax(Pattern):
         rank = getattr(model, "conv_rank", 1)
         return 6 * (1 + rank) * context_length * attention_channels(model)
 
+    def division_problems(self, model: Any) -> list[str]:
+        """Say nothing: no head knows of another."""
+        return []
+
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""
         from cat_lm.model.attention.call import SoftmaxCore

@@ -4,12 +4,14 @@
 
 which is the causal convolution of the keys with F (CAT, section 5), read at the ends of blocks.
 `box` is F = 1/b, `exponential` F[w] = ρ^w / sum_{w<b} ρ^w with ρ = e^{−1/b}, which goes on beyond
-the block: K̄_j also has e^{−1} K̄_{j−1} of the same document.
+the block: K̄_j also has e^{−1} K̄_{j−1} of the same document. Filters of `cat_lm.ops.long_filter` are
+in `long_keys`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,19 +64,23 @@ def landmark_keys(key: Tensor, weights: Tensor, layout: BlockLayout, carries: bo
 
 def next_landmarks(
     blocks: Tensor, weights: Tensor, carries: bool, previous: Tensor | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Make the landmarks of blocks [B, H, m, b, D] that follow each other, as `landmark_keys`.
 
     Args:
         previous: the landmark before them [B, H, D]; None at the beginning.
+
+    Returns:
+        The landmarks, and the last one, with which the next go on; None where none does.
     """
     sums = weighted_sums(blocks, weights)
     if not carries:
-        return sums
+        return sums, None
     before = sums[:, :, :0] if previous is None else previous[:, :, None]
     sums = torch.cat([before, sums], dim=2)
     numbers = torch.arange(sums.shape[2], device=sums.device)[None]
-    return carried(sums, numbers)[:, :, before.shape[2] :]
+    landmarks = carried(sums, numbers)[:, :, before.shape[2] :]
+    return landmarks, landmarks[:, :, -1]
 
 
 def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
@@ -83,15 +89,22 @@ def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("bhnwd,hw->bhnd", blocks, weights)
 
 
-def carried(sums: Tensor, numbers: Tensor) -> Tensor:
-    """K̄_j = S_j + e^{−1} K̄_{j−1} within documents, of S [B, H, n, D] and block numbers [R, n].
+def carried(
+    sums: Tensor, numbers: Tensor, fade: Callable[[Tensor, int], Tensor] | None = None
+) -> Tensor:
+    """K̄_j = S_j + fade(K̄_{j−1}, 1) within documents, of S [B, H, n, D] and block numbers [R, n].
 
     By doubling: after a pass a landmark holds twice as many blocks before it.
+
+    Args:
+        fade: what is left after so many blocks, linear and fade(fade(x, m), n) = fade(x, m + n);
+            e^{−blocks} x if it is None.
     """
     reach = 1
     while reach < sums.shape[2]:
         follows = (numbers[:, reach:] >= reach)[:, None, :, None]
-        earlier = sums[:, :, :-reach] * follows * math.exp(-reach)
+        earlier = sums[:, :, :-reach] * follows
+        earlier = earlier * math.exp(-reach) if fade is None else fade(earlier, reach)
         sums = torch.cat([sums[:, :, :reach], sums[:, :, reach:] + earlier], dim=2)
         reach *= 2
     return sums

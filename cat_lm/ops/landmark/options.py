@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cat_lm.io.readers import short
@@ -13,10 +14,13 @@ COMBINES = ("flat", "grouped")
 WAYS = ("hard", "dense", "guided", "grouped")
 
 
-def value_problems(options: dict[str, Any], where: str = "") -> list[str]:
+def value_problems(
+    options: dict[str, Any], filters: Sequence[str] = FILTERS, where: str = ""
+) -> list[str]:
     """Say which options have values that none can have, in lines that begin with the name.
 
     Args:
+        filters: those that there are.
         where: before the names.
     """
     found = []
@@ -27,12 +31,12 @@ def value_problems(options: dict[str, Any], where: str = "") -> list[str]:
             found.append(f"{where}{key}={short(value)}: {least_said}")
     if not isinstance(options["sink"], bool):
         found.append(f"{where}sink={short(options['sink'])}: must be true or false")
-    for key, known in (("filter", FILTERS), ("share", SHARES), ("combine", COMBINES)):
+    for key, known in (("filter", filters), ("share", SHARES), ("combine", COMBINES)):
         if options[key] not in known:
             found.append(f"{where}{key}={short(options[key])}: must be one of {', '.join(known)}")
     return found
 
 
-def is_sharp(filter_name: str, combine: str) -> bool:
-    """Tell whether there is a parameter θ of each head of queries."""
-    return filter_name == "learned" or combine == "grouped"
+def is_sharp(filter_name: str, combine: str, state: int = 0) -> bool:
+    """Tell whether there is a parameter θ of each head of queries, of filters with N states."""
+    return filter_name == "learned" or state > 0 or combine == "grouped"

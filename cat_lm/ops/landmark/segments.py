@@ -16,39 +16,18 @@ a block's keys by one program, in the order of the tiles: no atomics, the same b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cat_lm.ops.landmark.blocks import tiles_of
 from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.landmark.segment_tiles import Tiles, segments_of, sides, tile_segments
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 # Keys of a block times channels of a head, both as powers of 2, that fit into shared memory.
 MOST = {torch.float32: 64 * 64, torch.bfloat16: 128 * 128, torch.float16: 128 * 128}
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Hold which queries meet which block of keys.
-
-    Attributes:
-        pairs: [tiles, TILE], numbers within [B, G, T, M]; −1 for none.
-        lengths: [B, G, T, M], keys of the segment that the query sees; 0 where there is none.
-        codes: [tiles], (row G + group) S + the block's first slot; equal ones follow each other.
-        firsts, counts: [runs], of tiles with the same code.
-        extents: [runs], the longest of their segments.
-    """
-
-    pairs: Tensor
-    lengths: Tensor
-    codes: Tensor
-    firsts: Tensor
-    counts: Tensor
-    extents: Tensor
 
 
 def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) -> str | None:
@@ -66,52 +45,6 @@ def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) ->
         f"block={block} by heads of {width} channels are {held} numbers of its {MOST[dtype]} in "
         f"{str(dtype).removeprefix('torch.')}"
     )
-
-
-def sides(*sizes: int) -> list[int]:
-    """Give the sides of matrices that hold these sizes: powers of 2, of a product at least 16."""
-    return [max(16, 1 << (size - 1).bit_length()) for size in sizes]
-
-
-def segments_of(selected: Tensor, layout: BlockLayout, local: int) -> tuple[Tensor, Tensor]:
-    """Give each query's segments, the chosen ones first, the query's own block last.
-
-    Args:
-        selected: places of blocks [B, G, T, m].
-
-    Returns:
-        Their first slots and lengths, both [B, G, T, m + local]; a length of 0 is none.
-    """
-    block, shape = layout.block, selected.shape[:3]
-    starts = layout.starts[:, None, None].expand(*shape, -1)
-    far = starts.gather(3, selected.clamp(min=0).long())
-    back = torch.arange(local - 1, -1, -1, device=selected.device)
-    positions = layout.positions[..., None]  # [R, T, 1]
-    behind = positions % block + back * block  # of the segment's first key, behind the query
-    lengths = torch.where(behind <= positions, behind + 1, 0).clamp(max=block)
-    # A padding token sees itself.
-    is_own = (back == 0).expand_as(behind)
-    behind = torch.where(positions < 0, 0, behind)
-    lengths = torch.where(positions < 0, is_own.long(), lengths)
-    near = torch.where(lengths > 0, layout.slots[:, None] - behind, 0)
-    near, lengths = (x[:, None].expand(*shape, -1) for x in (near, lengths))
-    return (
-        torch.cat([far, near], dim=3),
-        torch.cat([torch.where(selected < 0, 0, block), lengths], dim=3),
-    )
-
-
-def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tiles:
-    """Put together the queries of every block, by segments [B, G, T, M]."""
-    groups = firsts.shape[0] * firsts.shape[1]
-    group = torch.arange(groups, device=firsts.device).view(*firsts.shape[:2], 1, 1)
-    code = torch.where(lengths > 0, group * keys + firsts, -1).flatten()
-    pairs, codes = tiles_of(code, groups * keys, tile)
-    pairs = torch.where(pairs == code.shape[0], -1, pairs)
-    _, run, counts = codes.unique_consecutive(return_inverse=True, return_counts=True)
-    longest = torch.where(pairs < 0, 0, lengths.flatten()[pairs.clamp(min=0)]).amax(dim=1)
-    extents = longest.new_zeros(counts.shape[0]).scatter_reduce(0, run, longest, "amax")
-    return Tiles(pairs, lengths.contiguous(), codes, counts.cumsum(0) - counts, counts, extents)
 
 
 @torch.compiler.disable

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import UPCAST
-from cat_lm.ops.landmark.segments import Tiles, sides
+from cat_lm.ops.landmark.segment_tiles import Tiles, sides
 from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
 
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.

@@ -50,6 +50,7 @@ class LongFilter:
         products: N to the multiplications of a token and channel as a recurrence.
         problem: N to why there is no such filter; "" where there is.
         start: (heads, N) to the fixed numbers [H, fixed] as they start.
+        paced: (N, tokens) to fixed numbers [fixed] whose first decay is e^{−1/tokens}.
         modes: ([H, fixed], coefficients [H, N], d [H]) to the filter that they are.
     """
 
@@ -59,6 +60,7 @@ class LongFilter:
     products: Callable[[int], int]
     problem: Callable[[int], str]
     start: Callable[[int, int], Tensor]
+    paced: Callable[[int, int], Tensor]
     modes: Callable[[Tensor, Tensor, Tensor], Modes]
 
     def numbers(self, state: int) -> int:
@@ -88,6 +90,20 @@ class LongFilter:
             drawn += torch.empty_like(drawn).uniform_(-bound, bound)
         return numbers
 
+    def average(self, heads: int, state: int, tokens: int) -> Tensor:
+        """Make the numbers [H, P] of F_j = e^{−j/tokens}, which sums to 1 over so many lags.
+
+        The first decay alone is read; the others stand ready with coefficients 0.
+        """
+        import torch
+
+        fixed = self.paced(state, tokens).expand(heads, -1)
+        coefficients, now = torch.zeros(heads, state), torch.zeros(heads)
+        coefficients[:, 0] = 1.0
+        read = self.modes(fixed, coefficients, now).real[:, 0]
+        coefficients[:, 0] = math.expm1(-1 / tokens) / math.expm1(-1) / read
+        return torch.cat([fixed, coefficients, now[:, None]], dim=1)
+
     def modes_of(self, numbers: Tensor, state: int) -> Modes:
         """Compute the filters that numbers [H, P] are, in fp32 at least."""
         import torch
@@ -111,6 +127,14 @@ def _start_exponential(heads: int, state: int) -> Tensor:
     return -_spread(heads, state).expm1().log()
 
 
+def _paced_exponential(state: int, tokens: int) -> Tensor:
+    """Decays from one over so many tokens to nearly one over a single one."""
+    import torch
+
+    rate = tokens ** (torch.arange(state) / state - 1)
+    return -rate.expm1().log()
+
+
 def _exponential(theta: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
     """F_j = d δ_j + sum_n c_n sqrt(1 − ρ_n²) ρ_n^j with ρ = σ(θ).
 
@@ -130,6 +154,13 @@ def _start_ssm(heads: int, state: int) -> Tensor:
     real = torch.full((heads, pairs), math.log(0.5))
     turning = (math.pi * torch.arange(pairs)).expand(heads, -1)
     return torch.cat([real, turning, _spread(heads, 1).log()], dim=1)
+
+
+def _paced_ssm(state: int, tokens: int) -> Tensor:
+    """Δ = 2 / tokens: pair m turns m times within them."""
+    fixed = _start_ssm(1, state)[0]
+    fixed[-1] = math.log(2 / tokens)
+    return fixed
 
 
 def _ssm(fixed: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
@@ -192,6 +223,7 @@ _KINDS = {
             products=lambda state: 2 * state + 1,
             problem=lambda state: "",
             start=_start_exponential,
+            paced=_paced_exponential,
             modes=_exponential,
         ),
         LongFilter(
@@ -201,6 +233,7 @@ _KINDS = {
             products=lambda state: 3 * state + 1,
             problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
             start=_start_ssm,
+            paced=_paced_ssm,
             modes=_ssm,
         ),
     )

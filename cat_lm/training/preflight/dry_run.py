@@ -40,7 +40,8 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size
-    batch = {k: v[:rows] for k, v in loader.batch(0, ranks.rank, ranks.world_size).items()}
+    share = ranks.share(config.train.sequence_parallel)
+    batch = {k: v[:rows] for k, v in loader.batch(0, *share).items()}
     parameters = count_parameters(engine.model)
     vocab_size = engine.model.config.vocab_size
     on_gpu = ranks.device.type == "cuda"

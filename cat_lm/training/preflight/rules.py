@@ -169,12 +169,12 @@ def _batch(verdict: PreflightReport, config: RunConfig) -> None:
 def batch_advice(config: RunConfig, world_size: int) -> str:
     """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    ways = []
-    if batch % world_size == 0:
-        share = batch // world_size
+    parts, ways = config.train.sequence_parallel, []
+    if world_size % parts == 0 and batch % (world_size // parts) == 0:
+        share = batch * parts // world_size
         fits = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         ways.append(f"train.micro_batch_size={fits}")
-    counts = [n for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
+    counts = [n * parts for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
     near = [max((n for n in counts if n < world_size), default=None)]
     near.append(min((n for n in counts if n > world_size), default=None))
     near = [n for n in near if n is not None]

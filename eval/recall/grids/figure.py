@@ -13,20 +13,21 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
 from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
+from eval.common.grids import pictures
+from eval.common.grids.execution import Execution
+from eval.common.grids.summary import TRAINED, differences, summary
+from eval.common.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Place, Run, plan
-from eval.recall.grids.summary import TRAINED, differences, summary
-from eval.recall.grids.tuning import TUNING_SEED, Choice, run_tuned
-from eval.recall.show import filter_plots, page, pictures
+from eval.recall.show import filter_plots, page
 from eval.recall.tasks import generate
-from eval.recall.train.execution import Execution
-from eval.recall.train.trial import PROTOCOL
+from eval.recall.train.cell import PROTOCOL
 
 if TYPE_CHECKING:
-    from eval.recall.show.pictures import Points, Rows
+    from eval.common.grids.pictures import Points, Rows
 
     Found = Sequence[tuple[Run, dict[str, Any], Choice]]
 

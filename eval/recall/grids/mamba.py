@@ -17,14 +17,14 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from cat_lm.io.files import write_json, write_text
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution, run_unfinished
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import RUN_COLOURS, STYLE, save_figure
 from eval.common.text_table import markdown_table
 from eval.recall.grids.plan import Run
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution, run_unfinished
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
 STARTS = ("own", "zoology")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
+from eval.common.grids.places import CONTROL, NEGATIVE, Place, Run
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.train.trial import Cell
+from eval.recall.train.cell import Cell
 
 # CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
 CHANNELS = "cat:conv_type=depthwise"
@@ -17,7 +18,6 @@ CHANNELS = "cat:conv_type=depthwise"
 _PAPER = ("lincat", "attention", "attention:position=rope", "attention:position=none")
 _PAPER += ("linear-attention", "based", "mamba")
 MODELS = ("cat", CHANNELS, *_PAPER)
-NEGATIVE, CONTROL = "none", "control"
 BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
 # What must learn each row's task: (mixer, layers).
 POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat:heads=2", 1)}
@@ -157,39 +157,6 @@ SCALES = {
         bigram_keys=10,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """A cell, and where it goes in a figure: the panel's row and column, and its line.
-
-    Attributes:
-        across: what the panel's axis is: `lengths`, with the cell at all its test lengths;
-            `length`, where it trained; or its `width`.
-    """
-
-    row: str
-    column: str
-    line: str
-    cell: Cell
-    across: str = "length"
-
-
-@dataclass(frozen=True)
-class Place:
-    """A point or line of a figure whose rate is chosen first.
-
-    Attributes:
-        run: its run but for the rate and the seed.
-        rates: to choose from, in order; seeds: runs at the chosen one.
-    """
-
-    run: Run
-    rates: tuple[float, ...]
-    seeds: int
-
-    def at(self, rate: float, seed: int) -> Run:
-        return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
 
 
 def plan(figure: str, scale: Scale, rows: Sequence[str] = ()) -> list[Place]:

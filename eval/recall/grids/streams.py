@@ -27,16 +27,16 @@ from cat_lm.data.manifest import read_manifest
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare, ratio_error
+from eval.common.grids.execution import Execution
+from eval.common.grids.tuning import Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.plan import Place, Run
-from eval.recall.grids.tuning import Choice, run_tuned
 from eval.recall.show import streams as page
-from eval.recall.train.execution import Execution
+from eval.recall.train.cell import Cell
 from eval.recall.train.held_out import check_documents
 from eval.recall.train.language import LanguageCell
-from eval.recall.train.trial import Cell
 
 WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
 CONV_TYPES = ("head", "depthwise")

@@ -22,6 +22,7 @@ from eval.recall.theory import (
     landmark,
     landmark_claims,
     ngram,
+    state_space,
     width,
 )
 from eval.recall.theory.claims import Claim
@@ -68,6 +69,7 @@ def theory(
         "Theorem 4": lambda: copying.theorem_4(rows),
         "Propositions 1 and 2": lambda: landmark_claims.propositions(TRIALS, slow_trials, seed),
         "Propositions 4 and 5": lambda: width.general_sets(slow_trials, seed),
+        "LaS Theorem B.1": lambda: state_space.theorem_b1(rows, seed),
     }
     claims: list[Claim] = []
     bar = tqdm(parts.items(), disable=None, unit="part")

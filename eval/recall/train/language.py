@@ -20,17 +20,19 @@ from torch.nn import functional as F
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
+from cat_lm.io.readers import Record
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
+from eval.common.grids.training import own_loss
 from eval.recall.model import (
     RecallModel,
     embedding_dropout,
     learned_filters,
-    own_loss,
     parameters,
 )
 from eval.recall.train.held_out import HeldOut, held_out, over_documents
+from eval.recall.train.records import FilterRecord, delays
 
 CLIP = 1.0
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -63,26 +65,50 @@ class LanguageCell:
     document_tokens: int = 256
     task: str = "language"
     protocol: ClassVar[int] = 1  # see trial.py
+    shape: ClassVar[type[Record]] = FilterRecord
+
+    def key(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
     @property
     def all_steps(self) -> int:
         return self.steps
 
     @property
-    def scored_rows(self) -> int:
+    def tested_rows(self) -> int:
         """Rows of seq_len tokens that are scored at most."""
         return self.documents * -(-self.document_tokens // self.seq_len)
+
+    @property
+    def kind(self) -> LanguageCell:
+        """Itself: it is trained alone."""
+        return self
 
     def resolved(self) -> dict[str, Any]:
         """The mixer with all options, defaults too, and the frame's; plain values."""
         mixer = make_mixer(self.mixer)
         return {"mixer": mixer.describe(), "embedding_dropout": embedding_dropout(mixer, None)}
 
-    def timed(self, steps: int) -> LanguageCell:
+    def timed(self, steps: int = 1) -> LanguageCell:
         """The same kind of step, so many times; equal for cells whose steps cost the same."""
         return dataclasses.replace(
             self, lr=1e-9, seed=0, steps=steps, documents=1, document_tokens=1
         )
+
+    def seconds(self, size: int, device: str) -> tuple[float, float]:
+        from eval.recall.train import cost
+
+        return cost.language_seconds(self, device)
+
+    def derived(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {"delays": delays(record["filters"])}
+
+    def score(self, record: dict[str, Any]) -> float:
+        """What a rate is chosen by: the loss on the documents."""
+        return -record["loss"]
+
+    def told(self, record: dict[str, Any]) -> str:
+        return f"accuracy {record['accuracy']:.3f}"
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         """Trains and scores; `accuracy` is that of the next token, `loss` in nats a token.

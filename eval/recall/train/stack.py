@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,14 @@ from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eval.recall.model import RecallModel, own_loss
+from eval.common.grids.training import own_loss
+from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate
 from eval.recall.train.measuring import free_running_stack, measure_stack
-from eval.recall.train.trial import Cell, Trial
+from eval.recall.train.trial import Trial
+
+if TYPE_CHECKING:
+    from eval.recall.train.cell import Cell
 
 
 class Stack:

@@ -14,157 +14,39 @@ model is tested. The test rows of all lengths are looked at once, at the end, wi
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
-from cat_lm.options import parse_specification
+from eval.common.grids.training import BaseTrial, Step, own_loss, train
 from eval.recall.model import (
     RecallModel,
-    embedding_dropout,
     learned_filters,
-    own_loss,
     parameters,
 )
-from eval.recall.ranges import MOST_TOKENS, RANGES
-from eval.recall.tasks import Examples, Task, generate, make_task
+from eval.recall.tasks import Examples, Task, generate
 from eval.recall.train.measuring import free_running, measure, scored_positions
 
-BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
-STOP_ABOVE = 0.99
-# Of what a record says. 1 stopped, and took the best epoch and rate, by the test rows; its cells
-# have other names.
-PROTOCOL = 2
+if TYPE_CHECKING:
+    from eval.recall.train.cell import Cell
+
 _TEST_SEED = 10  # added to the seed, as Zoology's
 _VALIDATION_SEED = 20
 
 
-@dataclass(frozen=True)
-class Cell:
-    """All that decides a result.
-
-    Attributes:
-        task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
-        layers: none for the mixer's own.
-        batch_size: none for Zoology's at that length.
-        validation_examples: rows that are looked at after every epoch, apart from test.
-        stop_above: validation accuracy after which training stops, and by which the tested step is
-            chosen; none: a fixed budget, whose last model is tested.
-        eval_steps: also validate (and perhaps stop) every so many steps; none: after epochs alone.
-        test_lengths: further lengths to test at, with the task's items in proportion.
-        fixed_items: test longer lengths also with as many items as in training.
-        embedding_dropout: none for the block's own, as Zoology has it: 0.1, of Mamba's none.
-    """
-
-    task: str
-    mixer: str
-    d_model: int
-    seq_len: int
-    lr: float = 1e-2
-    seed: int = 0
-    epochs: int = 64
-    train_examples: int = 100_000
-    test_examples: int = 3_000
-    validation_examples: int = 1_000
-    layers: int | None = None
-    batch_size: int | None = None
-    weight_decay: float = 0.1
-    stop_above: float | None = STOP_ABOVE
-    eval_steps: int | None = None
-    test_lengths: tuple[int, ...] = ()
-    fixed_items: bool = False
-    embedding_dropout: float | None = None
-    protocol: ClassVar[int] = PROTOCOL
-
-    def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and (problem := allowed.problem(value)):
-                raise UserError(f"{name}={value}: {problem}")
-        if self.lr <= 0:
-            raise UserError(f"lr={self.lr}: must be greater than 0")
-        for name in ("train_examples", "test_examples", "validation_examples"):
-            if getattr(self, name) * self.seq_len > MOST_TOKENS:
-                raise UserError(
-                    f"{name}={getattr(self, name)}: with seq_len={self.seq_len} these are more "
-                    f"than {MOST_TOKENS:,} tokens"
-                )
-        if self.fixed_items and not self.test_lengths:
-            raise UserError("fixed_items: needs test_lengths, at which items are fixed")
-
-    def make_task(self) -> Task:
-        """The task, or a UserError for options that do not fit."""
-        name, options = parse_specification(self.task)
-        return make_task(name, self.seq_len, options)
-
-    def resolved(self) -> dict[str, Any]:
-        """The task and the mixer with all options, and the layers, defaults too; plain values."""
-        mixer = make_mixer(self.mixer)
-        return {
-            "task": self.make_task().describe(),
-            "mixer": mixer.describe(),
-            "layers": self.layers or mixer.layers,
-            "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
-        }
-
-    @property
-    def rows(self) -> int:
-        """Rows in a batch."""
-        if self.batch_size is not None:
-            return self.batch_size
-        return next((rows for length, rows in BATCHES.items() if self.seq_len <= length), 64)
-
-    @property
-    def all_steps(self) -> int:
-        """Steps without an early stop."""
-        return self.epochs * -(-self.train_examples // self.rows)
-
-    @property
-    def kind(self) -> Cell:
-        """Equal for cells that differ in learning rate and seed alone, which can stack."""
-        return dataclasses.replace(self, lr=1.0, seed=0)
-
-    def steps(self) -> Iterator[Step]:
-        """All steps without an early stop, in order."""
-        starts, step = range(0, self.train_examples, self.rows), 0
-        for epoch in range(1, self.epochs + 1):
-            for start in starts:
-                step += 1
-                ends = start == starts[-1]
-                tested = ends or (self.eval_steps is not None and step % self.eval_steps == 0)
-                yield Step(step, epoch, slice(start, start + self.rows), tested, ends)
-
-    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        return run_cell(self, device, quiet=quiet)
-
-
-class Step(NamedTuple):
-    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
-
-    number: int
-    epoch: int
-    rows: slice
-    tested: bool
-    ends_epoch: bool
-
-
-class Trial:
+class Trial(BaseTrial):
     """A cell with all that its training needs, and what it has found.
 
     Attributes:
         tests: name of a test -> its task; examples: name -> its rows; validation: rows.
         inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
             positions are those that are scored.
-        history: a point for each validation; chosen: that of the model to be tested.
     """
 
     def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
@@ -172,7 +54,7 @@ class Trial:
         self.cell, self.task, self.mixer = cell, cell.make_task(), make_mixer(cell.mixer)
         self.tests = _tests(cell, self.task)
         torch.manual_seed(cell.seed)
-        self.model = RecallModel(
+        model = RecallModel(
             self.mixer,
             vocabulary=self.task.vocabulary,
             d_model=cell.d_model,
@@ -180,6 +62,7 @@ class Trial:
             layers=cell.layers,
             dropout=cell.embedding_dropout,
         ).to(device)
+        super().__init__(model, "accuracy", cell.stop_above is not None, cell.stop_above)
         train = make(self.task, cell.train_examples, seed=cell.seed, split="train")
         self.inputs, labels = (torch.from_numpy(x).to(device) for x in (train.inputs, train.labels))
         self.positions = scored_positions(labels)
@@ -198,25 +81,23 @@ class Trial:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, cell.epochs, eta_min=0.0
         )
-        self.history: list[dict[str, float]] = []
-        self._best: dict[str, Tensor] = {}
         self.data_seconds = time.monotonic() - started
 
-    def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
-        """Keeps a validation's point, and the model where it is the best; whether it stops here."""
-        self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
-        above = self.cell.stop_above
-        if above is None or not self._best or found["accuracy"] >= self.chosen["accuracy"]:
-            self.chosen = self.history[-1]
-            if above is not None:
-                state = self.model.state_dict()
-                self._best = {name: value.clone() for name, value in state.items()}
-        return above is not None and found["accuracy"] > above
+    def steps(self) -> Iterator[Step]:
+        return self.cell.steps()
 
-    def restore(self) -> None:
-        """Gives the model the parameters of the chosen point."""
-        if self._best:
-            self.model.load_state_dict(self._best)
+    @property
+    def planned(self) -> tuple[int, int]:
+        return self.cell.all_steps, self.cell.epochs
+
+    def step(self, step: Step) -> Tensor:
+        return train_step(self, step.rows)
+
+    def validate(self) -> dict[str, float]:
+        return measure(self.model, self.validation)
+
+    def end_epoch(self) -> None:
+        self.schedule.step()
 
     def record(
         self, accuracies: dict[str, dict[str, float]], training: float, testing: float
@@ -231,7 +112,7 @@ class Trial:
         return {
             "cell": dataclasses.asdict(cell),
             **cell.resolved(),
-            "protocol": PROTOCOL,
+            "protocol": cell.protocol,
             "parameters": parameters(self.model),
             "accuracy": accuracies["trained length"]["accuracy"],
             "validation": {name: self.chosen[name] for name in ("step", "accuracy")},
@@ -269,7 +150,7 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     """
     trial = Trial(cell, device)
     prepared = time.monotonic()
-    _train(trial, quiet)
+    train(trial, quiet)
     trial.restore()
     trained = time.monotonic()
     accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
@@ -294,25 +175,6 @@ def _tests(cell: Cell, task: Task) -> dict[str, Task]:
     return tests
 
 
-def _train(trial: Trial, quiet: bool) -> None:
-    """Trains in place."""
-    cell = trial.cell
-    bar = tqdm(total=cell.all_steps, disable=True if quiet else None, leave=False)
-    for step in cell.steps():
-        loss = train_step(trial, step.rows)
-        bar.update()
-        if step.tested:
-            found = measure(trial.model, trial.validation)
-            stops = trial.note(step, float(loss), found)
-            if not quiet:
-                _report(bar, trial.history[-1], cell)
-            if stops:
-                break
-        if step.ends_epoch:
-            trial.schedule.step()
-    bar.close()
-
-
 def train_step(trial: Trial, rows: slice) -> Tensor:
     """One update; the task's loss before it."""
     trial.model.train()
@@ -323,26 +185,3 @@ def train_step(trial: Trial, rows: slice) -> Tensor:
     (loss + own_loss(own)).backward()
     trial.optimizer.step()
     return loss.detach()
-
-
-def _report(bar: tqdm, point: dict[str, float], cell: Cell) -> None:
-    text = f"validation accuracy {point['accuracy']:.4f}, loss {point['loss']:.3f}"
-    if bar.disable:
-        where = f"step {point['step']}, epoch {point['epoch']}/{cell.epochs}"
-        print(f"{where}: {text}", file=sys.stderr, flush=True)
-    else:
-        bar.set_postfix_str(text)
-
-
-def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
-    """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
-
-    A layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1.
-    """
-    return [
-        {
-            stream: [max(range(len(f)), key=lambda i, f=f: abs(f[i])) for f in heads]
-            for stream, heads in layer.items()
-        }
-        for layer in filters
-    ]

@@ -108,7 +108,7 @@ def _steps(
     """
     config, random, seconds = engine.config, np.random.default_rng(0), []
     host_seconds: list[float] = []
-    rows = config.train.global_batch_size // ranks.world_size
+    rows = config.train.global_batch_size // config.row_shares(ranks.world_size)
     for number in rounds(WARM_UPS + repeats, "steps"):
         ids = random.integers(0, vocab_size, (rows, config.data.context_length))
         start, host_start = time.perf_counter(), time.process_time()
@@ -125,11 +125,13 @@ def engine_lines(record: dict[str, Any]) -> list[str]:
     """Write the record as lines: speed, then memory beside its estimate."""
     low, high = record["step_seconds"]["quartiles"]
     memory, mfu = record["memory"], record["mfu"]
+    parts = record["train"].get("sequence_parallel", 1)
+    shared = f" ({parts} share a sequence)" if parts > 1 else ""
     ratio = memory["estimated_bytes"] / memory["measured_bytes"]
     return [
         f"{record['config']}: {record['parameters']:,} parameters, ZeRO "
         f"{record['train']['zero_stage']}, {record['train']['precision']}, "
-        f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}, "
+        f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}{shared}, "
         f"{record['tokens_per_step']:,} tokens a step",
         f"step {record['step_seconds']['median']:.4f} s ({low:.4f}-{high:.4f}), "
         f"{record['tokens_per_second']:,.0f} tokens/s, MFU "

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from eval.common.text_table import aligned
-from eval.recall.train.execution import bytes_of
+from eval.recall.train.cell import Cell
+from eval.recall.train.cost import bytes_of
 from eval.recall.train.stack import Stack, train_step
-from eval.recall.train.trial import Cell, Trial
+from eval.recall.train.trial import Trial
 from eval.speed.progress import say
 from eval.speed.timing import Timing, summary, time_in_turn
 

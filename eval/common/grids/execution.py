@@ -19,16 +19,12 @@ import torch
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
-from cat_lm.mixers import make_mixer
-from eval.recall.tasks import generate
-from eval.recall.train import cells
-from eval.recall.train.estimate import hours_by_mixer
-from eval.recall.train.trial import Cell
+from eval.common.grids import cells
+from eval.common.grids.estimate import hours_by_mixer
 
 if TYPE_CHECKING:
-    from eval.recall.grids.plan import Run
-    from eval.recall.train.cells import AnyCell
+    from eval.common.grids.cell import AnyCell
+    from eval.common.grids.places import Run
 
 _SHARE = 0.8  # of a GPU's free memory that stacks may take
 
@@ -118,10 +114,10 @@ def _together(hours: float, execution: Execution) -> str:
 
 
 def stacks(todo: Sequence[AnyCell], execution: Execution) -> list[list[AnyCell]]:
-    """Cells in groups that are trained as one; a language model is a group by itself."""
+    """Cells in groups that are trained as one; one that is its own kind is a group by itself."""
     kinds: dict[AnyCell, list[AnyCell]] = defaultdict(list)
     for cell in todo:
-        kinds[cell.kind if isinstance(cell, Cell) else cell].append(cell)
+        kinds[cell.kind].append(cell)
     groups = []
     for kind, alike in kinds.items():
         most = execution.stack or (_fitting(kind, execution) if len(alike) > 1 else 1)
@@ -132,26 +128,12 @@ def stacks(todo: Sequence[AnyCell], execution: Execution) -> list[list[AnyCell]]
     return groups
 
 
-def _fitting(cell: Cell, execution: Execution) -> int:
+def _fitting(cell: AnyCell, execution: Execution) -> int:
     """Models that fit beside those of the other workers."""
     if torch.device(execution.device).type != "cuda":
         return 1
     free = torch.cuda.mem_get_info(execution.device)[0]
-    return max(1, int(_SHARE * free / execution.workers / bytes_of(cell)))
-
-
-def bytes_of(cell: Cell) -> int:
-    """Estimate the bytes that training a model takes at most.
-
-    Logits three times, 100 numbers a channel and 8 a pair of positions for each layer, parameters
-    with their gradients and moments, the rows.
-    """
-    task, layers = cell.make_task(), cell.layers or make_mixer(cell.mixer).layers
-    scored = int((generate(task, 1, seed=0, split="train").labels != IGNORE_INDEX).sum())
-    width, length = cell.d_model, cell.seq_len
-    row = 3 * scored * task.vocabulary + layers * length * (100 * width + 8 * length)
-    numbers = cell.rows * row + 4 * width * (task.vocabulary + 16 * layers * width)
-    return 4 * numbers + 8 * cell.train_examples * (length + 2 * scored)
+    return max(1, int(_SHARE * free / execution.workers / cell.bytes_needed()))
 
 
 def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: int) -> None:
@@ -172,8 +154,8 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                     if bar.disable:
                         where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
                         left = (time.monotonic() - started) / done * (count - done)
-                        accuracy = f"accuracy {record['accuracy']:.3f}"
-                        print(f"{done}/{count} {where}: {accuracy}, {left / 60:.0f} min left")
+                        told = run.cell.told(record)
+                        print(f"{done}/{count} {where}: {told}, {left / 60:.0f} min left")
         except BrokenProcessPool:
             raise UserError(
                 "a process of the grid was killed, perhaps for lack of memory: try fewer "

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eval.common.comparison import ONE_SEED, compare
-from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
-from eval.recall.grids.tuning import Choice
+from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.common.grids.tuning import Choice
 
 TRAINED = "trained length"  # the test of the task that was trained
 _OTHERS = ("seq_len", "accuracy", "rows_right")  # of a test, not shown beside its accuracy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -10,35 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 
 if TYPE_CHECKING:
-    from eval.recall.train.language import LanguageCell
-    from eval.recall.train.trial import Cell
-
-    AnyCell = Cell | LanguageCell
+    from eval.common.grids.cell import AnyCell
 
 
-def _store(folder: Path) -> CellStore:
-    return CellStore(folder / "cells", _Cell)
+def _store(folder: Path, cell: AnyCell) -> CellStore:
+    return CellStore(folder / "cells", cell.shape)
 
 
 def _name(cell: AnyCell) -> str:
     name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
     if cell.protocol > 1:
         name += f"-p{cell.protocol}"
-    short = key_hash(dataclasses.asdict(cell), digits=8)
+    short = key_hash(cell.key(), digits=8)
     return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
 
 
 def cell_path(folder: Path, cell: AnyCell) -> Path:
     """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-pP-HASH.json, without P for protocol 1."""
-    return _store(folder).path(_name(cell))
+    return _store(folder, cell).path(_name(cell))
 
 
 def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
@@ -48,23 +41,12 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
         UserError: a file that is no such record, or one from before a default was changed.
     """
     kinds = {key: type(value) for key, value in cell.resolved().items()}
-    record = _store(folder).read(
+    record = _store(folder, cell).read(
         _name(cell), lambda record: all(isinstance(record.get(k), t) for k, t in kinds.items())
     )
     if record is not None and (changed := _changed_defaults(record, cell)):
         raise StaleCell([cell_path(folder, cell)], changed)
     return record
-
-
-class _Cell(Record):
-    """Hold what every cell's record has."""
-
-    cell: dict[str, Any]
-    filters: list[dict[str, Any]]
-    delays: list[dict[str, list[int]]]
-    provenance: dict[str, Any]
-    tests: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    seconds: dict[str, float] = Field(default_factory=dict)
 
 
 class StaleCell(UserError):
@@ -87,13 +69,15 @@ class StaleCell(UserError):
 
 def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
     """Name what differs from today's meaning, as `the mixer's window was 7, is 3`."""
+    resolved = json.loads(json.dumps(cell.resolved()))
+    of_model = [name for name in resolved if name not in ("task", "mixer")]
     now, then = (
         {
             "task": values.get("task", {}),
             "mixer": values.get("mixer", {}).get("options", {}),
-            "model": {name: values.get(name) for name in ("layers", "embedding_dropout")},
+            "model": {name: values.get(name) for name in of_model},
         }
-        for values in (json.loads(json.dumps(cell.resolved())), record)
+        for values in (resolved, record)
     )
     return ", ".join(
         f"the {kind}'s {name} was {then[kind].get(name)}, is {value}"
@@ -123,10 +107,8 @@ def run_together(folder: Path, group: Sequence[AnyCell], device: str) -> list[di
     """
     todo = [cell for cell in group if finished(folder, cell) is None]
     if len(todo) > 1:
-        from eval.recall.train.stack import run_stack
-
         with told_out_of_memory(todo, device):
-            for cell, record in run_stack(todo, device):
+            for cell, record in todo[0].run_stack(todo, device):
                 _keep(folder, cell, record, device)
     return [run(folder, cell, device, quiet=True) for cell in group]
 
@@ -147,8 +129,6 @@ def told_out_of_memory(group: Sequence[AnyCell], device: str) -> Iterator[None]:
 
 
 def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> None:
-    from eval.recall.train.trial import delays
-
-    record["delays"] = delays(record["filters"])
+    record |= cell.derived(record)
     record["provenance"] = {**provenance(), "device": device}
-    _store(folder).write(_name(cell), record)
+    _store(folder, cell).write(_name(cell), record)

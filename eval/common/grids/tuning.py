@@ -1,10 +1,10 @@
 """Choosing a learning rate for each place of a figure, on a seed that is not reported.
 
-Every rate of the grid is tried once with TUNING_SEED. The best by validation rows is taken (of a
-language model, which has none, by the loss on its held-out documents); of those that are as good,
-the one nearest to the middle of what was tried. Where the best lies on the grid's edge, one rate
-beyond is tried too, and if that is the best it stays marked: a better one may be beyond. Then the
-reported seeds run, at this rate alone.
+Every rate of the grid is tried once with TUNING_SEED. The best by the cell's own score is taken: of
+validation rows, or of a language model, which has none, of its held-out documents. Of those that
+are as good it is the one nearest to the middle of what was tried. Where the best lies on the grid's
+edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may be
+beyond. Then the reported seeds run, at this rate alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.recall.grids.plan import Place, Run
-from eval.recall.train import cells
-from eval.recall.train.execution import Execution, run_unfinished
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution, run_unfinished
+from eval.common.grids.places import Place, Run
 
 TUNING_SEED = 10_000
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -96,13 +96,9 @@ def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
     found = {run.cell.lr: cells.finished(out, run.cell) for run in runs}
     if not all(found.values()):
         return None
-    return {rate: score(record) for rate, record in found.items()}
-
-
-def score(record: Mapping[str, Any]) -> float:
-    """What a rate is chosen by, more being better; a model that diverged is the last choice."""
-    found = -record["loss"] if "loss" in record else record["validation"]["accuracy"]
-    return -math.inf if math.isnan(found) else found
+    scores = {run.cell.lr: run.cell.score(found[run.cell.lr]) for run in runs}
+    # A model that diverged is the last choice.
+    return {rate: -math.inf if math.isnan(score) else score for rate, score in scores.items()}
 
 
 def _beyond(place: Place, out: Path) -> list[Run]:

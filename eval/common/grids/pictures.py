@@ -1,4 +1,4 @@
-"""The figures' pictures: accuracy against length or width, means as lines, runs as points."""
+"""Pictures of figures: a number against length, width or another, means and every run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from eval.common.grids.places import CONTROL, NEGATIVE, Run
 from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
-from eval.recall.grids.plan import CONTROL, NEGATIVE, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,16 @@ CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder":
 _APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
 
 
+AXES = {"length": "sequence length", "width": "model width"}
+
+
 def draw(
-    rows: Rows, points: Points, title: str, ceiling: Points | None = None, axis: str = "length"
+    rows: Rows,
+    points: Points,
+    title: str,
+    ceiling: Points | None = None,
+    axis: str = "length",
+    measure: str = "accuracy",
 ) -> Figure:
     """Panels of accuracy against length or width.
 
@@ -34,7 +42,8 @@ def draw(
         points: what of a run stands where: length -> accuracy.
         title: above all panels.
         ceiling: how far one token goes, likewise.
-        axis: length or width.
+        axis: length or width, or the words of another.
+        measure: the name of the number.
     """
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
     down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
@@ -51,9 +60,9 @@ def draw(
                 limited |= ceiling is not None and _ceiling(panels[i, j], part, ceiling)
                 panels[i, j].set_title(f"{row}, {column}", loc="left", fontsize=9, color=INK)
         for axes in panels[-1]:
-            axes.set_xlabel("sequence length" if axis == "length" else "model width")
+            axes.set_xlabel(AXES.get(axis, axis))
         for axes in panels[:, 0]:
-            axes.set_ylabel("accuracy")
+            axes.set_ylabel(measure)
         drawing.legend(
             handles=_legend(lines, shown, limited), loc="outside right upper", fontsize=8
         )

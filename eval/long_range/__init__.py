@@ -1,0 +1,1 @@
+"""Long-range tasks: what models learn from inputs of hundreds to thousands of positions."""

@@ -1,0 +1,175 @@
+"""`python -m eval.long_range`: long-range tasks and LaS attention."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from cat_lm import limits
+from cat_lm.cli import Parser, number, or_word, path, whole
+from cat_lm.errors import command
+from cat_lm.io.folders import check_output
+from cat_lm.pretrained import choose_device
+from eval.common.grids.options import add_grid_options, add_seeds, execution_of
+from eval.long_range.catalog import FIGURES
+from eval.long_range.ranges import RANGES
+from eval.long_range.tasks.commands import add_place, add_prepare, add_show, place_of
+
+
+@command
+def main() -> None:
+    parser = Parser(
+        prog="python -m eval.long_range",
+        description="Long-range tasks: which mixers learn from hundreds to thousands of positions.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_prepare(commands)
+    add_show(commands)
+    _add_run(commands)
+    _add_figure(commands)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _whole(name: str) -> Callable[[str], int]:
+    """Make the kind of a cell's whole number."""
+    return whole(RANGES[name])
+
+
+def _tasks_and_mixers() -> tuple[str, str]:
+    from cat_lm import mixers as registry
+    from eval.long_range.mixers import VARIANTS
+    from eval.long_range.tasks import TASKS
+
+    return ", ".join(TASKS), ", ".join((*VARIANTS, *registry.names()))
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="train and test one model",
+        description="Trains a model on a task and tests the one of the best validation, once. What "
+        "is left out is the task's in the paper. OUT/cells gets one JSON; a finished one is kept.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    tasks, known = _tasks_and_mixers()
+    add = parser.add_argument
+    add("--task", required=True, help=f"{tasks}; options as listops:max_length=200")
+    add("--mixer", required=True, help=f"{known}; options as las:chunk=128,position=none")
+    add("--out", type=path, required=True, metavar="DIR", help="results")
+    add("--causal", action="store_true", help="positions read those before them alone")
+    add("--seed", type=_whole("seed"), default=0)
+    recipe = "(default: the task's in the paper)"
+    for name in ("d_model", "layers", "epochs", "batch_size"):
+        add(f"--{name.replace('_', '-')}", type=_whole(name), help=recipe)
+    add("--lr", type=number(RANGES["lr"], above=0), help=recipe)
+    add("--weight-decay", type=number(RANGES["weight_decay"]), help=recipe)
+    add("--norm", choices=("layer", "batch"), help=recipe)
+    add("--norm-first", action=argparse.BooleanOptionalAction, help=recipe)
+    add("--pool", choices=("mean", "last"), help=f"what a class is read from {recipe}")
+    add("--feed-forward", action=argparse.BooleanOptionalAction, help=recipe)
+    add(
+        "--patience",
+        type=or_word(_whole("patience"), "none"),
+        metavar="N|none",
+        default=argparse.SUPPRESS,
+        help=f"epochs without a better validation until the rate falls {recipe}",
+    )
+    add("--eval-steps", type=_whole("eval_steps"), help="validate within epochs too")
+    for split in ("train", "validation", "test"):
+        add(f"--{split}-rows", type=_whole(f"{split}_rows"), help="so many of the task's")
+    add("--shuffle-labels", action="store_true", help="a control: train with other rows' labels")
+    add("--workers", type=whole(limits.WORKERS), default=1, help="processes that prepare rows")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add_place(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check_output(arguments.out)
+    from eval.common.grids.cells import cell_path, run
+    from eval.long_range.cell import Cell
+    from eval.long_range.recipes import recipe_of
+
+    values = vars(arguments)
+    options = recipe_of(arguments.task.partition(":")[0]).cell_options()
+    options |= {name: values[name] for name in options if values.get(name) is not None}
+    if "patience" in values:
+        options["patience"] = arguments.patience
+    names = ("task", "mixer", "seed", "eval_steps", "train_rows", "validation_rows", "test_rows")
+    cell = Cell(
+        **{name: values[name] for name in names},
+        **options,
+        is_causal=arguments.causal,
+        is_shuffled=arguments.shuffle_labels,
+        place=place_of(arguments, arguments.workers),
+    )
+    record = run(arguments.out, cell, str(choose_device(arguments.device)))
+    for note in record["notes"]:
+        print(note)
+    seconds = record["seconds"]["training"]
+    print(
+        f"{record['metric']} {record['value']:.4f} (validation {record['validation']['value']:.4f} "
+        f"at step {record['validation']['step']}); {record['steps']} steps in {seconds:.0f} s; "
+        f"{cell_path(arguments.out, cell)}"
+    )
+
+
+def _add_figure(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "figure",
+        help="run a whole grid and draw the paper's figure",
+        description="Runs the models of a figure or table of the LaS paper with controls and "
+        "seeds, in parallel processes, and tells them beside the paper's numbers. Finished runs in "
+        "OUT are kept, so that the same command goes on where it was stopped. It begins with an "
+        "estimate of the time.",
+    )
+    parser.add_argument("name", choices=tuple(FIGURES))
+    add_grid_options(parser, stacks=False)
+    add_seeds(parser)
+    parser.add_argument(
+        *("--models",),
+        **{"nargs": "+", "default": (), "metavar": "MIXER"},
+        help="as of run, in place of the scale's; more are added to those there",
+    )
+    parser.add_argument(
+        *("--rows",),
+        **{"nargs": "+", "default": (), "metavar": "TASK"},
+        help="of panels: listops, … (default: all that the scale has)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("clean", "lra"),
+        default="clean",
+        help="lra validates on the test split where the official pipelines do (IMDB); clean holds "
+        "training rows out (default)",
+    )
+    parser.add_argument(
+        "--direction",
+        choices=("causal", "both"),
+        default="causal",
+        help="causal models, as all of the paper's (default), or encoders that read both sides",
+    )
+    add_place(parser)
+    parser.set_defaults(run=_figure)
+
+
+def _figure(arguments: argparse.Namespace) -> None:
+    check_output(arguments.out)
+    from eval.long_range.figure import figure
+    from eval.long_range.plan import Choice
+
+    execution = execution_of(arguments)
+    choice = Choice(
+        arguments.protocol,
+        arguments.direction == "causal",
+        tuple(arguments.rows),
+        place_of(arguments, execution.workers),
+    )
+    chosen = (arguments.seeds, arguments.models)
+    if figure(arguments.name, arguments.scale, arguments.out, execution, choice, *chosen):
+        print(arguments.out / f"{arguments.name}.md")
+
+
+if __name__ == "__main__":
+    main()

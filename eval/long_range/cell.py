@@ -1,0 +1,69 @@
+"""A cell of the room's grids: settings, and what trains a model by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from cat_lm.io.readers import Record
+from eval.long_range.settings import Settings
+
+
+class CellRecord(Record):
+    """Hold what every cell's record has."""
+
+    cell: dict[str, Any]
+    metric: str
+    value: float
+    data: dict[str, dict[str, Any]]
+    provenance: dict[str, Any]
+    validation: dict[str, float]
+    seconds: dict[str, float] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell(Settings):
+    """A model's settings as a cell, see `eval.common.grids.cell`; none are stacked."""
+
+    protocol: ClassVar[int] = 1
+    shape: ClassVar[type[Record]] = CellRecord
+
+    @property
+    def kind(self) -> Cell:
+        """Itself: it is trained alone."""
+        return self
+
+    def timed(self) -> Cell:
+        every = {"train_rows": self.batch_size, "validation_rows": 1, "test_rows": 1}
+        fixed = {"lr": 1e-9, "seed": 0, "epochs": 1, "is_shuffled": False, "patience": None}
+        return dataclasses.replace(self, **every, **fixed, eval_steps=None, weight_decay=0.0)
+
+    def seconds(self, size: int, device: str) -> tuple[float, float]:
+        from eval.long_range import training
+
+        return training.seconds(self, device)
+
+    def bytes_needed(self) -> int:
+        raise NotImplementedError("cells of the room are not stacked")
+
+    @staticmethod
+    def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        raise NotImplementedError("cells of the room are not stacked")
+
+    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        from eval.long_range import training
+
+        return training.run_cell(self, device, quiet=quiet)
+
+    def derived(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def score(self, record: dict[str, Any]) -> float:
+        return record["validation"]["value"]
+
+    def told(self, record: dict[str, Any]) -> str:
+        return f"{record['metric']} {record['value']:.4f}"

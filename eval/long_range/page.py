@@ -1,0 +1,135 @@
+"""A figure's page in Markdown: controls first, the picture, numbers beside the paper's, doubts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.common.grids.places import NEGATIVE
+from eval.common.text_table import markdown_table
+from eval.long_range.catalog import FIGURES
+
+
+def warnings(record: dict[str, Any]) -> list[str]:
+    """Warn, before the numbers are compared, of each failed control in a sentence."""
+    return [_warning(control) for control in record["controls"] if not control["passed"]]
+
+
+def _warning(control: dict[str, Any]) -> str:
+    where, value, bound = control["row"], control["value"], control["bound"]
+    if control["kind"] == "positive":
+        return (
+            f"The positive control of {where} failed: the best model, `{control['mixer']}`, "
+            f"reaches {value:.3f}, below {bound:.3f}. Models may be under-trained; their order "
+            "says nothing."
+        )
+    return (
+        f"The negative control of {where} failed: `{control['mixer']}`, which had nothing to learn "
+        f"from, reaches {value:.3f}, above {bound:.3f}. The task gives its answers away."
+    )
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The page of a figure from what its JSON holds."""
+    shown = FIGURES[record["figure"]]
+    models = "causal models, as the paper's" if record["is_causal"] else "encoders of both sides"
+    lines = [f"# {record['figure']}: {record['shows']}", ""]
+    lines += [f"> **{warning}**\n" for warning in warnings(record)]
+    lines += [
+        f"{shown.number} of the LaS paper, at {record['scale']} scale; {models}; "
+        f"protocol={record['protocol']}.",
+        "",
+        f"`{record['provenance']['command']}`",
+        "",
+        f"![{record['shows']}]({record['figure']}.png)",
+        "",
+        f"The paper: {shown.claim}",
+        "",
+        f"To know: {shown.doubts}",
+        "",
+        *_controls(record),
+        *_tasks(record),
+        "## Numbers",
+        "",
+        f"{record['metric']} of the test, once, by the model of the best validation. `none` mixes "
+        "nothing: with the mean over positions it is a bag of tokens. Steps are those until "
+        "validation was at nine tenths of its best. The paper's numbers are of its scale, and do "
+        "not compare with those of another.",
+        "",
+        _table(record),
+        "",
+        *_differences(record),
+    ]
+    return "\n".join(lines)
+
+
+def _controls(record: dict[str, Any]) -> list[str]:
+    rows = [
+        (c["row"], c["kind"], c["mixer"], f"{c['value']:.4f}", f"{c['bound']:.4f}",
+         "yes" if c["passed"] else "**no**")
+        for c in record["controls"]
+    ]  # fmt: skip
+    header = ("task", "control", "model", record["metric"], "at least / at most", "passed")
+    return ["## Controls", "", markdown_table(header, rows, (3, 4)), ""] if rows else []
+
+
+def _tasks(record: dict[str, Any]) -> list[str]:
+    lines = ["## Tasks", ""]
+    for name, task in record["tasks"].items():
+        counts = ", ".join(f"{split} {rows:,}" for split, rows in task["rows"].items())
+        share = task["most_frequent"]
+        guess = "" if share is None else f" Most frequent class of the test: {share:.3f}."
+        said = f"{counts} rows; {task['layers']} layers of width {task['d_model']}."
+        lines.append(f"- {name}: {said}{guess} {' '.join(task['notes'])}".rstrip())
+    return [*lines, ""]
+
+
+def _table(record: dict[str, Any]) -> str:
+    axis = FIGURES[record["figure"]].axis
+    header = ("task", "model", axis, "mean", "least", "largest", "seeds", "steps to 90%", "rate")
+    printed = FIGURES[record["figure"]].printed
+    rows, seen = [], set()
+    for line in record["lines"]:
+        paper = printed.get(line["row"], {})
+        name = line["mixer"].partition(":chunk=")[0]
+        model = line["mixer"] if line["mixer"] in paper or "chunk" not in line["mixer"] else name
+        if record["figure"] == "lra":
+            model = line["mixer"]
+        number = paper.get(model)
+        seen.add((line["row"], model))
+        rows.append(
+            (
+                *(line["row"], line["mixer"] + (" (control)" if line["mixer"] == NEGATIVE else "")),
+                *(str(line["x"]), f"{line['mean']:.4f}", f"{line['min']:.4f}"),
+                *(f"{line['max']:.4f}", str(len(line["runs"]))),
+                *(f"{line['also']['steps to 90%']:.0f}", f"{line['lr']:g}"),
+                "" if number is None else f"{number:.4f}",
+            )
+        )
+    for task, paper in printed.items():
+        if task in record["tasks"]:
+            rows += [
+                (task, f"{model} (the paper alone)", *[""] * 7, f"{number:.4f}")
+                for model, number in paper.items()
+                if (task, model) not in seen
+            ]
+    return markdown_table((*header, "the paper"), rows, tuple(range(2, 10)))
+
+
+def _differences(record: dict[str, Any]) -> list[str]:
+    if not record["differences"]:
+        return ["One seed: no difference can be told from chance.", ""]
+    rows = [
+        (d["row"], str(d["x"]), f"{d['mixer']} − {d['minus']}", f"{d['mean']:+.4f}",
+         "" if d["low"] is None else f"{d['low']:+.4f} … {d['high']:+.4f}", d["verdict"])
+        for d in record["differences"]
+    ]  # fmt: skip
+    header = ("task", "at", "difference", "mean", "interval", "first is")
+    return [
+        "## Differences",
+        "",
+        "Of each task's first model from every other, paired by seed; 95% intervals for all of the "
+        "page's together. With three seeds they are wide.",
+        "",
+        markdown_table(header, rows, (1, 3)),
+        "",
+    ]

@@ -1,0 +1,34 @@
+"""The tasks by name: a frozen set of options with facts for a model and rows to train it on."""
+
+from __future__ import annotations
+
+from cat_lm.errors import UserError
+from cat_lm.options import build_options, parse_specification
+from eval.long_range.tasks.atomic import CumMax, CumSum, Select
+from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Place, Task
+from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist
+from eval.long_range.tasks.imdb import Imdb
+from eval.long_range.tasks.listops import ListOps
+from eval.long_range.tasks.pathfinder import Pathfinder
+from eval.long_range.tasks.retrieval import Retrieval
+
+__all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Place", "Task", "make_task"]
+
+_TASKS: tuple[type[Task], ...] = (
+    *(ListOps, Imdb, Retrieval, Cifar10, Pathfinder),
+    *(SequentialMnist, PermutedMnist),
+    *(Select, CumSum, CumMax),
+)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+
+
+def make_task(text: str) -> Task:
+    """Make a task from `NAME` or `NAME:option=value,…`.
+
+    Raises:
+        UserError: an unknown name or option, or options that do not fit together.
+    """
+    name, options = parse_specification(text)
+    if name not in TASKS:
+        raise UserError(f"task {name!r}: choose one of {', '.join(TASKS)}")
+    return build_options(TASKS[name], f"task {name}", options)

@@ -1,0 +1,266 @@
+"""Training and testing one cell: AdamW, a rate that falls where validation stands still.
+
+Rows come in a new order every epoch. Validation rows choose the epoch whose model is tested, and
+nothing else looks at test rows, which are read once, at the end; where a task's protocol makes the
+test split its validation (`imdb:protocol=lra`), its page says so.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm.errors import UserError
+from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
+from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
+from eval.long_range.model import LongRangeModel
+from eval.long_range.settings import Settings
+from eval.long_range.tasks import SPLITS, Batch, Examples, Task
+
+FACTOR = 0.2  # of the rate, where validation stands still
+_DRAW = 0  # the seed of chosen rows
+_ORDER, _LABELS = 0, 1  # streams of a cell's seed
+
+
+def build_model(cell: Settings, task: Task) -> LongRangeModel:
+    """Make a cell's model. Raises UserError for options that do not fit."""
+    return LongRangeModel(
+        task,
+        cell.make_mixer(),
+        d_model=cell.d_model,
+        layers=cell.layers,
+        norm=cell.norm,
+        norm_first=cell.norm_first,
+        pool=cell.pool,
+        is_causal=cell.is_causal,
+        feed_forward=cell.feed_forward,
+    )
+
+
+def load(cell: Settings, task: Task, split: str) -> Examples:
+    """Give a split's rows, or those that the cell takes of them.
+
+    Raises:
+        UserError: the split has fewer rows, or none; or its data is missing.
+    """
+    examples = task.load(split, cell.place)
+    count = getattr(cell, f"{split}_rows")
+    if count is not None and count > len(examples):
+        raise UserError(
+            f"{split}_rows={count}: {cell.task} has {len(examples):,} rows there; ask for no more"
+        )
+    if not len(examples):
+        raise UserError(
+            f"task {cell.task}: its {split} split has no rows; give data that have some"
+        )
+    return examples if count is None else examples.subset(count, _DRAW)
+
+
+class Trial(BaseTrial):
+    """A cell with all that its training needs."""
+
+    def __init__(self, cell: Settings, device: str) -> None:
+        started = time.monotonic()
+        self.cell, self.task, self.device = cell, cell.make_task(), device
+        torch.manual_seed(cell.seed)
+        super().__init__(build_model(cell, self.task).to(device), "value", keeps_best=True)
+        self.examples = {split: load(cell, self.task, split) for split in SPLITS}
+        self.labels = self._labels()
+        self._order: np.ndarray | None = None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay
+        )
+        self.schedule = None
+        if cell.patience is not None:
+            # Not relative to the best, of which R² may be below 0.
+            self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                self.optimizer, "max", FACTOR, cell.patience, 1e-4, threshold_mode="abs"
+            )
+        self.data_seconds = time.monotonic() - started
+
+    def _labels(self) -> np.ndarray | None:
+        """Other rows' labels, of the control that is trained with them."""
+        if not self.cell.is_shuffled:
+            return None
+        labels = self.examples["train"].labels
+        if labels is None:
+            raise UserError(f"is_shuffled: {self.cell.task} has no classes to exchange")
+        return self._rng(_LABELS, 0).permutation(labels)
+
+    def _rng(self, stream: int, number: int) -> np.random.Generator:
+        return np.random.Generator(
+            np.random.PCG64(np.random.SeedSequence([self.cell.seed, stream, number]))
+        )
+
+    def steps(self) -> Iterator[Step]:
+        cell = self.cell
+        return steps(cell.epochs, len(self.examples["train"]), cell.batch_size, cell.eval_steps)
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        rows = len(self.examples["train"])
+        return count_steps(self.cell.epochs, rows, self.cell.batch_size), self.cell.epochs
+
+    def step(self, step: Step) -> Tensor:
+        if self._order is None:
+            self._order = self._rng(_ORDER, step.epoch).permutation(len(self.examples["train"]))
+        rows = self._order[step.rows]
+        batch = self.examples["train"].batch(rows)
+        if self.labels is not None:
+            batch = Batch(batch.inputs, batch.lengths, self.labels[rows])
+        return train_step(self.model, self.optimizer, batch, self.device)
+
+    def validate(self) -> dict[str, float]:
+        return self.measure("validation")
+
+    def end_epoch(self) -> None:
+        self._order = None
+        if self.schedule is not None:
+            self.schedule.step(self.history[-1]["value"])
+
+    def measure(self, split: str) -> dict[str, float]:
+        """Give the task's number for a split as `value`: accuracy, or R²."""
+        return {"value": measure(self.model, self.examples[split], 2 * self.cell.batch_size)}
+
+
+def train_step(
+    model: LongRangeModel, optimizer: torch.optim.Optimizer, batch: Batch, device: str
+) -> Tensor:
+    """One update; the task's loss before it."""
+    model.train()
+    inputs, lengths, labels = _tensors(batch, device)
+    own: list[Tensor] = []
+    answers = model(inputs, lengths, own)
+    loss = F.cross_entropy(answers, labels) if model.task.classes else F.mse_loss(answers, labels)
+    optimizer.zero_grad(set_to_none=True)
+    (loss + own_loss(own)).backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@torch.no_grad()
+def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
+    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values, −inf where a
+    model diverged.
+
+    Args:
+        rows: read at once.
+    """
+    model.eval()
+    device = str(next(model.parameters()).device)
+    answers, labels = [], []
+    for start in range(0, len(examples), rows):
+        batch = examples.batch(np.arange(start, min(start + rows, len(examples))))
+        inputs, lengths, wanted = _tensors(batch, device)
+        found = model(inputs, lengths)
+        answers.append((found.argmax(dim=-1) if model.task.classes else found).cpu())
+        labels.append(wanted.cpu())
+    answered, right = torch.cat(answers), torch.cat(labels)
+    if model.task.classes:
+        return float((answered == right).double().mean())
+    error = (answered.double() - right.double()).square().mean()
+    value = float(1 - error / right.double().var(correction=0))
+    return value if math.isfinite(value) else -math.inf
+
+
+def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, lengths, labels = (
+        torch.from_numpy(np.ascontiguousarray(x)).to(device)
+        for x in (batch.inputs, batch.lengths, batch.labels)
+    )
+    return inputs, lengths, labels
+
+
+def run_cell(cell: Settings, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
+    """Trains and tests a cell.
+
+    Returns:
+        Plain values: the number of the test, the history of validation, where the data are from,
+        times.
+
+    Raises:
+        UserError: options that do not fit, or missing data.
+    """
+    trial = Trial(cell, device)
+    prepared = time.monotonic()
+    train(trial, quiet)
+    trial.restore()
+    trained = time.monotonic()
+    value = trial.measure("test")["value"]
+    return {
+        "cell": cell.key(),
+        **cell.resolved(),
+        "layers": cell.layers,
+        "parameters": sum(p.numel() for p in trial.model.parameters()),
+        "metric": trial.task.metric,
+        "value": value,
+        "validation": {name: trial.chosen[name] for name in ("step", "value")},
+        "history": trial.history,
+        "steps": trial.history[-1]["step"],
+        "notes": list(trial.task.notes),
+        "data": {
+            split: {
+                "rows": len(rows),
+                "most_frequent": most_frequent(rows),
+                "origin": dict(rows.origin),
+            }
+            for split, rows in trial.examples.items()
+        },
+        "filters": learned_filters(trial.model),
+        "seconds": {
+            "data": round(trial.data_seconds, 2),
+            "training": round(trained - prepared, 2),
+            "testing": round(time.monotonic() - trained, 2),
+        },
+    }
+
+
+def most_frequent(examples: Examples) -> float | None:
+    """Give the share of the most frequent class; None where values are predicted."""
+    if examples.labels is None:
+        return None
+    return float(np.bincount(examples.labels).max() / len(examples))
+
+
+def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
+    """Give the taps of each layer that has learned filters of values, [H][W], as it has them."""
+    from eval.long_range.attention import LearnedFilter
+
+    return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]
+
+
+def seconds(cell: Settings, device: str) -> tuple[float, float]:
+    """Seconds of a step and of a row of it, on rows of the task's length; no data is read."""
+    task = cell.make_task()
+    model = build_model(cell, task).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cell.lr)
+    is_cpu = torch.device(device).type == "cpu"
+    batch = _imitated(task, few_rows(cell.batch_size)[1] if is_cpu else cell.batch_size)
+
+    def step(rows: int) -> object:
+        few = Batch(batch.inputs[:rows], batch.lengths[:rows], batch.labels[:rows])
+        return train_step(model, optimizer, few, device)
+
+    if is_cpu:
+        return seconds_on_cpu(step, cell.batch_size)
+    return seconds_on_gpu(step, cell.batch_size, device)
+
+
+def _imitated(task: Task, rows: int) -> Batch:
+    """Make rows of the task's shape and full length."""
+    towers = (2,) if task.towers == 2 else ()
+    if task.vocabulary:
+        inputs = np.ones((rows, *towers, task.length), dtype=np.int64)
+    else:
+        inputs = np.ones((rows, task.length, task.channels), dtype=np.float32)
+    lengths = np.full((rows, *towers), task.length, dtype=np.int64)
+    if task.classes:
+        return Batch(inputs, lengths, np.zeros(rows, dtype=np.int64))
+    return Batch(inputs, lengths, np.zeros((rows, task.scored), dtype=np.float32))

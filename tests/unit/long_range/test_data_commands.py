@@ -1,0 +1,108 @@
+"""`prepare` and `show`, the cache that they fill, and what every task says of itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cat_lm.cli import Parser
+from cat_lm.errors import UserError
+from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
+from eval.long_range.tasks.commands import add_prepare, add_show
+
+LISTOPS = "listops:min_length=3,max_length=40,train=12,validation=3,test=3"
+
+
+def run(*arguments) -> None:
+    parser = Parser(prog="python -m eval.long_range")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_prepare(commands)
+    add_show(commands)
+    parsed = parser.parse_args([str(argument) for argument in arguments])
+    parsed.run(parsed)
+
+
+def test_prepare_counts_what_it_made(tmp_path, capsys):
+    run("prepare", LISTOPS, "--cache", tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("train: 12 rows (official: 96,000); length ")
+    assert [line.split(":")[0] for line in said[:3]] == list(SPLITS)
+    shares = [float(share) for share in said[0].rpartition("classes ")[2].split()]
+    assert len(shares) == 10 and sum(shares) == pytest.approx(1, abs=0.01)
+    assert "generator: listops" in said
+
+
+def test_show_writes_rows_for_people(tmp_path, capsys):
+    run("show", LISTOPS, "--cache", tmp_path, "--rows", 2, "--split", "test")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and said[0].startswith("row 0: label ") and said[1].endswith(" <eos>")
+    run("show", "select:noise=2,marked=1", "--rows", 1)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "row 0: length 4, the last 1 positions are scored" and len(said) == 6
+    run("show", "pathfinder:contour=6,train=1,validation=1,test=1", "--cache", tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 33 and {len(line) for line in said[1:]} == {32}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", LISTOPS, "--rows", "0"), "must be from 1 to 1,000"),
+        (("show", LISTOPS, "--split", "dev"), "invalid choice: 'dev'"),
+        (("prepare", "list"), "task 'list': choose one of listops, "),
+        (("prepare", LISTOPS, "--workers", "0"), "must be from 1 to"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message):
+    with pytest.raises(UserError) as error:
+        run(*arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_in_the_cache_is_not_made_again(tmp_path, monkeypatch):
+    from eval.long_range.tasks import listops
+
+    task, place = make_task(LISTOPS), Place(cache=tmp_path)
+    before = task.load("train", place)
+    monkeypatch.setattr(listops, "_block", None)
+    after = task.load("train", place)
+    rows = np.arange(12)
+    assert (before.batch(rows).inputs == after.batch(rows).inputs).all()
+    assert not list(tmp_path.glob("*.parts"))
+    assert isinstance(after._ids, np.memmap)
+
+
+def test_damage_in_the_cache_is_one_line(tmp_path):
+    task, place = make_task(LISTOPS), Place(cache=tmp_path)
+    task.load("train", place)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    record, ids = folder / "record.json", folder / "test.ids.npy"
+    kept = {path: path.read_bytes() for path in (record, ids)}
+    cases = [
+        (ids, kept[ids][:-1], "test.ids.npy: is missing or damaged"),
+        (ids, (folder / "train.ids.npy").read_bytes(), "is not the one that was written"),
+        (record, kept[record].replace(b'"seed": 0', b'"seed": 1'), "was changed after"),
+        (record, b"{", "record.json: is not JSON"),
+    ]
+    for path, content, message in cases:
+        path.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            task.load("train", place)
+        line = str(error.value)
+        assert message in line and "\n" not in line
+        path.write_bytes(kept[path])
+    ids.unlink()
+    with pytest.raises(UserError, match=f"delete {folder}, and the same command makes it again"):
+        task.load("train", place)
+
+
+def test_every_task_says_what_a_model_needs():
+    for name in TASKS:
+        task = make_task(name)
+        assert (task.vocabulary > 0) != (task.channels > 0), name
+        assert (task.classes > 0) != (task.scored > 0), name
+        assert task.length > 0 and task.scored <= task.length
+        assert task.metric == ("accuracy" if task.classes else "r2")
+        described = task.describe()
+        assert described["task"] == name and described["version"] == task.version
+        assert make_task(name) == task and set(task.official) <= set(SPLITS)

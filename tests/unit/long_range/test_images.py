@@ -1,0 +1,285 @@
+"""MNIST and CIFAR-10 from their official files and from the Hub, pixel for pixel."""
+
+from __future__ import annotations
+
+import gzip
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cat_lm.errors import UserError
+from eval.long_range.tasks import Place, make_task
+from eval.long_range.tasks.images import bit_reversal, grey
+
+RNG = np.random.default_rng(0)
+MNIST = {
+    split: (RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8), RNG.integers(0, 10, count))
+    for split, count in (("train", 40), ("t10k", 7))
+}
+
+
+def idx(values: np.ndarray) -> bytes:
+    header = (2048 + values.ndim).to_bytes(4, "big")
+    sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return header + sizes + values.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder, packed=True):
+    folder.mkdir(parents=True)
+    for split, (images, labels) in MNIST.items():
+        for name, values in (("images-idx3", images), ("labels-idx1", labels)):
+            data = idx(values)
+            path = folder / f"{split}-{name}-ubyte{'.gz' if packed else ''}"
+            path.write_bytes(gzip.compress(data) if packed else data)
+
+
+def places(tmp_path):
+    return Place(tmp_path / "data", tmp_path / "cache")
+
+
+def all_rows(task, place, split):
+    examples = task.load(split, place)
+    return examples.batch(np.arange(len(examples)))
+
+
+@pytest.mark.parametrize(("folder", "packed"), [("mnist", True), ("MNIST/raw", False), ("", True)])
+def test_mnist_is_read_from_every_official_layout(tmp_path, folder, packed):
+    write_mnist(tmp_path / "data" / folder, packed)
+    task, place = make_task("smnist"), places(tmp_path)
+    test = all_rows(task, place, "test")
+    images, labels = MNIST["t10k"]
+    assert test.inputs.dtype == np.float32 and test.inputs.shape == (7, 784, 1)
+    assert np.allclose(test.inputs[:, :, 0] * 255, images.reshape(7, 784), atol=1e-4)
+    assert (test.labels == labels).all() and (test.lengths == 784).all()
+
+
+def test_a_tenth_of_the_training_images_is_held_out_by_content(tmp_path):
+    write_mnist(tmp_path / "data")
+    task, place = make_task("smnist"), places(tmp_path)
+    train, held = (all_rows(task, place, split) for split in ("train", "validation"))
+    assert (len(train.labels), len(held.labels)) == (36, 4)
+    images, labels = MNIST["train"]
+    pixels = {
+        (image / np.float32(255)).tobytes(): label
+        for image, label in zip(images.reshape(40, -1).astype(np.float32), labels, strict=True)
+    }
+    for batch in (train, held):
+        for row, label in zip(batch.inputs, batch.labels, strict=True):
+            assert pixels.pop(row.tobytes()) == label
+    assert not pixels
+
+
+def test_14_pixels_a_side_are_means_of_four(tmp_path):
+    write_mnist(tmp_path / "data")
+    task = make_task("smnist:size=14")
+    batch = all_rows(task, places(tmp_path), "test")
+    assert batch.inputs.shape == (7, 196, 1) and task.length == 196
+    image = MNIST["t10k"][0][3].astype(float)
+    mean = (image[4, 6] + image[4, 7] + image[5, 6] + image[5, 7]) / 4 / 255
+    assert batch.inputs[3, 2 * 14 + 3, 0] == pytest.approx(mean, abs=1e-6)
+
+
+def test_permuted_mnist_has_one_order_for_all(tmp_path):
+    write_mnist(tmp_path / "data")
+    place = places(tmp_path)
+    plain = all_rows(make_task("smnist"), place, "test").inputs
+    orders = []
+    for options in ("", ":order=92916", ":order=1"):
+        task = make_task(f"pmnist{options}")
+        order = task.positions()
+        assert sorted(order) == list(range(784))
+        assert (all_rows(task, place, "test").inputs == plain[:, order]).all()
+        orders.append(tuple(order))
+    assert len(set(orders)) == 3
+    assert sorted(make_task("pmnist:size=14").positions()) == list(range(196))
+    # The order of earlier papers, by numpy's old generator.
+    assert orders[1] == tuple(np.random.RandomState(92916).permutation(784))
+
+
+def test_bit_reversal_reads_bits_backwards():
+    assert bit_reversal(8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert bit_reversal(6).tolist() == [0, 4, 2, 1, 5, 3]  # without 6 and 7
+    assert bit_reversal(784)[:4].tolist() == [0, 512, 256, 768]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("train-images-idx3-ubyte.gz", lambda d: None, "no such file"),
+        ("train-images-idx3-ubyte.gz", lambda d: d[:-9], "is truncated after"),
+        ("train-images-idx3-ubyte.gz", lambda d: b"<html>", "is no whole gzip file"),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(gzip.decompress(d)[:-5]),
+            "is truncated: 31,371 bytes, its header says 31,376",
+        ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(gzip.decompress(d) + b"x"),
+            "is too long: 31,377 bytes, its header says 31,376",
+        ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(idx(MNIST["train"][1])),
+            "begins with 0x00000801, must be idx of 0x00000803",
+        ),
+        ("train-images-idx3-ubyte.gz", lambda d: gzip.compress(b""), "begins with 0x00000000"),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(gzip.decompress(d)[:9]),
+            "is truncated: 9 bytes, its header has 16",
+        ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(idx(MNIST["train"][0][:, :, :14])),
+            "has images of 28×14, must be 28×28",
+        ),
+        ("t10k-labels-idx1-ubyte.gz", lambda d: None, "no such file"),
+        (
+            "train-labels-idx1-ubyte.gz",
+            lambda d: gzip.compress(idx(MNIST["train"][1][:-1])),
+            "has 39 labels for 40 images",
+        ),
+        (
+            "train-labels-idx1-ubyte.gz",
+            lambda d: gzip.compress(idx(np.full(40, 17))),
+            "has the label 17, must be from 0 to 9",
+        ),
+    ],
+)
+def test_wrong_mnist_files_are_one_line(tmp_path, name, change, message):
+    write_mnist(tmp_path / "data" / "mnist")
+    path = tmp_path / "data" / "mnist" / name
+    changed = change(path.read_bytes())
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+    with pytest.raises(UserError) as error:
+        make_task("smnist").load("train", places(tmp_path))
+    line = str(error.value)
+    assert line.startswith(f"{path}: {message}") and "\n" not in line
+    assert line.endswith("is had at https://ossci-datasets.s3.amazonaws.com/mnist")
+
+
+def test_a_file_that_was_mended_is_read_again(tmp_path):
+    write_mnist(tmp_path / "data")
+    task, place = make_task("smnist"), places(tmp_path)
+    before = all_rows(task, place, "test").inputs
+    other = 255 - MNIST["t10k"][0]
+    (tmp_path / "data" / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(other)))
+    assert np.allclose(all_rows(task, place, "test").inputs, 1 - before, atol=1e-6)
+
+
+def cifar(count: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    records = rng.integers(0, 256, (count, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
+    return records
+
+
+def write_cifar(folder):
+    folder.mkdir(parents=True)
+    for number in range(1, 6):
+        (folder / f"data_batch_{number}.bin").write_bytes(cifar(4, number).tobytes())
+    (folder / "test_batch.bin").write_bytes(cifar(3, 9).tobytes())
+
+
+def test_cifar_is_grey_as_pillow_makes_it(tmp_path):
+    write_cifar(tmp_path / "data" / "cifar-10-batches-bin")
+    place = places(tmp_path)
+    real = all_rows(make_task("cifar10"), place, "test")
+    ids = all_rows(make_task("cifar10:pixels=ids"), place, "test")
+    records = cifar(3, 9)
+    for row, record in enumerate(records):
+        colours = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
+        pixels = np.asarray(Image.fromarray(colours).convert("L")).ravel()
+        assert (ids.inputs[row] == pixels).all()
+        assert np.allclose(
+            real.inputs[row, :, 0], (pixels / 255 - 122.6 / 255) / (61 / 255), atol=1e-5
+        )
+    assert (ids.labels == records[:, 0]).all()
+    sizes = [len(make_task("cifar10").load(s, place)) for s in ("train", "validation", "test")]
+    assert sizes == [18, 2, 3]
+
+
+def test_grey_is_pillows_for_all_colours_of_a_grid():
+    values = np.arange(0, 256, 15, dtype=np.uint8)
+    colours = np.stack(np.meshgrid(values, values, values), axis=-1).reshape(-1, 18, 3)
+    assert (grey(colours) == np.asarray(Image.fromarray(colours).convert("L"))).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("data_batch_3.bin", None, "no such file"),
+        ("data_batch_3.bin", b"", "is truncated or another file: 0 bytes"),
+        (
+            "data_batch_3.bin",
+            cifar(2, 3).tobytes()[:-1],
+            "is truncated or another file: 6,145 bytes, 1 images of 3,073 bytes and 3,072 more",
+        ),
+        ("test_batch.bin", bytes([10] * 3073), "has the label 10, must be from 0 to 9"),
+    ],
+)
+def test_wrong_cifar_files_are_one_line(tmp_path, name, data, message):
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    write_cifar(folder)
+    (folder / name).unlink()
+    if data is not None:
+        (folder / name).write_bytes(data)
+    with pytest.raises(UserError) as error:
+        make_task("cifar10").load("train", places(tmp_path))
+    assert str(error.value).startswith(f"{folder / name}: {message}")
+    assert "\n" not in str(error.value) and "cs.toronto.edu" in str(error.value)
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^--data .*/nothing: no such folder$"):
+        make_task("cifar10").load("train", Place(tmp_path / "nothing", tmp_path / "cache"))
+
+
+def test_the_hub_gives_the_same_rows_at_a_pinned_revision(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, split, revision):
+        asked.append((name, split, revision))
+        images, labels = MNIST["train" if split == "train" else "t10k"]
+        columns = {"image": [png(image) for image in images], "label": labels.tolist()}
+        return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    write_mnist(tmp_path / "data")
+    task = make_task("smnist")
+    hub = Place(cache=tmp_path / "cache")
+    for split in ("train", "validation", "test"):
+        here, there = all_rows(task, places(tmp_path), split), all_rows(task, hub, split)
+        order = [np.lexsort(batch.inputs[:, :3, 0].T) for batch in (here, there)]
+        assert (here.inputs[order[0]] == there.inputs[order[1]]).all()
+        assert (here.labels[order[0]] == there.labels[order[1]]).all()
+    assert {name for name, _, _ in asked} == {"ylecun/mnist"} and len(asked) == 2
+    assert all(len(revision) == 40 for _, _, revision in asked)
+
+
+def png(image: np.ndarray) -> dict:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "png")
+    return {"bytes": stream.getvalue(), "path": None}
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch):
+    import datasets
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("no route to host\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name, local in (("cifar10", "data_batch_1.bin"), ("imdb", "aclImdb/train/pos")):
+        with pytest.raises(UserError) as error:
+            make_task(name).load("train", Place(cache=tmp_path))
+        line = str(error.value)
+        assert "cannot be had from the Hub (no route to host)" in line and "\n" not in line
+        assert local in line and "--data DIR" in line

@@ -1,0 +1,263 @@
+"""ListOps: right answers, the published distribution, rows by options and seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from cat_lm.errors import UserError
+from eval.long_range.tasks import Place, listops, make_task
+
+APPLY = {
+    "MIN": min,
+    "MAX": max,
+    "MED": lambda values: int(statistics.median(values)),
+    "SM": lambda values: sum(values) % 10,
+}
+
+
+def value(text: str) -> int:
+    """Evaluate a row by replacing innermost operations in its text until a digit is left."""
+
+    def apply(found: re.Match) -> str:
+        return str(APPLY[found[1]]([int(digit) for digit in found[2].split()]))
+
+    text = text.removesuffix(" <eos>")
+    while not text.isdigit():
+        text, changed = re.subn(r"\[([A-Z]+)((?: [0-9])+) X", apply, text)
+        assert changed, text
+    return int(text)
+
+
+def rows_of(options: str, count: int = 200) -> list[tuple[int, str]]:
+    task = make_task(f"listops:{options}")
+    with mock.patch.object(listops, "_BLOCK", count):
+        rows = listops._split(listops._block((task, 0)))
+        return [(row[0], listops.decode(np.frombuffer(row[1:], np.uint8) + 1)) for row in rows]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(cache=tmp_path / "cache")
+
+
+def test_the_evaluator_of_this_file():
+    assert value("[MAX 2 9 [MIN 4 7 X 0 X <eos>") == 9
+    assert value("[MED 1 2 X") == 1  # 1.5, rounded down
+    assert value("[SM 9 9 [MED 5 3 8 X X") == 3
+
+
+def test_answers_are_those_of_an_independent_evaluator():
+    rows = rows_of("min_length=3,max_length=80", 1000)
+    assert len(rows) == 1000
+    assert all(answer == value(text) for answer, text in rows)
+    assert {answer for answer, _ in rows} == set(range(10))
+
+
+def test_lengths_lie_strictly_between_the_bounds():
+    lengths = {len(text.split()) - 1 for _, text in rows_of("min_length=9,max_length=13")}
+    assert lengths == {10, 11, 12}
+
+
+def test_trees_have_the_published_distribution():
+    # Nothing is left out here: the longest tree fits.
+    rows = [
+        text.split()[:-1] for _, text in rows_of("min_length=0,max_length=2000,max_depth=3", 3000)
+    ]
+    tokens = Counter(token for row in rows for token in row)
+    roots = [row[0] for row in rows]
+    assert abs(sum(root.isdigit() for root in roots) / len(roots) - 0.75) < 0.04
+    operators = [tokens[operator] for operator in listops.OPERATORS]
+    assert max(operators) - min(operators) < 6 * np.sqrt(np.mean(operators))
+    digits = [tokens[digit] for digit in "0123456789"]
+    assert max(digits) - min(digits) < 6 * np.sqrt(np.mean(digits))
+    arguments, below, depths = tree_facts(rows)
+    assert set(arguments) == set(range(2, 11))
+    assert abs(np.mean(arguments) - 6) < 0.3
+    assert abs(np.mean(below) - 0.25) < 0.03
+    assert max(depths) == 2  # brackets; nodes of depth 3 are digits
+
+
+def tree_facts(rows: list[list[str]]) -> tuple[list[int], list[bool], list[int]]:
+    """Arguments of operators, whether arguments of roots are operators, depths of brackets."""
+    arguments, below, depths = [], [], []
+    for row in rows:
+        open_nodes: list[int] = []
+        for token in row:
+            if token == "X":
+                arguments.append(open_nodes.pop())
+                continue
+            if open_nodes:
+                open_nodes[-1] += 1
+            if len(open_nodes) == 1:
+                below.append(token.startswith("["))
+            if token.startswith("["):
+                open_nodes.append(0)
+                depths.append(len(open_nodes))
+    return arguments, below, depths
+
+
+def test_giving_up_on_long_trees_early_does_not_change_the_others():
+    all_of_them = rows_of("min_length=0,max_length=100000,max_depth=4,seed=1", 6000)
+    lengths = [len(text.split()) - 1 for _, text in all_of_them]
+    naive = [n for n in lengths if 20 < n < 60]
+    early = [
+        len(text.split()) - 1 for _, text in rows_of("min_length=20,max_length=60,max_depth=4", 500)
+    ]
+    error = np.hypot(np.std(naive) / np.sqrt(len(naive)), np.std(early) / np.sqrt(len(early)))
+    assert abs(np.mean(naive) - np.mean(early)) < 4 * error
+    assert len(naive) > 200
+
+
+def test_rows_are_those_of_their_version():
+    """A generator that makes other rows needs another `version`, and another hash here."""
+    text = "\n".join(f"{answer} {row}" for answer, row in rows_of("min_length=20,max_length=60"))
+    assert listops.ListOps.version == 1
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "6eab33242be5c880"
+
+
+SMALL = "min_length=0,max_length=7,max_depth=2,max_args=2"  # 10 digits and 400 operations
+
+
+def test_no_row_is_in_two_splits_and_more_training_rows_change_no_other_split(place):
+    few = make_task(f"listops:{SMALL},train=100,validation=40,test=40")
+    more = make_task(f"listops:{SMALL},train=300,validation=40,test=40")
+    splits = {split: contents(more.load(split, place)) for split in ("train", "validation", "test")}
+    assert [len(set(rows)) for rows in splits.values()] == [300, 40, 40]
+    assert len(set().union(*splits.values())) == 380
+    for split in ("validation", "test"):
+        assert contents(few.load(split, place)) == splits[split]
+    assert contents(few.load("train", place)) == splits["train"][:100]
+
+
+def contents(examples) -> list[tuple[int, ...]]:
+    batch = examples.batch(np.arange(len(examples)))
+    pairs = zip(batch.labels, batch.inputs, batch.lengths, strict=True)
+    return [(int(label), *row[:length].tolist()) for label, row, length in pairs]
+
+
+def test_more_rows_than_there_are_is_one_line(place):
+    message = r"^task listops: 500 different rows were asked for, and there seem to be [34]\d\d;.*$"
+    with pytest.raises(UserError, match=message):
+        make_task(f"listops:{SMALL},train=300,validation=100,test=100").load("train", place)
+
+
+def test_another_seed_gives_other_rows_and_the_same_one_the_same():
+    rows = [rows_of(f"min_length=20,max_length=60,seed={seed}") for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
+    assert not set(rows[0]) & set(rows[2])
+
+
+def test_generation_that_was_stopped_goes_on(place, monkeypatch):
+    task = make_task("listops:min_length=5,max_length=60,train=40,validation=10,test=10")
+    monkeypatch.setattr(listops, "_BLOCK", 20)
+    made, block = [], listops._block
+
+    def counted(piece):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(piece[1])
+        return block(piece)
+
+    monkeypatch.setattr(listops, "_block", counted)
+    with pytest.raises(KeyboardInterrupt):
+        task.load("train", place)
+    made.clear()
+    examples = task.load("train", place)
+    assert made == [2]  # blocks 0 and 1 were kept
+    monkeypatch.setattr(listops, "_block", block)
+    whole = task.load("train", Place(cache=place.cache / "other"))
+    assert contents(examples) == contents(whole)
+
+
+def test_padding_stands_at_the_end(place):
+    task = make_task("listops:min_length=3,max_length=40,train=20,validation=5,test=5")
+    examples = task.load("train", place)
+    rows = np.array([3, 0, 7])
+    short, full = examples.batch(rows), examples.batch(rows, full=True)
+    assert short.inputs.shape == (3, short.lengths.max())
+    assert full.inputs.shape == (3, task.length) == (3, 40)
+    for batch in (short, full):
+        for row, length in zip(batch.inputs, batch.lengths, strict=True):
+            assert (row[:length] > 0).all() and (row[length:] == 0).all()
+            assert listops.TOKENS[row[length - 1]] == "<eos>"
+    assert (short.lengths == examples.lengths()[rows]).all()
+    assert (short.labels == examples.labels[rows]).all()
+
+
+def test_lra_files_read_as_generated_rows_do(tmp_path, place):
+    text = "( ( ( [MAX 4 ) ( ( ( [SM 9 ) 3 ) ] ) ) ] )"
+    folder = tmp_path / "listops-1000"
+    write_files(folder, [(text, 4)])
+    task = make_task("listops:source=official")
+    batch = task.load("validation", Place(tmp_path, place.cache)).batch(np.arange(1))
+    assert listops.decode(batch.inputs[0]) == "[MAX 4 [SM 9 3 X X <eos>"
+    assert batch.labels.tolist() == [value("[MAX 4 [SM 9 3 X X")] == [4]
+    assert task.vocabulary == 17
+
+
+def write_files(folder, rows, left_out=()):
+    folder.mkdir(parents=True)
+    lines = ["Source\tTarget", *(f"{source}\t{target}" for source, target in rows)]
+    for name in ("train", "val", "test"):
+        if name not in left_out:
+            (folder / f"basic_{name}.tsv").write_bytes("\r\n".join([*lines, ""]).encode())
+
+
+@pytest.mark.parametrize(
+    ("rows", "left_out", "message"),
+    [
+        ([("[MAX 4 ]", 4)], ("val",), "basic_val.tsv: no such file"),
+        ([("[MAX 4 ]", 4)], ("train", "val", "test"), "listops-1000/basic_train.tsv: no such file"),
+        ([], (), "basic_train.tsv: has no row"),
+        ([("[MAX 4 ]", "")], (), "line 2: is truncated or another file"),
+        ([("[MAX 4 ]", 12)], (), "line 2: is truncated or another file"),
+        ([("[MAX 4 ]", 4), ("[MUX 4 ]", 4)], (), "line 3: has the token '[MUX'"),
+        ([("1 " * 2_000, 4)], (), "line 2: has 2,001 tokens, must have at most 2,000"),
+    ],
+)
+def test_wrong_files_are_one_line(tmp_path, place, rows, left_out, message):
+    write_files(tmp_path / "listops-1000", rows, left_out)
+    with pytest.raises(UserError) as error:
+        make_task("listops:source=official").load("train", Place(tmp_path, place.cache))
+    line = str(error.value)
+    assert message in line and "\n" not in line
+    assert line.endswith(
+        "had at https://github.com/google-research/long-range-arena (lra_release.gz)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("source=official,min_length=50", "min_length: of the generator, without effect on files"),
+        ("source=files", "source=files: choose generated or official"),
+        ("min_length=50,max_length=51", "must leave a length between them"),
+        ("max_depth=3,max_args=10", "no tree of max_depth=3 and max_args=10 has more than 122"),
+        ("train=0", "train=0: must be at least 1"),
+        ("seed=-1", "seed=-1: must be at least 0"),
+        ("max_args=1", "must be from 1 to 30, and from 2 to 1,000"),
+        ("lenght=3", "unknown option 'lenght'"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    with pytest.raises(UserError) as error:
+        make_task(f"listops:{options}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_trees_that_never_fit_are_one_line(monkeypatch):
+    monkeypatch.setattr(listops, "_TRIES", 50)
+    with pytest.raises(UserError, match=r"of 50 trees none had more than 90,000 and"):
+        rows_of("min_length=90000,max_length=100000")
+
+
+def test_files_without_a_folder_are_one_line(place):
+    with pytest.raises(UserError, match=r"^task listops: give --data DIR, where DIR/listops-1000/"):
+        make_task("listops:source=official").load("train", place)

@@ -1,0 +1,281 @@
+"""Training a cell: what is looked at when, restarts, controls, figures and their pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from cat_lm.errors import UserError
+from eval.common.grids import cells, execution
+from eval.common.grids.execution import Execution
+from eval.common.grids.places import CONTROL, NEGATIVE
+from eval.long_range import figure as grid
+from eval.long_range import page, training
+from eval.long_range.__main__ import main
+from eval.long_range.catalog import FIGURES
+from eval.long_range.cell import Cell
+from eval.long_range.plan import SCALES, TASKS, Choice, fitted, place_on_axis, plan
+from eval.long_range.tasks import Place, make_task
+
+SUMS = "cumsum:seq_len=6,train=20,validation=6,test=10"
+LISTS = "listops:min_length=3,max_length=14,train=24,validation=6,test=8"
+
+
+def cell(task: str = SUMS, mixer: str = "las:position=none", **options) -> Cell:
+    fixed = {"d_model": 16, "layers": 1, "lr": 1e-3, "batch_size": 8, "epochs": 2}
+    return Cell(task, mixer, **(fixed | options))
+
+
+def run(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval.long_range", *map(str, arguments)])
+    main()
+
+
+class TestCells:
+    def test_the_test_is_looked_at_once_after_training(self, monkeypatch):
+        looked, real = [], training.measure
+
+        def measure(model, examples, rows):
+            looked.append(len(examples))
+            return real(model, examples, rows)
+
+        monkeypatch.setattr(training, "measure", measure)
+        record = training.run_cell(cell(eval_steps=2), quiet=True)
+        # Three steps an epoch: after the second, fourth and each epoch's end (the sixth is both).
+        assert looked == [6, 6, 6, 6, 10]
+        assert [point["step"] for point in record["history"]] == [2, 3, 4, 6]
+        assert record["data"]["test"]["rows"] == 10 and record["metric"] == "r2"
+
+    def test_the_model_of_the_best_validation_is_tested(self, monkeypatch):
+        values, weights, real = iter([0.5, 0.9, 0.1]), [], training.measure
+
+        def measure(model, examples, rows):
+            weights.append(model.head.weight.detach().clone())
+            return next(values) if len(examples) == 6 else real(model, examples, rows)
+
+        monkeypatch.setattr(training, "measure", measure)
+        record = training.run_cell(cell(epochs=3), quiet=True)
+        assert record["validation"] == {"step": 6, "value": 0.9}
+        assert torch.equal(weights[-1], weights[1]) and not torch.equal(weights[2], weights[1])
+
+    def test_the_rate_falls_where_validation_stands_still(self, monkeypatch):
+        rates = []
+
+        def note(model, optimizer, *_):
+            rates.append(optimizer.param_groups[0]["lr"])
+            return torch.tensor(0.0)
+
+        monkeypatch.setattr(training, "train_step", note)
+        training.run_cell(cell(epochs=5, patience=1), quiet=True)
+        assert rates == pytest.approx([1e-3] * 9 + [2e-4] * 6)
+
+    def test_equal_cells_give_equal_results_and_another_seed_others(self):
+        a, b, c = (training.run_cell(cell(seed=seed), quiet=True) for seed in (0, 0, 1))
+        assert a["history"] == b["history"] != c["history"] and a["value"] == b["value"]
+
+    def test_r2_and_accuracy(self):
+        class Answers(torch.nn.Module):
+            task = make_task(SUMS)
+
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(1))
+
+            def forward(self, inputs, lengths):
+                sums = inputs[..., 0].cumsum(1) / torch.arange(1, 7).sqrt()
+                return sums * (1 - self.weight)
+
+        rows, made = make_task(SUMS).load("test"), Answers()
+        assert training.measure(made, rows, 3) == pytest.approx(1)
+        right = rows.batch(np.arange(10)).labels
+        made.weight.data += 1  # always 0
+        assert training.measure(made, rows, 3) == pytest.approx(1 - (right**2).mean() / right.var())
+        made.weight.data += torch.nan
+        assert training.measure(made, rows, 3) < -sys.float_info.max
+
+    def test_other_rows_labels_are_those_of_other_rows(self, tmp_path):
+        shuffled = cell(LISTS, is_shuffled=True, place=Place(cache=tmp_path))
+        trial = training.Trial(shuffled, "cpu")
+        real = trial.examples["train"].labels
+        assert sorted(trial.labels) == sorted(real) and (trial.labels != real).any()
+        plain = training.Trial(dataclasses.replace(shuffled, is_shuffled=False), "cpu")
+        assert plain.labels is None
+        with pytest.raises(UserError, match="has no classes to exchange"):
+            training.run_cell(cell(is_shuffled=True))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"train_rows": 21}, "train_rows=21: cumsum:seq_len=6,train=20"),
+            ({"lr": 0}, "lr=0: must be"),
+            ({"norm": "none"}, "norm=none: must be layer or batch"),
+            ({"layers": 0}, "layers=0: must be from 1"),
+        ],
+    )
+    def test_what_does_not_fit_is_one_line(self, options, message):
+        with pytest.raises(UserError) as error:
+            training.run_cell(cell(**options))
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+class TestCommand:
+    def test_run_keeps_what_is_finished(self, tmp_path, monkeypatch, capsys):
+        command = ("run", "--task", SUMS, "--mixer", "las:position=none", "--out", tmp_path)
+        command += ("--d-model", 16, "--layers", 1, "--device", "cpu", "--patience", "none")
+        run(monkeypatch, *command)
+        said = capsys.readouterr().out.splitlines()[-1]
+        (path,) = (tmp_path / "cells").glob("*.json")
+        assert said.startswith("r2 ") and said.endswith(str(path))
+        before = path.stat().st_mtime_ns
+        monkeypatch.setattr(training, "train", None)
+        run(monkeypatch, *command)
+        assert path.stat().st_mtime_ns == before and capsys.readouterr().out.endswith(f"{said}\n")
+        record = json.loads(path.read_text())
+        assert record["cell"]["feed_forward"] is False and record["cell"]["patience"] is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("run", "--task", "sum", "--mixer", "las"), "task 'sum': choose one of listops"),
+            (("run", "--task", SUMS, "--mixer", "lass"), "--mixer 'lass': choose one of softmax"),
+            (("run", "--task", SUMS, "--mixer", "las", "--lr", "0"), "--lr"),
+            (("figure", "lrb"), "invalid choice: 'lrb'"),
+            (("figure", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
+            (("figure", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
+            (("figure", "atomic", "--models", "none"), "--models none: is in every figure"),
+            (("figure", "atomic", "--models", "las", "las"), "--models las: is given twice"),
+            (("figure", "atomic", "--models", "lass"), "--models 'lass': choose one of"),
+        ],
+    )
+    def test_wrong_arguments_are_one_line(self, arguments, message, tmp_path, monkeypatch, capsys):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, *arguments, "--out", tmp_path / "out")
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.count("\n") == 1
+        assert error.startswith("error: ") and message in error
+        assert not (tmp_path / "out").exists()
+
+
+class TestFigures:
+    def test_every_figure_fits_at_every_scale(self):
+        assert set(FIGURES) == set(TASKS)
+        for name in FIGURES:
+            for scale in SCALES.values():
+                points = plan(name, scale, Choice())
+                for point in points:
+                    point.run.cell.make_mixer()
+                    assert place_on_axis(point.run) > 0
+                    assert point.run.cell.make_task().name in TASKS[name]
+                runs = [p.run for p in points]
+                assert len({r.cell for r in runs}) == len(runs)
+                for row in {r.row for r in runs} - {CONTROL}:
+                    assert [r.line for r in runs if r.row == row].count(NEGATIVE) == 1
+                    has_classes = make_task(scale.tasks[row]).classes > 0
+                    assert [r.column for r in runs if r.row == CONTROL].count(row) == has_classes
+
+    def test_the_papers_grids(self):
+        points = plan("lra", SCALES["paper"], Choice())
+        assert {p.run.row for p in points} - {CONTROL} == {
+            *("listops", "imdb", "aan", "cifar10", "pathfinder")
+        }
+        imdb = next(p.run.cell for p in points if p.run.row == "imdb")
+        assert (imdb.layers, imdb.d_model, imdb.norm, imdb.pool) == (4, 64, "batch", "last")
+        assert imdb.is_causal and imdb.task == "imdb:protocol=clean"
+        assert fitted("las", "imdb") == "las:bound=0.0001"
+        assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
+        assert fitted("vanilla", "cifar10") == "vanilla" and fitted("mamba", "imdb") == "mamba"
+        both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
+        (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
+        assert task == "imdb:protocol=lra"
+        sizes = plan("data-size", SCALES["paper"], Choice(rows=("listops",)))
+        las = [p.run for p in sizes if p.run.line == "las" and p.run.row != CONTROL]
+        assert [r.cell.rows_of("train") for r in las] == [9_600, 24_000, 48_000, 72_000, 96_000]
+        (nothing,) = (p.run for p in sizes if p.run.line == NEGATIVE)
+        assert place_on_axis(nothing) == 96_000
+        chunks = plan("context", SCALES["cpu"], Choice())
+        assert {place_on_axis(p.run) for p in chunks} == {16, 64, 200}
+
+    @pytest.mark.parametrize(
+        ("name", "models"), [("atomic", ("nope", "las:position=none")), ("context", ("las",))]
+    )
+    def test_a_figure_runs_restarts_and_shows_every_run(
+        self, name, models, tmp_path, monkeypatch, capsys
+    ):
+        def execute(groups, out, device, workers):  # in this process
+            for group in groups:
+                for run in group:
+                    cells.run(out, run.cell, device, quiet=True)
+                    if stop and len(list((out / "cells").glob("*.json"))) == stop:
+                        raise KeyboardInterrupt
+
+        monkeypatch.setattr(execution, "execute", execute)
+        rows = ("select", "cummax") if name == "atomic" else ()
+        choice = Choice(rows=rows, place=Place(cache=tmp_path / "cache"))
+        command = (name, "smoke", tmp_path, Execution("cpu"), choice, 2, models)
+        stop = 3
+        with pytest.raises(KeyboardInterrupt):
+            grid.figure(*command)
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")}
+        assert len(before) == 3 and "cpu hours" in capsys.readouterr().out
+        stop = 0
+        record = grid.figure(*command)
+        said = capsys.readouterr().out
+        count = len(list((tmp_path / "cells").glob("*.json")))
+        assert f"{count} runs, {count - 3} to do" in said
+        assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        assert written["lines"] == record["lines"] and written["protocol"] == "clean"
+        assert {len(line["runs"]) for line in record["lines"]} == {1, 2}  # of the control one
+        kinds = {(control["row"], control["kind"]) for control in record["controls"]}
+        assert (
+            kinds
+            == {
+                "atomic": {("select", "negative"), ("cummax", "positive")},
+                "context": {("listops", "positive"), ("listops", "negative")},
+            }[name]
+        )
+        told = (tmp_path / f"{name}.md").read_text()
+        assert FIGURES[name].number in told and record["provenance"]["command"] in told
+        assert all(warning in told for warning in page.warnings(record))
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+        if name == "atomic":
+            assert told.count("0.7830") == 1 and told.count("1.0000") == 1
+
+    def test_runs_of_other_data_are_not_compared(self, tmp_path):
+        point = plan("atomic", SCALES["smoke"], Choice())[0]
+        records = [{"data": {"test": {"origin": {"sha256": x}}}} for x in "ab"]
+        runs = [point.at(1e-3, seed) for seed in (0, 1)]
+        grid.check_same_data([(runs[0], records[0]), (runs[1], records[0])], tmp_path)
+        with pytest.raises(UserError, match="was made from other data"):
+            grid.check_same_data(list(zip(runs, records, strict=True)), tmp_path)
+
+    def test_controls_are_measured_against_their_limits(self):
+        places = plan("context", SCALES["smoke"], Choice())
+
+        def found(las, nothing, shuffled, rows=100, share=0.2):
+            test = {"rows": rows, "most_frequent": share}
+            values = {CONTROL: shuffled}
+            return grid.controls(
+                [
+                    (
+                        p.at(1e-3, 0),
+                        {
+                            "value": values.get(
+                                p.run.row, nothing if p.run.line == NEGATIVE else las
+                            ),
+                            "data": {"test": test},
+                        },
+                    )
+                    for p in places
+                ]
+            )
+
+        positive, negative = found(0.8, 0.5, 0.3)
+        assert positive["bound"] == pytest.approx(0.75) and positive["passed"]
+        assert negative["bound"] == pytest.approx(0.4) and negative["passed"]
+        assert [control["passed"] for control in found(0.7, 0.5, 0.45)] == [False, False]
