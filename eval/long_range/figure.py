@@ -68,7 +68,7 @@ def figure(
     }
     drawing = pictures.draw(
         rows,
-        lambda run, found: {place_on_axis(run): found["value"]},
+        lambda run, found: {place_on_axis(run, found): found["value"]},
         picture_title(record),
         axis=FIGURES[name].axis,
         measure=record["metric"],
@@ -89,7 +89,7 @@ def told(
 
     def tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
         steps = steps_to(record)
-        return {place_on_axis(run): {"accuracy": record["value"], "steps to 90%": steps}}
+        return {place_on_axis(run, record): {"accuracy": record["value"], "steps to 90%": steps}}
 
     lines = summary([each for each in found if each[0].row != CONTROL], tests)
     shown = {run.row: record for run, record in rows if run.row != CONTROL}
@@ -191,7 +191,7 @@ def _best(of_row: Rows) -> tuple[str, float]:
     means: dict[tuple[str, int], list[float]] = {}
     for run, record in of_row:
         if run.line != NEGATIVE:
-            means.setdefault((run.line, place_on_axis(run)), []).append(record["value"])
+            means.setdefault((run.line, place_on_axis(run, record)), []).append(record["value"])
     (line, _), values = max(means.items(), key=lambda item: statistics.fmean(item[1]))
     return line, statistics.fmean(values)
 

@@ -202,7 +202,9 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
     elif figure == "data-size":
         most = cell.rows_of("train")
         for share in scale.shares:
-            yield replace(cell, train_rows=int(most * share)), "rows"
+            # All that there are: without what is held out of them, which nobody has counted yet.
+            rows = None if share == 1 else int(most * share)
+            yield replace(cell, train_rows=rows), "rows"
     else:
         yield cell, "length"
 
@@ -221,18 +223,18 @@ def fitted(mixer: str, task: str) -> str:
     recipe, preset = recipe_of(task), mixers.VARIANTS.get(name, {})
     own = {f.name: f.default for f in fields(Recipe) if f.name in ("width", "bound")}
     wanted = {}
-    if preset.get("values", given.get("values", "none")) != "none":
+    if given.get("values", preset.get("values", "none")) != "none":
         wanted["width"] = recipe.width
-    if preset.get("decay", given.get("decay", "none")) == "slow":
+    if given.get("decay", preset.get("decay", "none")) == "slow":
         wanted["bound"] = recipe.bound
     more = [f"{k}={v}" for k, v in wanted.items() if k not in given and v != own[k]]
     return mixer + "".join(f"{':' if not given and not i else ','}{x}" for i, x in enumerate(more))
 
 
-def place_on_axis(run: Run) -> int:
-    """Give where a run stands on the figure's axis."""
+def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
+    """Give where a run with its record stands on the figure's axis."""
     if run.across == "rows":
-        return run.cell.rows_of("train")
+        return record["data"]["train"]["rows"]
     if run.across == "chunk":
         return run.cell.make_mixer().options.chunk or run.cell.seq_len
     return run.cell.seq_len

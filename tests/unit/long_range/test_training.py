@@ -169,7 +169,8 @@ class TestFigures:
                 points = plan(name, scale, Choice())
                 for point in points:
                     point.run.cell.make_mixer()
-                    assert place_on_axis(point.run) > 0
+                    rows = {"data": {"train": {"rows": 1}}}
+                    assert place_on_axis(point.run, rows) > 0
                     assert point.run.cell.make_task().name in TASKS[name]
                 runs = [p.run for p in points]
                 assert len({r.cell for r in runs}) == len(runs)
@@ -188,6 +189,7 @@ class TestFigures:
         assert imdb.is_causal and imdb.task == "imdb:protocol=clean"
         assert fitted("las", "imdb") == "las:bound=0.0001"
         assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
+        assert fitted("las:values=none", "cifar10") == "las:values=none"
         assert fitted("vanilla", "cifar10") == "vanilla" and fitted("mamba", "imdb") == "mamba"
         both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
         (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
@@ -196,9 +198,12 @@ class TestFigures:
         las = [p.run for p in sizes if p.run.line == "las" and p.run.row != CONTROL]
         assert [r.cell.rows_of("train") for r in las] == [9_600, 24_000, 48_000, 72_000, 96_000]
         (nothing,) = (p.run for p in sizes if p.run.line == NEGATIVE)
-        assert place_on_axis(nothing) == 96_000
+        assert place_on_axis(nothing, {"data": {"train": {"rows": 95_000}}}) == 95_000
+        # Where a tenth is held out, the whole is fewer than the official rows.
+        whole = [p.run.cell for p in plan("data-size", SCALES["paper"], Choice(rows=("imdb",)))]
+        assert {c.train_rows for c in whole} == {2_500, 6_250, 12_500, 18_750, None}
         chunks = plan("context", SCALES["cpu"], Choice())
-        assert {place_on_axis(p.run) for p in chunks} == {16, 64, 200}
+        assert {place_on_axis(p.run, {}) for p in chunks} == {16, 64, 200}
 
     @pytest.mark.parametrize(
         ("name", "models"), [("atomic", ("nope", "las:position=none")), ("context", ("las",))]
