@@ -240,6 +240,24 @@ def test_counts_are_those_of_the_model(name):
     assert ARCHITECTURE.problems(section, 64) == []
 
 
+def test_layers_own_losses_are_the_models():
+    """In training alone, and the same where layers are computed again for the backward pass."""
+    ids, found = tokens(2, 40), []
+    for checkpointed in (False, True):
+        model = model_of("landmark", mixer_options={"block": 4, "dropout": 0.0})
+        assert model.collects_losses and model(ids, labels=ids).auxiliary_loss is None
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        outputs = model.train()(ids, labels=ids)
+        (outputs.loss + outputs.auxiliary_loss).backward()
+        found.append([outputs.auxiliary_loss, *(p.grad for p in model.parameters())])
+    assert found[0][0] > 0
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    plain = model_of("cat").train()
+    assert not plain.collects_losses and plain(ids, labels=ids).auxiliary_loss is None
+
+
 @pytest.mark.parametrize(
     ("mixer", "options", "parameters"),
     [("gla", {}, 374_475_776), ("deltanet", {"heads": 8}, 374_362_112)],

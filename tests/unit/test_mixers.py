@@ -145,6 +145,46 @@ def test_nothing_reads_padding_inside_a_row(specification, layer):
     same(mixer(other, padding_mask=mask)[mask], y[mask])
 
 
+@pytest.mark.parametrize("training", ["guided", "dense", "hard", "grouped"])
+def test_what_landmarks_learn_from(training):
+    """And that blocks are left out afterwards, whatever is read in training."""
+    options = "block=4,top_k=1,local=1,dropout=0,streams=none,heads=2"
+    combined = ",combine=grouped" if training == "grouped" else ""
+    mixer = built(f"landmark:{options},training={training}{combined}").train()
+    dense = built("cat:streams=none,heads=2,dropout=0").eval()
+    dense.load_state_dict(mixer.state_dict(), strict=False)
+    x, losses = 3 * rows(), []
+    assert mixer.adds_losses == (training == "guided")
+    y = mixer(x, auxiliary_losses=losses)
+    assert len(losses) == (training == "guided")
+    assert torch.allclose(y, dense(x), atol=1e-5) == (training in ("guided", "dense"))
+    assert not torch.allclose(mixer.eval()(x), dense(x), atol=1e-3)
+    if losses:
+        losses[0].backward()
+        assert losses[0] > 0 and mixer.streams.projection.weight.grad.any()
+        assert mixer.out_proj.weight.grad is None
+    if training == "grouped":
+        y.square().sum().backward()
+        assert mixer.sharpness.grad.any()
+    mixer(x, auxiliary_losses=losses)
+    assert len(losses) == (training == "guided")  # none outside of training
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("training=slow", "training='slow': choose one of hard, dense, guided, grouped"),
+        ("training=grouped", "training=grouped: needs combine=grouped"),
+        ("landmark_filter=learned,training=hard", "training=hard: gives the landmarks' parameters"),
+        ("landmark_filter=quest", 'landmark_filter="quest": must be one of box'),
+        ("heads=2,conv_type=multihead,conv_mixing=maps", "conv_mixing=maps: cannot be combined"),
+    ],
+)
+def test_landmarks_with_options_that_contradict_each_other(options, named):
+    with pytest.raises(UserError, match=f"^mixer landmark: {named}"):
+        make_mixer(f"landmark:{options}")
+
+
 def test_padding_inside_a_call_is_zeros_and_at_its_end_no_gap():
     """As cat_lm/mixers/base.py says."""
     x, filters = torch.randn(1, 8, 1, 2), torch.randn(1, 3)

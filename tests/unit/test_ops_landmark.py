@@ -8,13 +8,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from cat_lm.errors import UserError
-from cat_lm.ops.landmark import blocks, flex, reference, select
+from cat_lm.ops.landmark import blocks, flex, reference, segments, select
 from cat_lm.ops.landmark import decode as kernel
 from cat_lm.ops.landmark.blocks import attend_block_major
-from cat_lm.ops.landmark.dispatch import attend_blocks
+from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
-from cat_lm.ops.landmark.layout import interior_padding, sequence_blocks
+from cat_lm.ops.landmark.layout import cached_blocks, interior_padding, sequence_blocks
 from cat_lm.ops.landmark.select import Choice, choose_blocks, select_blocks
 from cat_lm.ops.landmark.step import attend_one
 
@@ -200,6 +200,73 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
         strict=True,
     ):
         torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["the paper", "layer, sink"])
+@pytest.mark.parametrize("rows", [*ROWS, "cache"])
+def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_tiles):
+    choice, heads = CHOICES[case][0], 4
+    query, key, value = (x.float() for x in drawn(26, heads, 2))
+    if rows == "cache":
+        layout, query = cached_blocks(5, 21, BLOCK, torch.tensor([0, 7])), query[:, :, 5:]
+    else:
+        layout = sequence_blocks(26, BLOCK, *ROWS[rows], query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected, _ = choose_blocks(query, marks, layout, choice)
+    given = (query, key, value, selected, layout, choice.local, SCALING, 0.0, None)
+    wanted, maps = attend_blocks("eager", *given)
+    torch.testing.assert_close(attend_blocks("flex_attention", *given)[0], wanted)
+    # Uncompiled, it looks every pair up, and its tiles are not read.
+    mask = flex.block_mask(heads, 26, selected, layout, choice.local).to_dense()
+    size = flex.TILE
+    short = -maps.shape[2] % size, -maps.shape[3] % size
+    seen = F.pad(maps > 0, (0, short[1], 0, short[0])).unfold(2, size, size).unfold(3, size, size)
+    assert torch.equal(mask.bool().expand(2, heads, -1, -1), seen.flatten(4).any(dim=4))
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_compiled_flex_attention_on_a_cpu():
+    """Takes a C++ compiler half a minute."""
+    query, key, value = (x.float() for x in drawn(300))
+    layout = sequence_blocks(300, BLOCK, None, None, query.device)
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+    selected, _ = choose_blocks(query, marks, layout, Choice(2, 1))
+    given = (query, key, value, selected, layout, 1, SCALING, 0.0, None)
+    found, wanted = (attend_blocks(by, *given)[0] for by in ("flex_attention", "eager"))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_which_backend_computes():
+    many, few = 5000, 16
+    for by, queries, keys, dropout, triton, name in (
+        ("eager", many, many, 0.1, True, "reference"),
+        ("sdpa", few, many, 0.0, True, "gather"),
+        ("sdpa", few, few, 0.0, True, "triton"),
+        ("sdpa", many, many, 0.0, True, "triton"),
+        ("sdpa", many, many, 0.1, True, "sdpa-mask"),
+        ("sdpa", many, many, 0.0, False, "blocks"),
+        ("sdpa", few, few, 0.0, False, "sdpa-mask"),
+        ("flex_attention", few, many, 0.0, True, "gather"),
+        ("flex_attention", many, many, 0.0, True, "flex"),
+    ):
+        assert choose_backend(by, queries, keys, dropout, triton) == name
+
+
+def test_why_the_triton_kernel_does_not_serve(monkeypatch):
+    monkeypatch.setattr(segments, "INSTALLED", True)
+    gpu, half = torch.device("cuda"), torch.bfloat16
+    assert segments.why_not(gpu, half, 128, 128) is None
+    for device, dtype, block, width, named in (
+        (torch.device("cpu"), half, 64, 64, "cuda tensors, not cpu"),
+        (gpu, torch.float64, 64, 64, "no float64"),
+        (gpu, half, 129, 65, "block=129 by heads of 65 channels are 32768 numbers of its 16384"),
+        (gpu, torch.float32, 64, 80, "8192 numbers of its 4096 in float32"),
+    ):
+        assert named in segments.why_not(device, dtype, block, width)
+    monkeypatch.setattr(segments, "INSTALLED", False)
+    assert segments.why_not(gpu, half, 64, 64) == "triton is not installed"
 
 
 @pytest.mark.parametrize("time", [1, BLOCK - 1, 5 * BLOCK + 3])
