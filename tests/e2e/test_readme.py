@@ -112,7 +112,12 @@ def test_configurations_that_the_readmes_name_are_valid():
         load_config(ROOT / name)
     nodes, tasks = re.findall(r"--nodes (\d+) --gpus-per-node (\d+)", text)[0]
     gpus = re.findall(r"--nproc-per-node (\d+)", text)[0]
-    assert re.findall(r"slurm local \S+ --gpus-per-node (\d+)", text) == [gpus]
+    lines = text.replace("\\\n", " ")
+    on_one_node = re.findall(r"slurm local (\S+) --gpus-per-node (\d+)(.*)", lines)
+    assert gpus in [number for _, number, _ in on_one_node]
+    for file, number, rest in on_one_node:
+        config = load_config(ROOT / file, [part for part in rest.split() if "=" in part])
+        assert config.accumulation_steps(int(number)) >= 1
     for row in map(ROOT.joinpath, sorted(names)):
         if row.parent.name != "pretrain":
             continue
