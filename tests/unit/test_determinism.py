@@ -12,6 +12,7 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.training import determinism
+from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import dry_run
 from tests.runs import run_values
 from tests.unit.tiny_models import cat_model, random_ids
@@ -88,7 +89,7 @@ def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
     engine = SimpleNamespace(
         config=config,
         model=model,
-        ranks=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
+        ranks=Ranks(0, 0, 1, torch.device("cpu")),
         optimizer=SimpleNamespace(state={}, param_groups=[]),
         deepspeed=SimpleNamespace(
             set_gradient_accumulation_boundary=lambda boundary: None,

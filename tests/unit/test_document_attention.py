@@ -143,7 +143,7 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
     assert documents_apart(config, cat_model(), torch.device("cuda")).name == name
     engine = object.__new__(Engine)
     engine.config, engine.ranks = config, SimpleNamespace(device=torch.device("cpu"))
-    engine._gives_borders = name != "mask"
+    engine._gives_borders, engine.sequence_group = name != "mask", None
     ids = np.array(IDS["several"])
     parts = engine._micro_batches({"input_ids": ids, "document_ids": ids})
     found = [part["document_borders"].tolist() if name != "mask" else None for part in parts]

@@ -26,7 +26,7 @@ def graphs(rows: list[list[int]], borders: bool = True, scored: type = torch.ten
     engine, counter = object.__new__(Engine), CompileCounterWithBackend("eager")
     engine.config = load_config(REPOSITORY / "configs/quickstart.yaml", overrides)
     engine.ranks = SimpleNamespace(device=torch.device("cpu"))
-    engine._gives_borders = borders
+    engine._gives_borders, engine.sequence_group = borders, None
     engine.deepspeed = cat_model(num_hidden_layers=1, conv_window=4).train()
     engine.deepspeed.compile(backend=counter, fullgraph=True)
     for number, lengths in enumerate(rows):
