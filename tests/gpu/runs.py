@@ -17,6 +17,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,17 +148,16 @@ def main() -> None:
 
     options = parser().parse_intermixed_args()
     record = options.json.resolve()  # commands run in the repository
-    data, folder = record.parent / "data", record.with_suffix("")
-    # A run that was cut off is none to go on with: its steps would not all be this session's.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    data = record.parent / "data"
+    record.parent.mkdir(parents=True, exist_ok=True)
     prepared = ("--source", "python-stdlib", "--tokenizer", "bytes", "--max-bytes", TEXT_BYTES)
     if options.what != "profile":
         call("-m", "data_prep.prepare", *prepared, "--out", data)
     overrides = [*options.overrides, f"data.path={data}"]
-    found = WHAT[options.what](options.config, overrides, folder)
+    # A new folder: one that was there is not ours, and its run none to go on with. Gigabytes go.
+    with tempfile.TemporaryDirectory(prefix=f"{record.stem}-", dir=record.parent) as folder:
+        found = WHAT[options.what](options.config, overrides, Path(folder))
     write_json(record, provenance() | found)
-    shutil.rmtree(folder)  # gigabytes of checkpoints
     if found.get("deterministic"):
         for name in ("run_to_run", "resumed"):
             if not found[name]["equal"]:

@@ -258,14 +258,15 @@ def start_runs(monkeypatch, tmp_path, lines: list[list[float]], *overrides: str)
 
     monkeypatch.setattr(runs, "train", train)
     monkeypatch.setattr(runs, "call", lambda *words: None)
-    record = tmp_path / "bits.json"
+    record, others = tmp_path / "bits.json", tmp_path / "bits/others"
+    others.mkdir(parents=True, exist_ok=True)
     words = ("repeat", REPOSITORY / "configs/quickstart.yaml", *overrides, "--json", record)
     monkeypatch.setattr(sys, "argv", ["runs", *map(str, words)])
     try:
         runs.main()
     finally:
         found = json.loads(record.read_text())
-    assert next(left, None) is None and not (tmp_path / "bits").exists()
+    assert next(left, None) is None and others.is_dir() and not list(tmp_path.glob("bits-*"))
     return found
 
 
