@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|train|decode|engine|stacks|data|checkpoint [--json FILE]`: speed.
+"""`python -m eval.speed conv|lengths|train|decode|engine|stacks|data|checkpoint`: speed.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True)
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
+    _add_lengths(benchmarks.add_parser("lengths", help="long filters by the length of the text"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
     _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
@@ -105,6 +106,39 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
         help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
     )
     _add_processes(parser)
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    usual = (1024, 4096, 16384)
+    parser.add_argument(
+        "--lengths",
+        type=whole_numbers(limits.CONTEXT, "1024,4096"),
+        default=usual,
+        metavar="LIST",
+        help=f"T (default: {','.join(map(str, usual))})",
+    )
+    for name, allowed, default in (
+        ("batch-size", limits.BATCH, 1),
+        ("heads", limits.HEADS, 8),
+        ("head-dim", limits.HIDDEN_SIZE, 64),
+        ("window", limits.WINDOW, 21),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=whole(allowed),
+            default=default,
+            metavar="N",
+            help=f"default: {default}",
+        )
+    parser.add_argument(
+        "--state",
+        type=whole(limits.CONV_STATE.at_least(2)),
+        default=16,
+        metavar="N",
+        help="of the long filters, even (default: 16)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    _add_repeats(parser, 5)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from cat_lm.host import GIB
 from eval.speed.choices import SHAPES, SIZES, models
 
 # In these a rival's time counts, and a policy that slows its threads is not set for it.
-CONTESTS = ("conv", "train", "decode")
+CONTESTS = ("conv", "lengths", "train", "decode")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -38,7 +38,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     quiet_transformers()
     device = open_device(options.device, options.threads)
     started = provenance()
-    runs = {"conv": run_conv, "train": run_train, "decode": run_decode, "data": data.run}
+    runs = {
+        "conv": run_conv,
+        "lengths": run_lengths,
+        "train": run_train,
+        "decode": run_decode,
+        "data": data.run,
+    }
     runs |= {"checkpoint": run_checkpoint, "engine": run_engine, "stacks": run_stacks}
     measured = runs[options.benchmark](options, device)
     return {
@@ -73,6 +79,26 @@ def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         cuda_graphs=not options.eager,
     )
     return conv_speed(asked, device)
+
+
+def run_lengths(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.conv.lengths import LengthOptions, length_speed
+
+    if options.state % 2:
+        raise UserError(f"--state {options.state}: must be even: a turning decay has two numbers")
+    numbers = options.batch_size * max(options.lengths) * options.heads * options.head_dim
+    _check_room(f"--lengths {max(options.lengths)}", 4 * numbers, device)
+    asked = LengthOptions(
+        lengths=options.lengths,
+        batch=options.batch_size,
+        heads=options.heads,
+        head_dim=options.head_dim,
+        window=options.window,
+        state=options.state,
+        dtype=options.dtype,
+        repeats=options.repeats,
+    )
+    return length_speed(asked, device)
 
 
 def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:

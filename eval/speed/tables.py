@@ -13,6 +13,7 @@ _LINES = {
     "data": ("data.tables", "data_lines"),
     "checkpoint": ("model.checkpoint", "checkpoint_lines"),
     "engine": ("model.engine", "engine_lines"),
+    "lengths": ("conv.lengths", "length_lines"),
     "stacks": ("model.stacks", "stack_lines"),
 }
 

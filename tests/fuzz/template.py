@@ -33,8 +33,9 @@ _TORCH = (
     *("cat_lm.data.loader",),
     *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
     *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
-    *("eval.speed.conv.measure", "eval.speed.model.decode", "eval.speed.model.train"),
-    *("eval.speed.tables", "eval.recall.__main__", "eval.recall.show.filter_plots"),
+    *("eval.speed.conv.measure", "eval.speed.conv.lengths", "eval.speed.model.decode"),
+    *("eval.speed.model.train", "eval.speed.tables"),
+    *("eval.recall.__main__", "eval.recall.show.filter_plots"),
     *("eval.recall.grids.streams", "launch.doctor.__main__", "launch.doctor.scale"),
 )
 _HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot.__main__")

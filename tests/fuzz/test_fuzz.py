@@ -21,7 +21,8 @@ from tests.fuzz.values import ODD, odd_line
 
 SEED, CASES, MORE_CASES = 2026, 25, 330
 # Those whose single call takes seconds.
-SLOW = ("doctor", "streams", "speed-conv", "report", "sweep", "sweep-text", "zero-shot-table")
+SLOW = ("doctor", "streams", "speed-conv", "speed-lengths", "report", "sweep", "sweep-text")
+SLOW += ("zero-shot-table",)
 EXPECTED = {
     **{"fine": [], "refused": [], "trace": ["traceback"], "code": ["exit code"]},
     **{"silent": ["message"], "chatty": ["message"], "lines": ["message"], "hang": ["hang"]},

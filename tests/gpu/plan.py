@@ -155,6 +155,12 @@ def _benchmarks(rehearsal: bool) -> list[Step]:
         tiny = (*_TINY_MODEL, "--prompts=8", "--new-tokens=4", "--repeats=1", "--device=cpu")
         return _speed(name, "decode", "--dtype=bfloat16", *(tiny if rehearsal else full))
 
+    def lengths() -> Step:
+        tiny = ("--lengths=20,40", "--heads=2", "--head-dim=16", "--state=4", "--repeats=2")
+        full = ("--lengths=1024,4096,16384", "--batch-size=4", "--heads=16", "--repeats=50")
+        sizes = (*tiny, "--device=cpu") if rehearsal else (*full, "--dtype=bfloat16")
+        return _speed("lengths", "lengths", *sizes)
+
     small = ("--models=1,2", "--d-model=16", "--seq-len=16", "--batch-size=4", "--repeats=1")
     flash = ("--attention=flash_attention_2",)
     return [
@@ -169,6 +175,7 @@ def _benchmarks(rehearsal: bool) -> list[Step]:
         train("train-32-rows", rows=32, minutes=4),
         *conv("-windows", "3,8,64,128", "bfloat16"),
         *conv("-fp32", "4,21", "float32"),
+        lengths(),
         decode("decode-long", 16384),
     ]
 

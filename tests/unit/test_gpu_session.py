@@ -218,7 +218,7 @@ def test_every_step_is_a_command_that_exists(rehearsal):
             assert asked.total_steps == 12 == 2 * asked.checkpoint.every_steps
             assert asked.train.deterministic == step_.name.endswith("deterministic")
     benchmarks = {step_.command[step_.command.index("eval.speed") + 1] for step_ in speed}
-    assert benchmarks == {"conv", "train", "decode", "engine", "stacks"}
+    assert benchmarks == {"conv", "lengths", "train", "decode", "engine", "stacks"}
     tests = {word for step_ in steps for word in step_.command if word.endswith("_cuda.py")}
     there = {str(f.relative_to(REPOSITORY)) for f in REPOSITORY.glob("tests/gpu/test_*.py")}
     assert tests == there

@@ -47,10 +47,17 @@ def _of_one_lag(
 
 
 def distances(found: Tensor, expected: Tensor) -> dict[str, float]:
-    """The two distances of the module's text; infinite where shapes differ."""
+    """The two distances of the module's text; infinite where shapes differ.
+
+    Where nothing but zeros is expected, as a gradient of what one token does not read, nothing else
+    is right: the distances are 0 or infinite.
+    """
     if found.shape != expected.shape:
         return {"norm": float("inf"), "largest": float("inf")}
     difference = found.detach().double() - expected
+    if not expected.any():
+        distance = float("inf") if difference.any() else 0.0
+        return {"norm": distance, "largest": distance}
     return {
         "norm": float(difference.norm() / expected.norm()),
         "largest": float(difference.abs().max() / expected.abs().max()),

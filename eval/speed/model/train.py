@@ -167,6 +167,11 @@ def relative_to_plain(seconds: Sequence[float], plain: Sequence[float] | None) -
     return {"relative_to_plain": ratio["median"], "relative_range": ratio["range"]}
 
 
+# Imports are most of what a small model takes, and no part of a step's memory.
+_PRELOADED = (__name__, "cat_lm.model.modeling", "cat_lm.training.engine")
+_DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+
+
 def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
     """Measure each model in a process of its own, after this one has let its memory go."""
     gc.collect()
@@ -174,8 +179,8 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
         torch.cuda.empty_cache()
         method = "spawn"  # no fork survives a driver
     else:
-        method = "forkserver"  # imports are most of what a small model takes
-        multiprocessing.set_forkserver_preload([__name__, *["deepspeed"] * case.optimizer])
+        method = "forkserver"
+        multiprocessing.set_forkserver_preload([*_PRELOADED, *_DEEPSPEED * case.optimizer])
     say("peak memory of each model, in processes of their own")
     with multiprocessing.get_context(method).Pool(1, maxtasksperchild=1) as pool:
         return {name: pool.apply(peak_memory, (case, name)) for name in names}
@@ -200,6 +205,7 @@ def training_step(
 
 def peak_memory(case: TrainCase, name: str) -> int:
     """Bytes that two training steps need beyond the weights; run in a process of its own."""
+    gc.freeze()  # what was imported: DeepSpeed collects a dozen times, which would copy its pages
     model, _ = _built(case, name)
     gc.collect()
     on_gpu = case.size.device.startswith("cuda")
