@@ -41,6 +41,8 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import write_text
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve, short
+from cat_lm.model import attention
+from cat_lm.ops.landmark.options import DENSE
 
 # A chain of files; more of them are a mistake.
 _MOST_BASES = 32
@@ -151,11 +153,16 @@ class RunConfig(Section):
     def as_trained(self, section: ModelSection) -> ModelSection:
         """Give the section of this run's model as a step computes it.
 
-        That is with attention to all keys where landmarks are only taught.
+        That is with attention to all keys where landmarks are only taught, and to all blocks where
+        they are weighed as wholes.
         """
-        if self.train.landmark_loss not in ("dense", "guided"):
+        if self.train.landmark_loss in DENSE:
+            return section.model_copy(update={"attention": "softmax", "attention_options": None})
+        if self.train.landmark_loss != "grouped":
             return section
-        return section.model_copy(update={"attention": "softmax", "attention_options": None})
+        options = attention.pattern(section).resolved(section.attention_options)
+        blocks = -(-self.data.context_length // options["block"])
+        return section.model_copy(update={"attention_options": options | {"top_k": blocks}})
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
         """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
+from cat_lm.ops.landmark.options import CALIBRATE, TAUGHT
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
@@ -64,33 +65,47 @@ def _sequences(config: RunConfig) -> list[str]:
 def _landmarks(config: RunConfig) -> list[str]:
     """Say which keys of landmarks' training say nothing, or leave parameters without gradient."""
     train, model = config.train, config.model
+    way = f"train.landmark_loss={train.landmark_loss}"
+    told = {"landmark_weight": ("guided",), "landmark_rows": TAUGHT}
     errors = [
-        f"train.{key}={getattr(train, key)}: says nothing with "
-        f"train.landmark_loss={train.landmark_loss}; only guided has that loss"
-        for key in ("landmark_weight", "landmark_rows")
-        if getattr(train, key) is not None and train.landmark_loss != "guided"
+        f"train.{key}={getattr(train, key)}: says nothing with {way}; only "
+        f"{' and '.join(ways)} {'have' if len(ways) > 1 else 'has'} {what}"
+        for (key, ways), what in zip(told.items(), ("that loss", "such queries"), strict=True)
+        if getattr(train, key) is not None and train.landmark_loss not in ways
     ]
     if getattr(model, "attention", None) != "landmark":
         if train.landmark_loss != "hard":
-            errors.append(
-                f"train.landmark_loss={train.landmark_loss}: needs model.attention=landmark"
-            )
+            errors.append(f"{way}: needs model.attention=landmark")
         return errors
     options = model.attention_options if isinstance(model.attention_options, dict) else {}
     is_grouped = options.get("combine") == "grouped"
     if train.landmark_loss == "grouped" and not is_grouped:
-        errors.append("train.landmark_loss=grouped: needs model.attention_options.combine=grouped")
-    if train.landmark_loss == "guided" and options.get("top_k") == 0:
-        errors.append(
-            "train.landmark_loss=guided: says nothing with model.attention_options.top_k=0"
-        )
+        errors.append(f"{way}: needs model.attention_options.combine=grouped")
+    taught = train.landmark_loss in TAUGHT
+    if taught and options.get("top_k") == 0:
+        errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
     has_filter = options.get("filter") == "learned" or options.get("filter_state")
-    learns = is_grouped or has_filter
-    taught = train.landmark_loss == "guided"
+    learns = bool(is_grouped or has_filter)
     if learns and not taught and not (is_grouped and train.landmark_loss != "dense"):
         errors.append(
-            f"train.landmark_loss={train.landmark_loss}: gives the landmarks' parameters no "
+            f"{way}: gives the landmarks' parameters no "
             "gradient; use guided, or attention_options.filter=box and combine=flat"
+        )
+    return errors + (_calibration(config, learns) if train.landmark_loss == CALIBRATE else [])
+
+
+def _calibration(config: RunConfig, learns: bool) -> list[str]:
+    """Say what contradicts a run of which only the landmarks' parameters learn."""
+    train, way = config.train, "train.landmark_loss=calibrate"
+    errors = []
+    if not learns:
+        errors.append(f"{way}: a fixed filter learns nothing; use attention_options.filter=learned")
+    if train.init_from is None:
+        errors.append(f"{way}: changes nothing but landmarks; give the model as train.init_from")
+    if config.optimizer.weight_decay:
+        errors.append(
+            f"{way}: optimizer.weight_decay={config.optimizer.weight_decay} would change the other "
+            "weights; set it to 0"
         )
     return errors
 

@@ -192,14 +192,14 @@ class TrainSection(Section):
     mixer_backend: Literal["auto", "torch", "cpu", "triton", "fla"] = Field(
         "auto", description="what computes recurrences; a name that cannot serve ends the run"
     )
-    landmark_loss: Literal["hard", "dense", "guided", "grouped"] = Field(
+    landmark_loss: Literal["hard", "dense", "guided", "calibrate", "grouped"] = Field(
         "hard", description="attention=landmark in training: chosen blocks, or all keys and a loss"
     )
     landmark_weight: Annotated[float, number(limits.AUXILIARY_WEIGHT)] | None = Field(
         None, description="guided: of the landmarks' loss beside the tokens'; default: 0.3"
     )
     landmark_rows: PositiveSteps | None = Field(
-        None, description="guided: queries of a sequence that landmarks are taught on; default: 64"
+        None, description="queries of a sequence that landmarks are taught on; default: 64"
     )
     init_from: OptionalPath = Field(
         None, description="model folder whose weights a new run starts from; default: random"

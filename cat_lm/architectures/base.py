@@ -260,8 +260,12 @@ class Architecture:
         """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
         return 0.0
 
-    def saved_maps(self, section: Any) -> float:
-        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
+    def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
+        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32.
+
+        Args:
+            precision: "bf16" or "fp32", in which layers compute.
+        """
         return 0
 
     def forward_channels(self, section: Any) -> int:

@@ -180,7 +180,9 @@ class MixerArchitecture(Architecture):
         mixed = sum(mixer.kind.saved_in_fp32(mixer.options, setting) for setting in layers)
         return mixed / len(layers) + 4
 
-    def saved_maps(self, section: MixerSection) -> float:
+    def saved_maps(
+        self, section: MixerSection, context_length: int, on_gpu: bool, precision: str
+    ) -> float:
         """Count the mixers' maps; the layers' mean."""
         mixer, layers = mixer_of(section), settings_of(section)
         return sum(mixer.kind.saved_maps(mixer.options, s) for s in layers) / len(layers)

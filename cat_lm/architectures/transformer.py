@@ -291,10 +291,11 @@ class Transformer(Architecture):
         convolution += 6 * layers * section.conv_window * self._rank_heads(section) * channels
         return attended + convolution + layers * filter_counts.flops(self, section)
 
-    def saved_maps(self, section: Any) -> int:
+    def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
         """Count attention's maps, which no fused attention keeps, and those of transforms."""
         kept = section.num_attention_heads if section.attn_implementation == "eager" else 0
-        return kept + sum(entry.saved_maps(section) for entry in self.attention_entries(section))
+        given, entries = (context_length, on_gpu, precision), self.attention_entries(section)
+        return kept + sum(entry.saved_maps(section, *given) for entry in entries)
 
     def _saved_by_attention(self, section: Any) -> float:
         """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""

@@ -34,7 +34,7 @@ from cat_lm.ops.landmark.keys import (
 )
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
 from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
-from cat_lm.ops.landmark.options import is_sharp
+from cat_lm.ops.landmark.options import CALIBRATE, DENSE, TAUGHT, is_sharp
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
@@ -133,11 +133,12 @@ class LandmarkCore(nn.Module):
         layout = sequence_blocks(
             query.shape[2], self.block, call.documents, call.padding, key.device
         )
-        landmarks = self._landmarks(key, layout)
         way = self.training_by if self.training else "hard"
-        if way == "guided" and call.losses is not None:
-            call.losses.append(self._guided_loss(query, key, landmarks, layout, call.scaling))
-        if way in ("dense", "guided"):
+        own = [x.detach() if way == CALIBRATE else x for x in (query, key)]
+        landmarks = self._landmarks(own[1], layout)
+        if way in TAUGHT and call.losses is not None:
+            call.losses.append(self._guided_loss(*own, landmarks, layout, call.scaling))
+        if way in DENSE:
             is_plain = call.documents is None and call.padding is None
             output = attend_densely(query, key, value, layout, call.scaling, call.dropout, is_plain)
             return output.transpose(1, 2).contiguous(), None
@@ -156,7 +157,9 @@ class LandmarkCore(nn.Module):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor | None]:
         """Choose blocks and attend to them: [B, H, T, D], and maybe the maps."""
-        selected, scores = choose_blocks(query, landmarks, layout, choice)
+        # Of what is one softmax, scores get no gradient, and autograd need not keep their parts.
+        with torch.set_grad_enabled(self.is_grouped and torch.is_grad_enabled()):
+            selected, scores = choose_blocks(query, landmarks, layout, choice)
         logits = None
         if self.is_grouped:
             sharpness = own_heads(self.sequence_group, self.sharpness).exp()
@@ -214,11 +217,12 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
     Args:
         way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the
             loss of `cat_lm.ops.landmark.teaching`, which the model's outputs then have as
-            `auxiliary_loss`; "grouped", weighing all blocks as wholes.
+            `auxiliary_loss`; "calibrate", the same, of which queries and keys learn nothing;
+            "grouped", weighing all blocks as wholes.
         rows: for how many queries of each row the loss is computed.
     """
     cores = [module for module in model.modules() if isinstance(module, LandmarkCore)]
     for core in cores:
         core.training_by, core.rows = way, rows
     if cores:
-        model.collects_losses = way == "guided"
+        model.collects_losses = way in TAUGHT

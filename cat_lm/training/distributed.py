@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -208,6 +209,22 @@ def quiet() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def heap_left_alone() -> Iterator[None]:
+    """Keep every object that is there out of garbage collections.
+
+    DeepSpeed collects a dozen times while it starts, and each would look at all that was imported.
+    """
+    if gc.get_freeze_count() > 0:  # whoever did that keeps it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def import_deepspeed():

@@ -20,11 +20,13 @@ from cat_lm.model.attention.documents import DocumentAttention, document_attenti
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
+from cat_lm.ops.landmark.options import CALIBRATE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import give_memory, without_weights
-from cat_lm.training.distributed import Ranks, import_deepspeed, quiet
+from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, quiet
+from cat_lm.training.optimizer_state import fill_weights
 from cat_lm.training.partitioned_step import PartitionedStep
 from cat_lm.training.sequence import sequence_group
 from cat_lm.training.steps import LaunchedStep, StepResult
@@ -161,6 +163,8 @@ class Engine:
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
         self._auxiliary_weight = config.train.landmark_weight or USUAL_WEIGHT
+        calibrates = config.train.landmark_loss == CALIBRATE
+        self._token_weight = 0.0 if calibrates else 1.0
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"
@@ -168,6 +172,7 @@ class Engine:
         if self.sequence_group is not None:
             model.set_sequence_group(self.sequence_group)
         sum_products_in_fp32()
+        exact = _weights_of(model) if calibrates and ranks.is_first else None
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
@@ -179,7 +184,7 @@ class Engine:
             eps=config.optimizer.eps,
             fused=True,
         )
-        with quiet():
+        with quiet(), heap_left_alone():
             self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
                 model=model,
                 optimizer=optimizer,
@@ -190,6 +195,8 @@ class Engine:
         elif config.train.zero_stage > 0:
             PartitionedStep(self.deepspeed)
         self.model = model
+        if calibrates:  # master weights made of bf16 would be others
+            fill_weights(self, exact)
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))
         if config.train.compile:
@@ -278,7 +285,10 @@ class Engine:
     def _objective(self, outputs: CausalOutput) -> torch.Tensor:
         """Give what a micro-batch is trained on: its loss, and the layers' own."""
         own = _own_losses(outputs)
-        return outputs.loss if own is None else outputs.loss + self._auxiliary_weight * own
+        if own is None:
+            return outputs.loss
+        # With weight 0 every parameter still has a gradient, which every ZeRO stage waits for.
+        return self._token_weight * outputs.loss + self._auxiliary_weight * own
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         size = self.config.train.micro_batch_size
@@ -319,6 +329,11 @@ class Engine:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.found_inf = (~norm.isfinite()).float()
         return norm
+
+
+def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Copy the weights as they are, to the CPU."""
+    return {name: w.detach().to("cpu", copy=True) for name, w in model.named_parameters()}
 
 
 def _own_losses(outputs: CausalOutput) -> torch.Tensor | None:

@@ -166,7 +166,7 @@ def memory_per_rank(
         sent = 0.0
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
-    activations = _activations(config) + _loss_memory(config, vocab_size, on_gpu)
+    activations = _activations(config, on_gpu) + _loss_memory(config, vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
@@ -187,7 +187,7 @@ def memory_per_rank(
     )
 
 
-def _activations(config: RunConfig) -> float:
+def _activations(config: RunConfig, on_gpu: bool) -> float:
     """Bytes that the backward pass finds kept by the layers, for one micro-batch.
 
     The architecture counts the tensors of [B, T, C] and the maps of [B, T, T] of a layer.
@@ -203,7 +203,8 @@ def _activations(config: RunConfig) -> float:
     tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
     layer = tokens * model.hidden_size * tensors
     # Where ranks share sequences, those of a part of the heads.
-    maps = tokens * config.data.context_length * architecture.saved_maps(model)
+    length = config.data.context_length
+    maps = tokens * length * architecture.saved_maps(model, length, on_gpu, train.precision)
     layer += (4 + compute) * maps
     if train.activation_checkpointing:
         return layer + size * tokens * model.hidden_size * model.num_hidden_layers

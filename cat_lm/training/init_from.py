@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model, load_tokenizer, model_config, model_folder
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -41,6 +43,8 @@ def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) 
 def load_initial_weights(model: PreTrainedModel, folder: str) -> None:
     """Fills `model` with the weights of the model in `folder`, in the dtype of `model`.
 
+    What its pattern of attention learns and theirs has not stays as it starts.
+
     Raises:
         UserError: there is no model, or it is not the one that the configuration describes.
     """
@@ -51,7 +55,21 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> None:
             f"train.init_from={folder}: is another model than the configuration's: "
             + "; ".join(differences)
         )
-    model.load_state_dict(load_model(source, device="cpu").state_dict())
+    weights = load_model(source, device="cpu").state_dict()
+    model.load_state_dict(_starts_of_entries(model, weights) | weights)
+
+
+def _starts_of_entries(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give what `weights` lack of the parameters of entries of `cat_lm.model.attention`."""
+    ours = model.state_dict()
+    lacking = ours.keys() - weights.keys()
+    owners = {name.rpartition(".")[0] for name in lacking}
+    own = {
+        f"{owner}.{key}"
+        for owner in owners
+        for key in getattr(model.get_submodule(owner), "initial_values", dict)()
+    }
+    return {name: ours[name] for name in lacking & own}
 
 
 def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:

@@ -64,6 +64,25 @@ def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return weights
 
 
+def fill_weights(engine: Engine, weights: Mapping[str, torch.Tensor] | None) -> None:
+    """Copy the first rank's fp32 weights into the master weights (a collective).
+
+    Args:
+        weights: of all parameters, on the first rank; others give None, and hold one at a time.
+    """
+    held = {fragment.name: fragment for fragment in fragments(engine)}
+    for name, shape in shapes(engine).items():
+        if engine.ranks.is_first:
+            whole = weights[name].reshape(-1).to(engine.ranks.device, torch.float32)
+        else:
+            whole = torch.empty(shape.numel(), dtype=torch.float32, device=engine.ranks.device)
+        if engine.ranks.world_size > 1:
+            torch.distributed.broadcast(whole, src=0)
+        if name in held:
+            fragment = held[name]
+            fragment.of(fragment.stepped).copy_(whole[fragment.start : fragment.stop])
+
+
 def optimizer_step(engine: Engine) -> int:
     """Tell how many steps the optimizer has taken, which its bias correction depends on.
 

@@ -3,6 +3,7 @@
 `tests/unit/test_preloaded.py` looks whether a training run still imports something heavy itself.
 """
 
+import gc
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,3 +23,7 @@ distributed.import_deepspeed()
 # Of this project's own: plugins are found by each command itself, by its own path.
 for architecture in architectures.built_in():
     architecture.classes()
+
+# DeepSpeed collects a dozen times while it starts: a forked process would look at all of this each
+# time, and copy its pages.
+gc.freeze()

@@ -94,6 +94,8 @@ def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     assert "model.conv_type is 'none' there and 'head' here" in message
     assert "cat_lm.upcycle" in message and "conv_window" not in message
     assert "model.rope_theta is 10000.0 there" in error(pythia, rope_theta=500.0)
+    # What starts anew is the pattern's own alone.
+    assert "model.conv_type is" in error(pythia, conv_type="head", **LANDMARK)
     activated = shutil.copytree(pythia, tmp_path / "activated")
     changed = json.loads((activated / "config.json").read_text()) | {"hidden_act": "relu"}
     (activated / "config.json").write_text(json.dumps(changed))
@@ -106,6 +108,31 @@ def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     )
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "its tokenizer" in error(other)
+
+
+LANDMARK = {
+    "attention": "landmark",
+    "attention_options": {"block": 4, "top_k": 1, "local": 1, "filter": "learned"},
+}
+
+
+def test_landmarks_are_learned_for_a_dense_model_and_nothing_else(tiny_corpus, pythia, tmp_path):
+    from cat_lm.pretrained import load_model
+
+    calibrated = values(tiny_corpus, tmp_path / "run", pythia, **LANDMARK)
+    calibrated["train"]["landmark_loss"] = "calibrate"
+    calibrated["optimizer"]["weight_decay"] = 0.0
+    run("train.py", write_config(tmp_path, calibrated))
+    first, last = (row["landmark_loss"] for row in records(tmp_path / "run")[:2])
+    assert first != last
+    run("-m", "cat_lm.export", tmp_path / "run", tmp_path / "model")
+    folders = (tmp_path / "model", pythia)
+    weights, theirs = (load_model(folder, device="cpu").state_dict() for folder in folders)
+    assert all((weights.pop(name) == given).all() for name, given in theirs.items())
+    box = 1 / LANDMARK["attention_options"]["block"]
+    filters = [weights.pop(f"gpt_neox.layers.{n}.attention.core.filter") for n in range(2)]
+    assert all((taps != box).any() and abs(taps - box).max() < 0.1 for taps in filters)
+    assert all(".core.sharpness" in name for name in weights) and len(weights) == 2
 
 
 def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):

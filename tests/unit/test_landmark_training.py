@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.model.landmark import train_landmarks
+from cat_lm.ops.landmark import dispatch, segments
 from tests.runs import run_values, write_config
 from tests.unit.test_model_landmark import KINDS, each_family, landmark_model
 from tests.unit.tiny_models import cat_model, random_ids
@@ -111,6 +113,26 @@ def test_rows_without_a_block_to_choose_give_no_loss():
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@each_family
+def test_calibration_has_the_guided_loss_and_teaches_landmarks_alone(family):
+    ids, found = random_ids(2, 40), []
+    model = landmark_model(family, filter="learned").train()
+    for way in ("guided", "calibrate"):
+        train_landmarks(model, way, rows=99)
+        model.zero_grad()
+        output = model(ids, labels=ids)
+        output.auxiliary_loss.backward()
+        moved = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((output.loss, output.auxiliary_loss, moved))
+    (*losses, guided), (*again, calibrated) = found
+    torch.testing.assert_close(again, losses)
+    cores = {name for name, _ in model.named_parameters() if ".core." in name}
+    assert set(calibrated) == cores < set(guided)
+    for name, gradient in calibrated.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, guided[name])
+
+
 LEARNED = {"filter": "learned"}
 GROUPED = {"combine": "grouped"}
 # Changes of `train:`, the options of attention (None for softmax attention), and what is said.
@@ -122,12 +144,25 @@ SAID = [
     ({"landmark_loss": "dense"}, GROUPED, "landmark_loss=dense: gives the landmarks' parameters"),
     ({"landmark_loss": "grouped"}, {}, "landmark_loss=grouped: needs model.attention_options"),
     ({"landmark_loss": "guided"}, {"top_k": 0}, "landmark_loss=guided: says nothing with"),
+    ({"landmark_loss": "calibrate"}, None, "landmark_loss=calibrate: needs model.attention"),
+    (
+        {"landmark_loss": "calibrate", "init_from": "m"},
+        {},
+        "landmark_loss=calibrate: a fixed filter learns nothing",
+    ),
+    ({"landmark_loss": "calibrate"}, LEARNED, "landmark_loss=calibrate: changes nothing but"),
+    (
+        {"landmark_loss": "calibrate", "landmark_weight": 0.1, "init_from": "m"},
+        LEARNED,
+        "landmark_weight=0.1: says nothing with train.landmark_loss=calibrate; only guided has",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("train", "options", "said"), SAID)
 def test_keys_that_say_nothing_or_teach_nothing(train, options, said, tmp_path):
     values = run_values(tmp_path, tmp_path / "out", **train)
+    values["optimizer"]["weight_decay"] = 0.0
     if options is not None:
         values["model"] |= {"attention": "landmark", "attention_options": options}
     with pytest.raises(UserError) as error:
@@ -142,9 +177,81 @@ def test_keys_that_say_nothing_or_teach_nothing(train, options, said, tmp_path):
         ({}, GROUPED),
         ({"landmark_loss": "guided", "landmark_weight": 1.0}, LEARNED),
         ({"landmark_loss": "grouped"}, GROUPED | LEARNED),
+        ({"landmark_loss": "calibrate", "landmark_rows": 9, "init_from": "m"}, LEARNED),
+        ({"landmark_loss": "calibrate", "init_from": "m"}, GROUPED),
     ],
 )
 def test_keys_that_go_together(train, options, tmp_path):
     values = run_values(tmp_path, tmp_path / "out", **train)
+    values["optimizer"]["weight_decay"] = 0.0
     values["model"] |= {"attention": "landmark", "attention_options": options}
     load_config(write_config(tmp_path, values))
+
+
+def test_calibration_refuses_what_would_shrink_the_other_weights(tmp_path):
+    values = run_values(tmp_path, tmp_path / "out", landmark_loss="calibrate", init_from="m")
+    values["model"] |= {"attention": "landmark", "attention_options": LEARNED}
+    with pytest.raises(UserError, match=r"optimizer.weight_decay=0.1 would change the other"):
+        load_config(write_config(tmp_path, values))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["hard", "grouped"])
+@pytest.mark.parametrize(("block", "local", "top_k"), [(16, 1, 4), (32, 2, 2), (64, 4, 4)])
+def test_what_is_kept_of_chosen_blocks_is_counted(
+    block, local, top_k, way, precision, tmp_path, monkeypatch
+):
+    """Where blocks meet their queries: not a mask of [B, H, T, T], and no map of scores."""
+    monkeypatch.setattr(dispatch, "MANY_KEYS", 1000)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    options = {"block": block, "local": local, "top_k": top_k}
+    options["combine"] = "grouped" if way == "grouped" else "flat"
+    landmarks = {"attention": "landmark", "attention_options": options}
+    taken = [kept_bytes(sizes | changed, way, precision) for changed in ({}, landmarks)]
+    values = run_values(tmp_path, tmp_path / "out", landmark_loss=way)
+    values["model"] |= sizes | landmarks
+    values["data"]["context_length"] = 2048
+    config = load_config(write_config(tmp_path, values))
+    section, known = config.as_trained(config.model), config.architecture
+    counted = known.saved_maps(section, 2048, False, precision)
+    a_map = (6 if precision == "bf16" else 8) * 2048**2
+    assert 0.75 < a_map * counted / (taken[1] - taken[0]) < 1.3
+    masks = known.saved_maps(section, 900, False, precision)
+    assert masks == (12 if way == "grouped" else 4)
+
+
+def kept_bytes(fields: dict, way: str, precision: str) -> int:
+    """Bytes that a layer keeps of a row of 2,048 tokens beside its weights."""
+    model, kept = cat_model(**fields, max_position_embeddings=2048).train(), {}
+    model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    train_landmarks(model, way, rows=8)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(random_ids(1, 2048), use_cache=False)
+    return sum(s.nbytes() for at, s in kept.items() if at not in own)
+
+
+@pytest.mark.parametrize(("combine", "kept"), [("flat", 0.04), ("grouped", 0.23)])
+def test_the_kernel_keeps_no_masks(combine, kept, monkeypatch):
+    """Of 6 blocks read: weights, logarithms and places; of what is grouped, outputs too."""
+    monkeypatch.setattr(segments, "INSTALLED", True)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    options = {"block": 32, "local": 2, "top_k": 4, "combine": combine}
+    fields = {"attention": "landmark", "attention_options": options}
+    model = cat_model(**sizes, **fields)
+    known = architectures.of_config(model.config)
+    section = known.section(model.config)
+    assert known.saved_maps(section, 2048, True, "bf16") == pytest.approx(kept, abs=0.01)
+    # What the kernel does not serve has its masks.
+    monkeypatch.setattr(segments, "INSTALLED", False)
+    assert known.saved_maps(section, 2048, True, "bf16") == (12 if combine == "grouped" else 4)
+    monkeypatch.setattr(segments, "INSTALLED", True)
+    wide = section.model_copy(update={"attention_options": options | {"block": 256}})
+    assert known.saved_maps(wide, 2048, True, "fp32") >= 4
+    assert known.saved_maps(section, 2048, True, "fp32") == pytest.approx(kept, abs=0.01)

@@ -288,7 +288,7 @@ def test_what_training_keeps_is_estimated(name, precision):
     section, size = ARCHITECTURE.section(config), precision.itemsize
     wide = ARCHITECTURE.saved_in_fp32(section)
     counted = size * (ARCHITECTURE.saved_tensors(section) - wide) + 4 * wide
-    counted += (4 + size) * (256 / 64) * ARCHITECTURE.saved_maps(section)
+    counted += (4 + size) * (256 / 64) * ARCHITECTURE.saved_maps(section, 256, False, "fp32")
     assert 0.8 < counted / taken < 1.25
 
 

@@ -17,6 +17,7 @@ from cat_lm.ops.documents import document_runs
 from cat_lm.ops.landmark.dispatch import attend_blocks
 from cat_lm.ops.landmark.keys import block_weights, initial_parameters, landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
+from cat_lm.ops.landmark.options import DENSE, TAUGHT
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 
@@ -50,7 +51,7 @@ class LandmarkMixer(nn.Module):
     @property
     def adds_losses(self) -> bool:
         """Whether training has a loss of the layer's own."""
-        return self.options.training == "guided"
+        return self.options.training in TAUGHT
 
     def forward(
         self,
@@ -111,10 +112,10 @@ class LandmarkMixer(nn.Module):
         dropout = options.dropout if self.training else 0.0
         scaling = 1 / math.sqrt(q.shape[3])
         sharpness = self.sharpness.exp() if options.is_sharp else math.sqrt(q.shape[3])
-        if way == "guided" and losses is not None:
+        if way in TAUGHT and losses is not None:
             given = (q, k, landmarks, layout, options.local, scaling, sharpness, ROWS)
             losses.append(guided_loss(*given))
-        if way in ("dense", "guided"):
+        if way in DENSE:
             return attend_densely(q, k, v, layout, scaling, dropout, layout.documents is None)
         choice = replace(self.choice, top_k=k.shape[2]) if way == "grouped" else self.choice
         selected, scores = choose_blocks(q, landmarks, layout, choice)

@@ -29,7 +29,8 @@ class Entry:
         implementations: the values of `attn_implementation` that can compute it; None for all.
         options: the options' names with their defaults.
         takes_any_weights: whether a model that was trained without it can be trained on with it:
-            it has no parameters, and is something else from the first step on.
+            its parameters, if it has any, begin as they start, and the model is something else
+            from the first step on.
     """
 
     name: ClassVar[str]
@@ -67,8 +68,8 @@ class Entry:
         """Count tensors of [B, T, C] that autograd keeps of a layer beside plain attention's."""
         return 0.0
 
-    def saved_maps(self, model: Any) -> int:
-        """Count the maps of [B, T, T] that autograd keeps of a layer, whatever computes it."""
+    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
+        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
         return 0
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
@@ -179,7 +180,7 @@ class ScoreTransform(Entry):
         """What can compute a transform of this form."""
         return self.FORMS[self.form]
 
-    def saved_maps(self, model: Any) -> int:
+    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
         """Count the bias that is handed to sdpa, a map for each head."""
         is_mask = self.form == "additive" and model.attn_implementation == "sdpa"
         return model.num_attention_heads if is_mask else 0

@@ -82,7 +82,7 @@ class ExponentialDecay(ScoreTransform):
             return 2 * context_length * model.num_attention_heads
         return 4 * attention_channels(model)
 
-    def saved_maps(self, model: Any) -> int:
+    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
         """Count the factors of every logit, which eager attention keeps."""
         return model.num_attention_heads if model.attn_implementation == "eager" else 0
 

@@ -33,6 +33,7 @@ class Landmark(Pattern):
     implementations = ("eager", "sdpa", "flex_attention")
     takes_transforms = False
     masks_keys = True
+    takes_any_weights = True
     options: ClassVar[dict[str, Any]] = {
         "block": 64,
         "top_k": 8,
@@ -136,10 +137,30 @@ class Landmark(Pattern):
 
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
-    def saved_maps(self, model: Any) -> int:
-        """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped."""
-        grouped = self.resolved(model.attention_options)["combine"] == "grouped"
-        return model.num_attention_heads * (3 if grouped else 1)
+    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
+        """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped.
+
+        Where a block meets the queries that chose it, what is kept of each block that a query
+        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel, and taken
+        for the same by flex attention.
+        """
+        from cat_lm.ops.landmark.blocks import LOCAL_CHUNK, TILE
+
+        options, width = self.resolved(model.attention_options), head_width(model)
+        block, is_grouped = options["block"], options["combine"] == "grouped"
+        by = _row_backend(model, context_length, on_gpu, precision, block)
+        kept: float = 3 if is_grouped else 1
+        if by in ("triton", "flex"):
+            read = options["top_k"] + options["local"] + options["sink"]
+            # A logarithm, a weight, its place in a tile; of what is grouped, also what came out.
+            kept = read * (3 + is_grouped * width / 2) / context_length
+        elif by == "blocks":
+            # Half of all blocks are earlier ones; of each one's tiles of queries the last is half
+            # empty. And the local keys' logits.
+            read = min(options["top_k"], context_length / (2 * block)) + options["sink"]
+            numbers = 3 * (read + TILE / (2 * block)) * (width + block) + 3 * LOCAL_CHUNK
+            kept = (numbers + 2 * options["local"] * block) / 2 / context_length
+        return model.num_attention_heads * kept
 
     def division_problems(self, model: Any) -> list[str]:
         """Say whether heads choose their blocks together."""
@@ -153,6 +174,21 @@ class Landmark(Pattern):
         from cat_lm.model.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: int) -> str:
+    """Name what computes whole rows of `length` tokens in training."""
+    import torch
+
+    from cat_lm.ops.landmark.dispatch import choose_backend
+    from cat_lm.ops.landmark.segments import why_not
+
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    has_triton = why_not(device, dtype, block, head_width(model)) is None
+    by = model.attn_implementation
+    dropout = 0.0 if by == "flex_attention" else model.attention_dropout
+    return choose_backend(by, length, length, dropout, has_triton)
 
 
 def _state_problems(name: str, state: Any) -> list[str]:

@@ -48,7 +48,7 @@ class MultiToken(Pattern):
         """Count as softmax, and 6 for every tap and weight of a score."""
         return context_length * (12 * attention_channels(model) + 6 * self.parameters(model))
 
-    def saved_maps(self, model: Any) -> int:
+    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
         """Count what eager attention has not: shifted scores of every lag, and mixed maps."""
         options = self.resolved(model.attention_options)
         halves = options["query_window"] + len(mixings(options["head_mixing"]))

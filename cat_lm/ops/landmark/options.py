@@ -12,6 +12,11 @@ SHARES = ("head", "layer")
 COMBINES = ("flat", "grouped")
 # What is computed in training, see `cat_lm.model.landmark.train_landmarks`.
 WAYS = ("hard", "dense", "guided", "grouped")
+# Beside them, of language models: `guided`, of which filters and θ alone learn.
+CALIBRATE = "calibrate"
+# Those that add a loss for the landmarks, and those whose forward attends to all keys.
+TAUGHT = ("guided", CALIBRATE)
+DENSE = ("dense", *TAUGHT)
 
 
 def value_problems(
