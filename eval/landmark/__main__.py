@@ -1,11 +1,11 @@
-"""`python -m eval.landmark sweep|diagnose|figure`: what models lose that read chosen blocks.
+"""`python -m eval.landmark sweep|diagnose|figure|study`: what models lose that read chosen blocks.
 
 `sweep` scores models on a text, dense and with each way to choose blocks, and writes
 landmark_sweep.json, .csv, .png and .svg into OUT, beside cells/ and learned/, from which a later
 call goes on. `diagnose` measures what the products of a model's heads are, and says which block
 size and how many blocks it bears: diagnosis.json and .csv. `figure` draws the records of both, and
 one of `eval.speed decode --contexts`, beside what models of `eval.recall` find at every length, as
-up to four panels: landmark.json, .png and .svg.
+up to four panels: landmark.json, .png and .svg. `study` trains models and does all of it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cat_lm.cli import (
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from eval.landmark.choices import SELECTORS, USUAL
+from eval.landmark.study import POSITIONS, SCALES, conduct, entered, settings, shown, stages
 
 
 def _selector(text: str) -> str:
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands.add_parser("sweep", help="perplexity against the share of keys read"))
     _add_diagnose(commands.add_parser("diagnose", help="which block size a model bears"))
     _add_figure(commands.add_parser("figure", help="up to four panels of what was measured"))
+    _add_study(commands.add_parser("study", help="trains models, and does all of it"))
     return parser
 
 
@@ -69,6 +71,39 @@ def _add_figure(parser: argparse.ArgumentParser) -> None:
         help="of the sweeps (default: the smallest that all have)",
     )
     parser.add_argument("--out", required=True, metavar="DIR")
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains small CAT models with attention to all keys, with a loss for landmarks and "
+        "without, and measures what they lose with chosen blocks, at four times the length."
+    )
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu, an hour")
+    parser.add_argument(
+        "--positions",
+        type=listed(_position, "none,rope"),
+        default=POSITIONS[:1],
+        metavar="LIST",
+        help="of none, rope (default: none)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole_numbers(limits.SEED, "0,1,2"),
+        default=(0, 1, 2),
+        metavar="LIST",
+        help="default: 0,1,2",
+    )
+    parser.add_argument(
+        "--data", type=path, metavar="DIR", help="prepared text (default: the standard library)"
+    )
+    parser.add_argument("--list", action="store_true", help="only print the commands")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR")
+
+
+def _position(text: str) -> str:
+    if text not in POSITIONS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(POSITIONS)}")
+    return text
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +210,9 @@ def _add_computing(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = _parser().parse_args()
     check_output(options.out)
+    if options.command == "study":
+        _study(options)
+        return
     if options.command == "figure":
         print(_figure(options))
         return
@@ -196,6 +234,17 @@ def _figure(options: argparse.Namespace) -> str:
 
     parts = (options.diagnoses, options.sweeps, options.contexts, options.block, options.recall)
     return table(summarise(options.out, *parts))
+
+
+def _study(options: argparse.Namespace) -> None:
+    data, out = options.data and options.data.resolve(), options.out.resolve()
+    wanted = settings(options.scale, data, verified=not options.list)
+    positions, seeds = (tuple(dict.fromkeys(x)) for x in (options.positions, options.seeds))
+    found = stages(SCALES[options.scale], out, data, positions, seeds)
+    if options.list:
+        print("\n".join([entered(), *map(shown, found)]))
+        return
+    conduct(found, out, wanted)
 
 
 def _sweep(options: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
 
 from eval.common.style import MUTED, PAPER, STYLE, legend_key, plain_label, run_colour, run_marker
 from eval.landmark.choices import SELECTORS
@@ -61,11 +61,17 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
         )
     axes.axhline(0, color=MUTED, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    # Losses of bad choices are hundreds of times those of good ones.
-    axes.set_yscale("symlog", linthresh=1.0)
+    _percent_axis(axes)
     axes.set_xlabel(AXES[kind])
     axes.set_ylabel("perplexity over dense (%)" if kind == "share" else "")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+
+
+def _percent_axis(axes: Axes) -> None:
+    """Scale what is lost: losses of bad choices are hundreds of times those of good ones."""
+    axes.set_yscale("symlog", linthresh=1.0)
+    ticks = SymmetricalLogLocator(base=10, linthresh=1.0, subs=(1.0, 2.0, 5.0))
+    axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
@@ -88,11 +94,12 @@ def summary_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         if found[name]
     }
     with matplotlib.rc_context(STYLE):
-        figure = Figure((PANEL[0] * max(1, len(panels)), PANEL[1] + 0.8), layout="constrained")
+        figure = Figure((PANEL[0] * max(1, len(panels)), PANEL[1] + 1.4), layout="constrained")
         every = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
         for axes, (name, draw) in zip(every, panels.items(), strict=False):
             draw(axes, found[name])
-            axes.legend(fontsize=7)
+            # Below: as many lines as selectors and models would lie on the points.
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
         return figure
 
 
@@ -167,7 +174,7 @@ def _perplexity_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
         )
     axes.axhline(0, color=MUTED, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=1.0)
+    _percent_axis(axes)
     axes.set_xlabel(f"keys read, of all, {points[0]['length']:,} tokens, b = {points[0]['block']}")
     axes.set_ylabel("perplexity over dense (%)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))

@@ -27,11 +27,11 @@ def main() -> None:
     os.chdir(ROOT)
     # Only now: what follows needs the libraries that --help and wrong arguments do without.
     from cat_lm.data.opening import open_verified
-    from eval.small_study.execute import held
+    from eval.common.interrupts import held
 
     fingerprints = prepared(study, own=arguments.data is not None)
     check_rows(study, open_verified(study.data, "train").vocab_size)
-    with held(study) as lock:
+    with held(study.out) as lock:
         if not arguments.estimate:
             claim_outputs(study.out, "summary.json", named("rivals", ".html", ".md", *PICTURES))
         rates = run_missing(study, fingerprints, lock, arguments.parallel, arguments.estimate)

@@ -26,10 +26,10 @@ def main() -> None:
     study = study_of(arguments)
     os.chdir(ROOT)
     # Only now: what follows needs the libraries that --help and wrong arguments do without.
-    from eval.small_study.execute import held
+    from eval.common.interrupts import held
 
     fingerprints = prepared(study, own=arguments.data is not None)
-    with held(study) as lock:
+    with held(study.out) as lock:
         if not arguments.estimate:
             claim_outputs(study.out, "summary.json", named("small_study", ".md", ".csv", *PICTURES))
         rates = run_missing(study, fingerprints, lock, arguments.parallel, arguments.estimate)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.locks import Busy, Lock, hold
+from cat_lm.io.locks import Lock
 from cat_lm.io.readers import Record
 from eval.common.cell_store import CellStore
+from eval.common.interrupts import terminated_as_interrupt
 from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
@@ -62,7 +61,9 @@ class Workers:
 
     def __init__(self, study: Study, parallel: int, threads: int, lock: Lock | None = None) -> None:
         self.study, self.parallel = study, parallel
-        self._lock_file = lock  # of `held`, which the processes hold as long as they live
+        self._lock_file = (
+            lock  # of the study's folder, which the processes hold as long as they live
+        )
         self.environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
             # A thread that waits by spinning would take the core of another run.
@@ -95,7 +96,7 @@ class Workers:
                     failures.append(str(error))
                     print(f"error: {error}", file=sys.stderr, flush=True)
 
-        with _terminated_as_interrupt(), ThreadPoolExecutor(self.parallel) as pool:
+        with terminated_as_interrupt(), ThreadPoolExecutor(self.parallel) as pool:
             futures = [pool.submit(work, job) for job in jobs]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -140,28 +141,6 @@ class Workers:
                 process.terminate()
         if self._processes:
             print("stopping: the running trainings save first", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def held(study: Study) -> Iterator[Lock]:
-    """The study's folder, for one call and the processes that it starts.
-
-    These inherit the lock: after a `kill -9` of this program its trainings go on, and a new call
-    must not start others in their folders. Raises UserError where another holds it.
-    """
-    path = study.out / ".lock"
-    study.out.mkdir(parents=True, exist_ok=True)
-    try:
-        # Some cluster file systems have no locks; a study there must start all the same.
-        lock = hold(path, wait=False)
-    except Busy:
-        raise UserError(
-            f"--out {study.out}: another call of the study works in it, or trainings that a "
-            f"killed one has left behind; wait until they end, or end them (`fuser {path}` "
-            f"names them)"
-        ) from None
-    with lock:
-        yield lock
 
 
 class JobFailed(Exception):
@@ -253,20 +232,3 @@ def steps_done(job: Job) -> int:
         return json.loads(lines[-2])["step"]
     except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError):
         return 0
-
-
-@contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the block like Ctrl-C, so that no process is left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)

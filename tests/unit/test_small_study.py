@@ -25,10 +25,11 @@ import yaml
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from eval.common.interrupts import held
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
-from eval.small_study.execute import Workers, commands, complete_run, held, result_path, unfinished
+from eval.small_study.execute import Workers, commands, complete_run, result_path, unfinished
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
 from eval.small_study.tune import tuned
@@ -630,13 +631,14 @@ class TestWorkers:
         # A call that dies by kill -9 while its process, a session of its own, goes on.
         call = (
             "import os, sys, threading, time; from pathlib import Path\n"
-            "from eval.small_study.execute import Workers, held\n"
+            "from eval.common.interrupts import held\n"
+            "from eval.small_study.execute import Workers\n"
             "from eval.small_study.plan import SIZES, Study\n"
             f"study = Study(SIZES['cpu'], ('pythia',), (0,), Path({str(study.out)!r}), Path())\n"
             "code = 'import os, pathlib, sys, time; '\n"
             "code += 'pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)'\n"
             f"pid = {str(tmp_path / 'pid')!r}\n"
-            "with held(study) as lock:\n"
+            "with held(study.out) as lock:\n"
             "    workers = Workers(study, 1, 1, lock)\n"
             "    begin = lambda: workers.process(['-c', code, pid], study.out / 'log')\n"
             "    threading.Thread(target=begin, daemon=True).start()\n"
@@ -646,13 +648,13 @@ class TestWorkers:
         assert subprocess.run([sys.executable, "-c", call], cwd=ROOT).returncode == -9
         orphan = int((tmp_path / "pid").read_text())
         try:
-            with pytest.raises(UserError, match="left behind"), held(study):
+            with pytest.raises(UserError, match="left behind"), held(study.out):
                 pass
         finally:
             os.kill(orphan, signal.SIGKILL)
         for _ in range(500):
             try:
-                with held(study):
+                with held(study.out):
                     return
             except UserError:
                 time.sleep(0.02)
