@@ -65,6 +65,6 @@ set_up_environment() {
 set_up_environment || exit
 export VIRTUAL_ENV=$project_root/.venv
 export PATH=$VIRTUAL_ENV/bin:$PATH
-# OpenMP's threads sleep instead of spinning while they wait: equally fast on an idle machine, and
-# measured five times faster in training on two cores where another program runs as well.
+# OpenMP's threads sleep instead of spinning while they wait: one that spins stops the one that
+# works, where another program shares the cores (RESULTS.md, "OpenMP on a shared machine").
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
