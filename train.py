@@ -47,9 +47,9 @@ def main() -> None:
         "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
     )
     arguments = parser.parse_args()
-    # A thread that waits by spinning stops the one that works, wherever a core is shared: with one
-    # other process on two cores, a step took five times as long. Must be set before torch loads,
-    # which plugins may do that the configuration asks for.
+    # A thread that waits by spinning stops the one that works, wherever a core is shared: steps
+    # then take several times as long. Must be set before torch loads, which plugins may do that the
+    # configuration asks for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Blocks of GPU memory that grow: those of fixed sizes leave gaps where shapes change, as from
     # training to validation. Also read before torch loads, under either of its names.
