@@ -67,6 +67,18 @@ MODELS = {
         )
         for suffix, positions in (("", "RoPE"), ("_nope", "NoPE"))
     },
+    **{
+        f"{name}{suffix}": f"{words}, {positions}"
+        for name, words in (
+            ("las_vanilla", "plain attention"),
+            ("las_l", "decay"),
+            ("las_s", "averaged values"),
+            ("las", "decay, averaged values (LaS)"),
+            ("las_filter", "filtered values"),
+            ("las_l_filter", "decay, filtered values"),
+        )
+        for suffix, positions in (("", "RoPE"), ("_nope", "NoPE"))
+    },
     "mta": "multi-token attention",
     "mta_kernel": "multi-token attention, heads not mixed",
     "mamba": "Mamba",
@@ -119,6 +131,9 @@ def _pairs(*contrasts: tuple[tuple[str, str], tuple[str, str]]) -> tuple[tuple[s
 
 _V, _K, _QK, _KV, _W4 = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_w4"))
 _SSM, _EXPONENTIAL = map(_both, ("cat_ssm", "cat_exp"))
+_VANILLA, _DECAY, _AVERAGE, _LAS, _FILTER, _DECAY_FILTER = map(
+    _both, ("las_vanilla", "las_l", "las_s", "las", "las_filter", "las_l_filter")
+)
 _MH_V, _MAPS, _MAPS_V = map(_both, ("mh_cat_v", "mh_maps", "mh_maps_v"))
 
 # Convolved streams -> the model without a norm, and the names of those with one.
@@ -215,5 +230,15 @@ QUESTIONS = {
             *((model, other) for model in (_SSM, _EXPONENTIAL) for other in (_PLAIN, _CAT)),
         ),
         factors=(1, 2, 4, 8),
+    ),
+    "las": Question(
+        "what do decayed logits and averaged values give, and do learned filters of values more?",
+        _pairs(
+            *((model, _VANILLA) for model in (_DECAY, _AVERAGE, _LAS, _FILTER, _DECAY_FILTER)),
+            *((model, _DECAY) for model in (_LAS, _DECAY_FILTER)),
+            (_FILTER, _AVERAGE),
+            (_DECAY_FILTER, _LAS),
+        ),
+        factors=(0.5, 1, 2, 4),
     ),
 }

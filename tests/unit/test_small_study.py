@@ -64,6 +64,14 @@ DEFINITION = {
     },
     **dict.fromkeys(("mta", "mta_kernel"), ("none", None, None, "rope")),
     **{
+        f"{name}{suffix}": (*streams, positions)
+        for name, streams in (
+            *dict.fromkeys(("las_vanilla", "las_l", "las_s", "las"), ("none", None, None)).items(),
+            *dict.fromkeys(("las_filter", "las_l_filter"), ("head", "v", 5)).items(),
+        )
+        for suffix, positions in (("", "rope"), ("_nope", "none"))
+    },
+    **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
         for streams in ("v", "k", "qk", "kv")
@@ -81,6 +89,7 @@ DEFINITION = {
 }
 # Families without convolutions of q, k and v: tests/unit/test_rivals.py looks at them.
 RIVALS = {"mamba", "mamba2", "gla", "delta_net", "gated_deltanet"}
+DECAYED = ("las_l", "las", "las_l_filter")
 NINE = QUESTIONS["variants"].models
 F, OTHER = {"": "f" * 64}, {"": "e" * 64}  # fingerprints of data
 
@@ -90,10 +99,12 @@ class TestPlan:
     def test_models_differ_only_in_what_they_are(self, size):
         assert MODELS.keys() == DEFINITION.keys() | RIVALS
         base = yaml.safe_load((ROOT / CONFIGS / f"recipe_{size}.yaml").read_text())
+        base_length = base["data"]["context_length"]
         found = []
         for model, (conv_type, streams, window, positions) in DEFINITION.items():
             own = yaml.safe_load((ROOT / CONFIGS / f"{model}.yaml").read_text())
-            family = "tfpp_" if model.startswith("tfpp") else ""
+            starts = {"tfpp": "tfpp_", "las": "bytes_"}
+            family = "".join(base for start, base in starts.items() if model.startswith(start))
             assert own.keys() == {"base", "model", "train"}
             assert own["base"] == f"base_{family}cpu.yaml"
             assert own["train"].keys() == {"output_dir"}
@@ -102,6 +113,7 @@ class TestPlan:
                 *("conv_mixing", "conv_init", "canon", "conv_norm", "qk_norm", "qk_norm_place"),
                 *("conv_filter", "conv_state"),
                 *("conv_rank", "attention", "attention_options", "attn_implementation"),
+                *("score_transform", "score_options", "value_transform", "value_options"),
             }
             study = Study(SIZES[size], (model,), (0,), Path(f"x/{model}"), Path("data"))
             config = study.config(study.jobs()[0])
@@ -116,6 +128,10 @@ class TestPlan:
             filters = long.get(model.removesuffix("_nope"), ("taps", 0))
             assert (config.model.conv_filter, config.model.conv_state) == filters
             assert (config.model.attention == "multi_token") == model.startswith("mta")
+            las = model.removesuffix("_nope")
+            assert (config.model.score_transform != "none") == (las in DECAYED)
+            assert (config.model.value_transform != "none") == (las in ("las_s", "las"))
+            assert config.data.context_length == (512 if "las" in model else base_length)
             if "abcd" in model:
                 assert config.model.conv_init == "residual"
             # A Canon layer has more than a filter for each head.
@@ -141,14 +157,15 @@ class TestPlan:
             "qk_norm",
             "rank",
             "filters",
+            "las",
         ]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
         first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
-        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6, "filters": 8}
+        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6, "filters": 8, "las": 12}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
-        for name in ("streams", "maps", "filters"):
+        for name in ("streams", "maps", "filters", "las"):
             for a, b in QUESTIONS[name].contrasts:
                 assert DEFINITION[a][3] == DEFINITION[b][3], "the same positions"
         positions = [pair for pair in QUESTIONS["length"].contrasts if "nope" not in pair[1]]
