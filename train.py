@@ -152,8 +152,11 @@ class Trainer:
             self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:
             with comparing_files(skip):
-                ranks.on_rank_zero(lambda: load_initial_weights(model, config.train.init_from))
-            self.log.line(f"weights: from {config.train.init_from}")
+                starts = ranks.on_rank_zero(
+                    lambda: load_initial_weights(model, config.train.init_from)
+                )
+            new = f"; new: {', '.join(starts)}" if starts else ""
+            self.log.line(f"weights: from {config.train.init_from}{new}")
         self.engine = Engine(model, config, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0
         if start_from is not None:

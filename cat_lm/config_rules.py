@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
+from cat_lm.model import attention
 from cat_lm.ops.landmark.options import CALIBRATE, TAUGHT
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ def inconsistencies(config: RunConfig) -> list[str]:
     """Say what does not go together, a line each."""
     errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
     if not errors:
-        errors = [*_sequences(config), *_size(config), *_length(config)]
+        errors = [*_sequences(config), *_blocks(config), *_size(config), *_length(config)]
     return errors
 
 
@@ -92,6 +93,24 @@ def _landmarks(config: RunConfig) -> list[str]:
             "gradient; use guided, or attention_options.filter=box and combine=flat"
         )
     return errors + (_calibration(config, learns) if train.landmark_loss == CALIBRATE else [])
+
+
+def _blocks(config: RunConfig) -> list[str]:
+    """Say that rows are too short for the landmarks to learn: that there is nothing to choose."""
+    way, length = config.train.landmark_loss, config.data.context_length
+    if way not in (*TAUGHT, "grouped"):
+        return []
+    options = attention.pattern(config.model).resolved(config.model.attention_options)
+    block, local = options["block"], options["local"]
+    # The loss compares blocks, so a single one has none; weighed as a whole, one is enough.
+    found, least = ("two blocks", local + 1) if way in TAUGHT else ("a block", local)
+    if least * block < length:
+        return []
+    return [
+        f"train.landmark_loss={way}: no query of data.context_length={length} tokens has {found} "
+        f"to choose from with model.attention_options.block={block} and local={local}; "
+        f"{least} x block must be below the context"
+    ]
 
 
 def _calibration(config: RunConfig, learns: bool) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
+from cat_lm.architectures.transformer import PATTERNS_OWN
 from cat_lm.cli import Parser, add_skip_checksums, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
@@ -21,7 +22,7 @@ from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import atomic_folder, check_output
 from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
 from cat_lm.limits import CONTEXT, CONV_STATE, TOKENS, Range
-from cat_lm.model.attention.landmark import ALL_FILTERS
+from cat_lm.model.attention.landmark import ALL_FILTERS, ENTRY
 from cat_lm.model_card import describe_model
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
@@ -31,9 +32,6 @@ from cat_lm.upcycle import copy_tokenizer, refuse_used
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
-
-# In the names of landmark attention's parameters, and of no others.
-_IS_OWN = ".core."
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,9 @@ def sparsify(
     _check_filters(folder, source, options, calibration)
     dtype = str(source.dtype or "float32").removeprefix("torch.")
     weights = load_model(folder, dtype=dtype, device="cpu").state_dict()
-    if _kind_of(_options_of(source)) != _kind_of(options):
-        # Numbers of another kind of filter, which may be as many.
-        weights = {name: x for name, x in weights.items() if _IS_OWN not in name}
+    if not ENTRY.keeps_parameters(_options_of(source), options):
+        # Numbers of another filter, which may be as many.
+        weights = {name: x for name, x in weights.items() if PATTERNS_OWN not in name}
     losses = None
     if calibration is not None:
         losses = _calibrate(target, weights, calibration)
@@ -123,7 +121,7 @@ def _calibrate(
     dtype = next(iter(weights.values())).dtype
     model = _model(target, weights).float()
     losses = calibrate(model, calibration.data, calibration.tokens, target.max_position_embeddings)
-    own = {name: x for name, x in model.state_dict().items() if _IS_OWN in name}
+    own = {name: x for name, x in model.state_dict().items() if PATTERNS_OWN in name}
     weights.update({name: x.to(dtype) for name, x in own.items()})
     return losses
 
@@ -135,7 +133,7 @@ def _check_filters(
     calibration: Calibration | None,
 ) -> None:
     """Refuse filters that are learned from nothing, and data from which nothing is learned."""
-    name, _ = _kind_of(options)
+    name = options.get("filter", "box")
     if not _learns(options):
         if calibration is not None:
             raise UserError(
@@ -143,9 +141,7 @@ def _check_filters(
                 f"learned, or {' or '.join(filters.names())} with --state N"
             )
         return
-    theirs = _options_of(source)
-    is_same = _kind_of(theirs) == _kind_of(options) and theirs.get("block", 64) == options["block"]
-    if calibration is None and not is_same:
+    if calibration is None and not ENTRY.keeps_parameters(_options_of(source), options):
         raise UserError(
             f"--filter {name}: model {folder} has no learned filters of {options['block']} "
             "tokens; give --calibrate DATA to learn them"
@@ -156,14 +152,8 @@ def _options_of(source: PreTrainedConfig) -> dict[str, Any]:
     return getattr(source, "attention_options", None) or {}
 
 
-def _kind_of(options: dict[str, Any]) -> tuple[str, int]:
-    """The name of a filter, and its N."""
-    return options.get("filter", "box"), options.get("filter_state", 0)
-
-
 def _learns(options: dict[str, Any]) -> bool:
-    name, state = _kind_of(options)
-    return name == "learned" or state > 0
+    return options.get("filter") == "learned" or options.get("filter_state", 0) > 0
 
 
 def _model(config: PreTrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
@@ -174,12 +164,10 @@ def _model(config: PreTrainedConfig, weights: dict[str, Tensor]) -> PreTrainedMo
     with no_init_weights(), torch.random.fork_rng(devices=[]):
         model = architectures.of_config(config).classes_of(config).causal_lm(config).eval()
     dtype = next(iter(weights.values())).dtype
-    shared = {name: x for name, x in weights.items() if _IS_OWN not in name}
+    shared = {name: x for name, x in weights.items() if PATTERNS_OWN not in name}
     for name, module in model.named_modules():
         for key, values in getattr(module, "initial_values", dict)().items():
-            given = weights.get(f"{name}.{key}")
-            is_same = given is not None and given.shape == values.shape
-            shared[f"{name}.{key}"] = given if is_same else values.to(dtype)
+            shared[f"{name}.{key}"] = weights.get(f"{name}.{key}", values.to(dtype))
     model.load_state_dict(shared, assign=True)
     model.tie_weights()
     return model

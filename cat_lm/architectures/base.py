@@ -175,6 +175,13 @@ class Architecture:
             if key not in self.free_keys and value != ours[key]
         ]
 
+    def keeps_weight(self, name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+        """Tell whether a weight of theirs means the same in our model; else ours stays as it is.
+
+        Of models without `differences`.
+        """
+        return True
+
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json before a configuration is made of it. Raises ValueError."""
 

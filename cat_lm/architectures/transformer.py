@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
+# In the names of the parameters of patterns of attention, and of no others.
+PATTERNS_OWN = ".core."
 # A narrowed model's; wider heads and longer filters show nothing more.
 _MOST_HEAD_CHANNELS = 256
 _MOST_TAPS = 64
@@ -228,6 +230,7 @@ class Transformer(Architecture):
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""
         free = attention.keys_of_any_weights(theirs, ours)
+        theirs, ours = (values | attention.compared_options(values) for values in (theirs, ours))
         said, added = {name: v for name, v in theirs.items() if name not in free}, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":
@@ -238,6 +241,10 @@ class Transformer(Architecture):
         if added:
             found.append("python -m cat_lm.upcycle adds convolutions to a model")
         return found
+
+    def keeps_weight(self, name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+        """Ask the pattern of attention for what is its own."""
+        return PATTERNS_OWN not in name or attention.keeps_parameters(theirs, ours)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
         """Say what of a model, its convolutions aside, the library's class does not have."""

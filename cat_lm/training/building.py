@@ -13,6 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from cat_lm.config import RunConfig
+from cat_lm.ops.landmark.options import CALIBRATE
+
 
 @contextmanager
 def without_weights() -> Iterator[None]:
@@ -29,6 +32,17 @@ def without_weights() -> Iterator[None]:
 
     with mock.patch.object(nn.Module, "register_parameter", on_meta):
         yield
+
+
+def begins_again_in_fp32(config: RunConfig) -> bool:
+    """Tell whether master weights get what the model came with; precision must be decided.
+
+    Calibration must change no bit of them, and DeepSpeed makes them of the model's bf16. In fp32,
+    and without ZeRO, they are the weights themselves.
+    """
+    train = config.train
+    rounds = train.precision == "bf16" and train.zero_stage > 0
+    return train.landmark_loss == CALIBRATE and rounds
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

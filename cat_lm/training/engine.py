@@ -24,7 +24,7 @@ from cat_lm.ops.landmark.options import CALIBRATE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
-from cat_lm.training.building import give_memory, without_weights
+from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights
 from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, quiet
 from cat_lm.training.optimizer_state import fill_weights
 from cat_lm.training.partitioned_step import PartitionedStep
@@ -172,7 +172,8 @@ class Engine:
         if self.sequence_group is not None:
             model.set_sequence_group(self.sequence_group)
         sum_products_in_fp32()
-        exact = _weights_of(model) if calibrates and ranks.is_first else None
+        restores = begins_again_in_fp32(config)
+        exact = _weights_of(model) if restores and ranks.is_first else None
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
@@ -195,7 +196,7 @@ class Engine:
         elif config.train.zero_stage > 0:
             PartitionedStep(self.deepspeed)
         self.model = model
-        if calibrates:  # master weights made of bf16 would be others
+        if restores:
             fill_weights(self, exact)
         # The weights are the same on every rank; the dropout from here on must not be.
         torch.manual_seed(config.train.seed + 1_000_003 * (ranks.rank + 1))

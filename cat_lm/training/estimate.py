@@ -13,6 +13,7 @@ import torch
 from cat_lm import architectures
 from cat_lm.config import GRADIENT_BUCKET, RunConfig
 from cat_lm.model.loss import CHUNK_ELEMENTS, kernel_chunk
+from cat_lm.training.building import begins_again_in_fp32
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
@@ -90,9 +91,12 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
         return build_model(config, vocab_size)
 
 
-def building_bytes(parameters: int) -> int:
-    """Bytes of its host's memory that the first rank takes to build the model: whole, in fp32."""
-    return 4 * parameters
+def building_bytes(config: RunConfig, parameters: int) -> int:
+    """Bytes of its host's memory that the first rank takes to build the model: whole, in fp32.
+
+    And a copy, where the run `begins_again_in_fp32`.
+    """
+    return (8 if begins_again_in_fp32(config) else 4) * parameters
 
 
 def checkpoint_bytes(parameters: int) -> int:

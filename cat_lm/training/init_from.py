@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
@@ -15,6 +15,8 @@ from cat_lm.pretrained import load_model, load_tokenizer, model_config, model_fo
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from cat_lm.architectures import Architecture
 
 
 def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) -> int:
@@ -40,23 +42,38 @@ def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) 
     return model_config(source).vocab_size
 
 
-def load_initial_weights(model: PreTrainedModel, folder: str) -> None:
+def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
     """Fills `model` with the weights of the model in `folder`, in the dtype of `model`.
 
-    What its pattern of attention learns and theirs has not stays as it starts.
+    What its pattern of attention learns and theirs has not, or for other options, stays as it
+    starts.
+
+    Returns:
+        What does, by its names in a layer.
 
     Raises:
         UserError: there is no model, or it is not the one that the configuration describes.
     """
     source = model_folder(folder)
-    differences = _differences(model_config(source), model.config)
+    theirs, ours = model_config(source), model.config
+    differences = _differences(theirs, ours)
     if differences:
         raise UserError(
             f"train.init_from={folder}: is another model than the configuration's: "
             + "; ".join(differences)
         )
-    weights = load_model(source, device="cpu").state_dict()
-    model.load_state_dict(_starts_of_entries(model, weights) | weights)
+    weights = _kept(load_model(source, device="cpu").state_dict(), theirs, ours)
+    starts = _starts_of_entries(model, weights)
+    model.load_state_dict(starts | weights)
+    return sorted({".".join(name.split(".")[-2:]) for name in starts})
+
+
+def _kept(
+    weights: Mapping[str, Tensor], theirs: PreTrainedConfig, ours: PreTrainedConfig
+) -> dict[str, Tensor]:
+    """Leave out what has another meaning in our model, or none."""
+    architecture, there, here = _compared(theirs, ours)
+    return {name: x for name, x in weights.items() if architecture.keeps_weight(name, there, here)}
 
 
 def _starts_of_entries(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,9 +95,18 @@ def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:
     if theirs.model_type not in architecture.model_types:
         known = " or ".join(architecture.model_types)
         return [f"model_type is {theirs.model_type}, not {known}"]
+    _, there, here = _compared(theirs, ours)
+    return architecture.differences(there, here)
+
+
+def _compared(
+    theirs: PreTrainedConfig, ours: PreTrainedConfig
+) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
+    """Give our model's family, and what it says of both models."""
+    architecture = architectures.of_config(ours)
     there, here = (
         architecture.section_values(config)
         | {key: getattr(config, key) for key in architecture.unoffered_keys}
         for config in (theirs, ours)
     )
-    return architecture.differences(there, here)
+    return architecture, there, here

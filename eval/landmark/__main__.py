@@ -78,7 +78,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         "Trains small CAT models with attention to all keys, with a loss for landmarks and "
         "without, and measures what they lose with chosen blocks, at four times the length."
     )
-    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu, an hour")
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
     parser.add_argument(
         "--positions",
         type=listed(_position, "none,rope"),

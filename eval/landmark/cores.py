@@ -107,9 +107,10 @@ class Chooser(nn.Module):
             query = streams.query[:, :, drawn]
             mass = block_mass(query, streams.key, own, self.local, streams.scaling)
             scores = prepared_scores(name, streams, layout, self.local, module)(drawn, own)
+            logits = module.logits(scores, streams.scaling)
             # A choice of heads that share keys is taught by their weights together.
-            mass = mass.unflatten(1, (scores.shape[1], -1)).sum(dim=2)
-            loss = divergence(scores, mass, candidates_of(own, self.local))
+            mass = mass.unflatten(1, (logits.shape[1], -1)).sum(dim=2)
+            loss = divergence(logits, mass, candidates_of(own, self.local))
             self.taught.setdefault((name, block), []).append(loss.item())
             call.losses.append(loss)
 

@@ -72,18 +72,21 @@ class LearnedFilter(nn.Module):
         self.sharpness = nn.Parameter(sharp.log())
 
     def prepared(self, streams: Streams, layout: BlockLayout) -> Scores:
-        """Make the landmarks; the scores are in proportion to the logits of the loss."""
+        """Make the landmarks, whose products with queries are the scores."""
         landmarks = landmark_keys(streams.key, self.filter, layout, carries=False)
+        return lambda rows, _: landmark_scores(streams.query[:, :, rows], landmarks)
 
-        def scores(rows: Tensor | slice, _: BlockLayout) -> Tensor:
-            sharp = self.sharpness.exp()[:, None, None] * streams.scaling
-            return landmark_scores(streams.query[:, :, rows], landmarks) * sharp
+    def logits(self, scores: Tensor, scaling: float) -> Tensor:
+        """Make the logits of the loss.
 
-        return scores
+        A choice does without: heads that share one are weighed against each other by plain scores,
+        as in `LandmarkCore`.
+        """
+        return scores * (self.sharpness.exp()[:, None, None] * scaling)
 
 
 class Indexer(nn.Module):
-    """Queries and keys of its own, of a head's width: the scores are logits of the loss."""
+    """Queries and keys of its own, of a head's width."""
 
     learning_rate = 2e-3
 
@@ -108,6 +111,10 @@ class Indexer(nn.Module):
             products = torch.einsum("bgtd,bnwd->bgtnw", query[:, :, rows], blocks)
             return products.amax(dim=-1) * self.width**-0.5
 
+        return scores
+
+    def logits(self, scores: Tensor, scaling: float) -> Tensor:
+        """Take the scores for the logits of the loss; they have a scaling of their own."""
         return scores
 
 

@@ -6,6 +6,7 @@ finished stays: a study that was stopped goes on when it is called again.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.locks import Lock
-from cat_lm.io.readers import Record, read_json, short
+from cat_lm.io.readers import Record, read_json, read_object, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt
 from eval.common.outputs import is_result
 from eval.landmark.choices import LEARNED, SELECTORS
@@ -84,11 +85,15 @@ class Stage:
     """A command: what it does, its words after `python`, and the result that says it is done.
 
     Without such a file the command itself finds out what is left to do.
+
+    Attributes:
+        model: the run whose model the result must be of, where it is a model's.
     """
 
     title: str
     words: tuple[str, ...]
     done: Path | None = None
+    model: Path | None = None
 
 
 def stages(
@@ -150,7 +155,7 @@ def _of_model(
         Stage(f"{name}: training", ("train.py", CONFIG, *scale.train, *changes)),
         Stage(f"{name}: export", ("-m", "cat_lm.export", str(folder), str(folder / "model"))),
         Stage(f"{name}: sweep", (*landmark, "sweep", str(folder), *read, *sweep)),
-        Stage(f"{name}: diagnosis", (*landmark, *words, "--blocks", diagnosed), diagnosis),
+        Stage(f"{name}: diagnosis", (*landmark, *words, "--blocks", diagnosed), diagnosis, folder),
     ]
 
 
@@ -160,10 +165,12 @@ class Settings(Record):
     Attributes:
         scale: one of `SCALES`.
         data: the fingerprint of prepared text, or `OWN_TEXT`.
+        config_sha256: of `CONFIG`, which all models are trained with.
     """
 
     scale: str
     data: str
+    config_sha256: str
 
 
 def settings(scale: str, data: Path | None, verified: bool) -> Settings:
@@ -175,8 +182,9 @@ def settings(scale: str, data: Path | None, verified: bool) -> Settings:
     Raises:
         UserError: there is no such text, it is damaged, or too short for a measurement.
     """
+    config = hashlib.sha256((ROOT / CONFIG).read_bytes()).hexdigest()
     if data is None:
-        return Settings(scale=scale, data=OWN_TEXT)
+        return Settings(scale=scale, data=OWN_TEXT, config_sha256=config)
     from cat_lm.data.manifest import read_manifest
     from cat_lm.data.opening import open_verified
 
@@ -191,7 +199,7 @@ def settings(scale: str, data: Path | None, verified: bool) -> Settings:
     if verified:
         for split in ("train", "validation"):
             open_verified(data, split)
-    return Settings(scale=scale, data=manifest["fingerprint"])
+    return Settings(scale=scale, data=manifest["fingerprint"], config_sha256=config)
 
 
 def conduct(found: list[Stage], out: Path, wanted: Settings) -> None:
@@ -247,7 +255,7 @@ def run(found: list[Stage], lock: Lock) -> None:
     print(f"$ {entered()}", flush=True)
     for number, stage in enumerate(found, start=1):
         heading = f"[{number}/{len(found)}] {stage.title}"
-        if stage.done is not None and is_result(stage.done):
+        if _is_done(stage):
             print(f"{heading}: done before", flush=True)
             continue
         print(f"\n{heading}\n$ {shown(stage)}", flush=True)
@@ -258,6 +266,18 @@ def run(found: list[Stage], lock: Lock) -> None:
             _say_end(heading, code)
             raise SystemExit(code if code > 0 else 128 - code)
         print(f"{heading}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _is_done(stage: Stage) -> bool:
+    """Tell whether a stage's result is there, and of the model that is there now."""
+    if stage.done is None or not is_result(stage.done):
+        return False
+    if stage.model is None:
+        return True
+    from cat_lm.pretrained import model_folder
+    from eval.common.models import folder_sha256
+
+    return read_object(stage.done).get("model_sha256") == folder_sha256(model_folder(stage.model))
 
 
 def _say_end(heading: str, code: int) -> None:

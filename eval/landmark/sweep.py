@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Of what cells hold, by selector; another number where that changes.
 VERSION = 1
-VERSIONS = {"random": 2}
+VERSIONS = {"random": 2, "learned": 2}
 DENSE = "dense"
 COLUMNS = (
     *("label", "length", "select", "block", "top_k", "local", "share", "perplexity", "loss"),

@@ -275,7 +275,12 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     """One rank on the device that training takes: there is nothing to choose."""
-    parser.add_argument("config", type=path, metavar="CONFIG.yaml")
+    parser.add_argument(
+        "config",
+        type=path,
+        metavar="CONFIG.yaml",
+        help="its data must be there if it leaves model.vocab_size to them",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     _add_repeats(parser, 5)
     parser.set_defaults(device="auto", threads=None)

@@ -186,14 +186,14 @@ def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
                 f"{asked.device.memory:g} GiB of {asked.device.name}; {memory.advice}"
             )
     yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
-    yield _host_memory(parameters)
+    yield _host_memory(config, parameters)
 
 
-def _host_memory(parameters: int) -> Finding:
+def _host_memory(config: RunConfig, parameters: int) -> Finding:
     """The memory of the first node that the model takes while its first rank builds it."""
     from cat_lm.training.estimate import building_bytes
 
-    needed = building_bytes(parameters)
+    needed = building_bytes(config, parameters)
     text = (
         f"{needed / GIB:.1f} GiB of the first node while its first rank builds the model, beside "
         "what the programs take themselves: a SLURM job with more --mem than that, or --mem 0 for "

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.data.opening import open_corpus
+from cat_lm.training import engine as engines
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.optimizer_state import full_precision_weights
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import MODEL, VOCAB, global_batch, make_config, rows_of
-from tests.distributed.test_resume import train
+from tests.distributed.test_resume import error_of, train
 from tests.runs import losses, records, run_values
 
 LANDMARK = {
@@ -76,19 +78,45 @@ def test_calibration_moves_landmarks_alone():
             assert 0 < norm < 1
 
 
-def straight_and_stopped(ranks, data: str, folder: str, way: str) -> list[int]:
+def copied(ranks, cases: tuple) -> list[bool]:
+    """Tell whether an engine that calibrates copies the weights beforehand."""
+    found = []
+    for stage, precision in cases:
+        config = make_config(stage, 2, precision, MODEL | LANDMARK)
+        train = config.train.model_copy(update={"landmark_loss": "calibrate"})
+        config = config.model_copy(update={"train": train})
+        with mock.patch.object(engines, "_weights_of", wraps=engines._weights_of) as copy:
+            Engine(build_model(config, VOCAB), config, ranks)
+        found.append(copy.called)
+    return found
+
+
+def test_calibration_copies_weights_only_where_they_are_rounded():
+    cases = ((0, "fp32"), (0, "bf16"), (3, "fp32"), (1, "bf16"))
+    assert run_on_ranks(copied, 1, cases) == [[False, False, False, True]]
+
+
+def taught(data: str, folder: str, name: str, way: str) -> dict:
+    """Give the values of a run that is taught, and goes on where it is."""
+    values = run_values(data, Path(folder) / name, zero_stage=3, resume="auto")
+    values["model"] |= LANDMARK
+    values["data"]["mask_documents"] = True
+    values["train"] |= {"landmark_loss": way, "landmark_rows": 5}
+    if way == "calibrate":
+        values["train"]["init_from"] = str(Path(folder) / "dense")
+        values["optimizer"]["weight_decay"] = 0.0
+    values["train"] |= {"activation_checkpointing": True, "max_steps": 4}
+    return values
+
+
+def straight_and_stopped(ranks, data: str, folder: str, way: str) -> tuple[list[int], str]:
+    """Give the exit codes, and what is said where the stopped run shall be taught otherwise."""
     codes = []
     for name, signals in (("straight", [{}]), ("stopped", [{2: signal.SIGTERM}, {}])):
-        values = run_values(data, Path(folder) / name, zero_stage=3, resume="auto")
-        values["model"] |= LANDMARK
-        values["data"]["mask_documents"] = True
-        values["train"] |= {"landmark_loss": way, "landmark_rows": 5}
-        if way == "calibrate":
-            values["train"]["init_from"] = str(Path(folder) / "dense")
-            values["optimizer"]["weight_decay"] = 0.0
-        values["train"] |= {"activation_checkpointing": True, "max_steps": 4}
+        values = taught(data, folder, name, way)
         codes += [train(ranks, values, given) for given in signals]
-    return codes
+    other = "guided" if way == "calibrate" else "calibrate"
+    return codes, error_of(ranks, taught(data, folder, "stopped", other))
 
 
 def dense_model(corpus: Path, folder: Path) -> None:
@@ -104,7 +132,11 @@ def test_a_taught_run_resumes_exactly(way, tiny_corpus, tmp_path):
     """Which queries teach is drawn: the generators' states are part of a checkpoint."""
     dense_model(tiny_corpus, tmp_path / "dense")
     results = run_on_ranks(straight_and_stopped, 2, str(tiny_corpus), str(tmp_path), way)
-    assert results == [[0, REQUEUE_EXIT_CODE, 0]] * 2
+    for codes, said in results:
+        assert codes == [0, REQUEUE_EXIT_CODE, 0]
+        # Moments of weights that shall stay as they are would go on to move them.
+        assert f"train.landmark_loss={way}, and is to go on with" in said
+        assert "train.output_dir, and the model as train.init_from" in said and "\n" not in said
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert losses(stopped) == losses(straight)
     own = [[r.get("landmark_loss") for r in records(run)] for run in (stopped, straight)]

@@ -122,7 +122,8 @@ def test_landmarks_are_learned_for_a_dense_model_and_nothing_else(tiny_corpus, p
     calibrated = values(tiny_corpus, tmp_path / "run", pythia, **LANDMARK)
     calibrated["train"]["landmark_loss"] = "calibrate"
     calibrated["optimizer"]["weight_decay"] = 0.0
-    run("train.py", write_config(tmp_path, calibrated))
+    said = run("train.py", write_config(tmp_path, calibrated))
+    assert f"weights: from {pythia}; new: core.filter, core.sharpness" in said
     first, last = (row["landmark_loss"] for row in records(tmp_path / "run")[:2])
     assert first != last
     run("-m", "cat_lm.export", tmp_path / "run", tmp_path / "model")
@@ -133,6 +134,51 @@ def test_landmarks_are_learned_for_a_dense_model_and_nothing_else(tiny_corpus, p
     filters = [weights.pop(f"gpt_neox.layers.{n}.attention.core.filter") for n in range(2)]
     assert all((taps != box).any() and abs(taps - box).max() < 0.1 for taps in filters)
     assert all(".core.sharpness" in name for name in weights) and len(weights) == 2
+
+
+def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
+    """Options change no other weight's meaning; a filter is one for its blocks alone."""
+    import torch
+
+    from cat_lm.training.engine import build_model
+    from cat_lm.training.init_from import load_initial_weights
+
+    def built(seed: int, **options):
+        changes = {"attention": "landmark", "attention_options": options}
+        model = values(tiny_corpus, tmp_path / "run", tmp_path, **changes)
+        model["train"] |= {"seed": seed, "landmark_loss": "guided"}
+        return build_model(RunConfig.model_validate(model), 61)
+
+    def started(theirs: dict, ours: dict) -> tuple[list[str], bool]:
+        """Give what starts anew, and whether landmarks have parameters; all others are theirs."""
+        source, model = built(1, **theirs), built(2, **ours)
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter += torch.randn_like(parameter)
+        source.save_pretrained(tmp_path / "source")
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        new = load_initial_weights(model, str(tmp_path / "source"))
+        given, now = source.state_dict(), model.state_dict()
+        assert all(x.equal(given[name]) for name, x in now.items() if ".core." not in name)
+        own = [name for name in now if ".core." in name]
+        assert all(now[name].equal((before if new else given)[name]) for name in own)
+        return new, bool(own)
+
+    box, learned = {"block": 4, "top_k": 1}, {"block": 4, "top_k": 1, "filter": "learned"}
+    both = ["core.filter", "core.sharpness"]
+    assert started(box, box | {"local": 2}) == ([], False)  # the default, spelled out
+    assert started(box, {"block": 8, "top_k": 2, "local": 1, "sink": True}) == ([], False)
+    assert started(box, learned) == (both, True)
+    assert started(learned, learned | {"top_k": 3, "share": "layer"}) == ([], True)
+    assert started(learned, learned | {"combine": "grouped"}) == ([], True)
+    assert started(learned, learned | {"block": 8}) == (both, True)
+    assert started(learned, box) == ([], False)
+    assert started(box | {"combine": "grouped"}, box) == ([], False)
+    assert started(box | {"combine": "grouped"}, learned) == (both, True)
+    ssm = box | {"filter": "ssm", "filter_state": 4}
+    assert started(ssm, box | {"filter": "ssm", "filter_state": 8}) == (both, True)
+    assert started(ssm, ssm | {"block": 8}) == (both, True)
+    assert started(ssm, ssm | {"top_k": 2}) == ([], True)
 
 
 def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):

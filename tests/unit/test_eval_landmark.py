@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cat_lm.ops.landmark import select as select_module
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.sparsify import dense_model, sparsify
 from eval.landmark import cores, selectors
@@ -92,7 +93,9 @@ def test_scores_are_the_definition(name):
             expected = query @ (keys[: (j + 1) * BLOCK].flip(0) * weights[:, None]).sum(dim=0)
         elif name == "learned":
             landmark = (own.flip(0) * module.filter[head // 2][:, None]).sum(dim=0)
-            expected = query @ landmark * module.sharpness[head].exp() * 0.3
+            expected = query @ landmark
+            logit = module.logits(scores, 0.3)[1, head, t - 13, j]
+            torch.testing.assert_close(logit, found * module.sharpness[head].exp() * 0.3)
         elif name == "quest":
             ends = zip(query, own.amin(dim=0), own.amax(dim=0), strict=True)
             expected = sum(max(q * least, q * most) for q, least, most in ends)
@@ -113,6 +116,39 @@ def test_scores_are_the_definition(name):
             assert 0 <= found < 1 and scores.unique().numel() == scores.numel()
             continue
         torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_learned_chooses_as_a_model_with_its_filter(monkeypatch):
+    """Also where heads share keys, and each head weighs its blocks with a sharpness of its own."""
+    options = {"block": BLOCK, "top_k": 1, "local": 1, "filter": "learned"}
+    model = cat_model(**FIELDS, **GROUPED, attention="landmark", attention_options=options)
+    choosers = cores.add_choosers(model)
+    generator = torch.Generator().manual_seed(0)
+    for chooser in choosers:
+        learned = selectors.learner("learned", model.config, BLOCK)
+        with torch.no_grad():
+            learned.filter += 0.3 * torch.randn(learned.filter.shape, generator=generator)
+            learned.sharpness += 2 * torch.randn(learned.sharpness.shape, generator=generator)
+            chooser.dense.filter.copy_(learned.filter)
+            chooser.dense.sharpness.copy_(learned.sharpness)
+        chooser.learners = {("learned", BLOCK): learned}
+    chosen, select = [], select_module.select_blocks
+
+    def kept(*given):
+        chosen.append(select(*given))
+        return chosen[-1]
+
+    monkeypatch.setattr(select_module, "select_blocks", kept)
+    monkeypatch.setattr(cores, "select_blocks", kept)
+    ids, found = random_ids(2, 61), {}
+    for selection in (None, cores.Selection("learned", BLOCK, 1, 1)):
+        chosen.clear()
+        for chooser in choosers:
+            chooser.selection = selection
+        found[selection is None] = [model(ids, use_cache=False).logits, *chosen]
+    assert len(found[True]) == 3
+    for swept, own in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(swept, own)
 
 
 def test_blocks_that_are_drawn_are_others_in_every_layer():

@@ -171,7 +171,7 @@ def test_states_that_are_wrong_or_say_nothing(said):
 
 def test_a_filter_that_nothing_teaches_is_refused(tmp_path):
     values = run_values(tmp_path, tmp_path / "out")
-    options = {"filter": "exponential", "filter_state": 2}
+    options = {"filter": "exponential", "filter_state": 2, "block": 4}
     values["model"] |= {"attention": "landmark", "attention_options": options}
     with pytest.raises(UserError, match="landmark_loss=hard: gives the landmarks' parameters no"):
         load_config(write_config(tmp_path, values))

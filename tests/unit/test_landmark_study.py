@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -104,18 +105,45 @@ def test_only_a_result_is_done(text, ran, lock, tmp_path, capsys):
     assert ran == ([] if done else ["a"]) and ("done before" in capsys.readouterr().out) is done
 
 
+def test_a_result_of_another_model_is_not_done(ran, lock, tmp_path):
+    """A model that was trained on, or anew, is diagnosed anew."""
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").write_text("{}")
+    weights, record = tmp_path / "run/model/model.safetensors", tmp_path / "diagnosis.json"
+    weights.write_bytes(b"first")
+    digests = "".join(hashlib.sha256(text).hexdigest() for text in (b"{}", b"first"))
+    sha256 = hashlib.sha256(digests.encode()).hexdigest()
+    record.write_text(json.dumps(RESULT | {"model_sha256": sha256}))
+    found = [Stage("a", ("a",), record, tmp_path / "run")]
+    study.run(found, lock)
+    assert ran == []
+    weights.write_bytes(b"trained on")
+    study.run(found, lock)
+    record.write_text(json.dumps(RESULT))  # of a model that it does not name
+    study.run(found, lock)
+    assert ran == ["a", "a"]
+
+
+def test_what_models_are_trained_with_is_noted(tiny_corpus):
+    noted = study.settings("smoke", tiny_corpus, verified=False).config_sha256
+    assert noted == study.settings("smoke", None, verified=False).config_sha256
+    text = (study.ROOT / "configs/quickstart.yaml").read_bytes()
+    assert noted == hashlib.sha256(text).hexdigest()
+
+
 def test_a_folder_is_of_one_study(ran, tmp_path, capsys):
-    first = Settings(scale="cpu", data="python-stdlib")
+    values = {"scale": "cpu", "data": "python-stdlib", "config_sha256": "1" * 64}
+    first = Settings(**values)
     study.conduct([Stage("a", ("a",))], tmp_path, first)
-    kept = (tmp_path / "study.json").read_bytes()
-    assert json.loads(kept) == {"scale": "cpu", "data": "python-stdlib"}
+    assert json.loads((tmp_path / "study.json").read_bytes()) == values
     study.conduct([Stage("b", ("b",))], tmp_path, first)
-    for other, said in (
-        (Settings(scale="smoke", data="python-stdlib"), 'scale is "cpu", and would now be "smoke"'),
-        (Settings(scale="cpu", data="0" * 64), f'"python-stdlib", and would now be "{"0" * 64}"'),
+    for key, other, said in (
+        ("scale", "smoke", 'scale is "cpu", and would now be "smoke"'),
+        ("data", "0" * 64, f'"python-stdlib", and would now be "{"0" * 64}"'),
+        ("config_sha256", "2" * 64, f'config_sha256 is "{"1" * 64}", and would now be "222'),
     ):
         with pytest.raises(UserError, match=said):
-            study.conduct([Stage("c", ("c",))], tmp_path, other)
+            study.conduct([Stage("c", ("c",))], tmp_path, Settings(**values | {key: other}))
     (tmp_path / "study.json").write_text('{"diverged": false}')
     with pytest.raises(UserError, match=r"study\.json: has no scale; give another --out"):
         study.conduct([Stage("c", ("c",))], tmp_path, first)
@@ -180,7 +208,7 @@ from eval.landmark.study import Settings, Stage, conduct
 folder, child = sys.argv[1:]
 never = f"open({folder!r} + '/never', 'w')"
 found = [Stage("it", ("-c", child, folder)), Stage("never", ("-c", never))]
-command(lambda: conduct(found, Path(folder), Settings(scale="cpu", data="x")))()
+command(lambda: conduct(found, Path(folder), Settings(scale="cpu", data="x", config_sha256="y")))()
 """
 
 

@@ -8,6 +8,7 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.ops.landmark import dispatch, segments
+from cat_lm.training.engine import build_model
 from tests.runs import run_values, write_config
 from tests.unit.test_model_landmark import KINDS, each_family, landmark_model
 from tests.unit.tiny_models import cat_model, random_ids
@@ -184,8 +185,41 @@ def test_keys_that_say_nothing_or_teach_nothing(train, options, said, tmp_path):
 def test_keys_that_go_together(train, options, tmp_path):
     values = run_values(tmp_path, tmp_path / "out", **train)
     values["optimizer"]["weight_decay"] = 0.0
-    values["model"] |= {"attention": "landmark", "attention_options": options}
+    values["model"] |= {"attention": "landmark", "attention_options": {"block": 4, **options}}
     load_config(write_config(tmp_path, values))
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "length", "said"),
+    [
+        ("guided", {"block": 8, "local": 1}, 16, "two blocks to choose from with model.attention_"),
+        ("guided", {}, 192, "data.context_length=192 tokens has two blocks"),
+        ("calibrate", {"block": 5} | LEARNED, 15, "options.block=5 and local=2; 3 x block must"),
+        ("grouped", {"block": 8} | GROUPED, 16, "has a block to choose from"),
+    ],
+)
+def test_rows_must_have_blocks_to_choose(way, options, length, said, tmp_path):
+    """With one token more the last query has enough of them, and the landmarks learn from it."""
+    values = run_values(tmp_path, tmp_path / "out", landmark_loss=way, init_from="m")
+    values["optimizer"]["weight_decay"] = 0.0
+    values["model"] |= {"attention": "landmark", "attention_options": options}
+    values["data"]["context_length"] = length
+    with pytest.raises(UserError) as error:
+        load_config(write_config(tmp_path, values))
+    assert f"train.landmark_loss={way}: no query" in str(error.value) and said in str(error.value)
+    assert "\n" not in str(error.value)
+    values["data"]["context_length"] = length + 1
+    model = build_model(load_config(write_config(tmp_path, values)), 97).train()
+    train_landmarks(model, way, rows=length + 1)
+    for tokens in (length, length + 1):
+        ids = random_ids(2, tokens)
+        output = model(ids, shift_labels=ids)
+        if way == "grouped":
+            sharpness = model.gpt_neox.layers[0].attention.core.sharpness
+            (learned,) = torch.autograd.grad(output.loss, [sharpness])
+        else:
+            learned = output.auxiliary_loss
+        assert bool(learned.any()) == (tokens > length)
 
 
 def test_calibration_refuses_what_would_shrink_the_other_weights(tmp_path):

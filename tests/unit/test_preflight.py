@@ -149,6 +149,23 @@ def test_the_first_rank_builds_the_model_on_its_host():
     assert line.startswith("n000 rank 0: the model of ") and "--mem=0" in line
 
 
+@pytest.mark.parametrize(
+    ("stage", "precision", "copies"), [(0, "bf16", 1), (1, "fp32", 1), (1, "bf16", 2)]
+)
+def test_calibration_in_bf16_has_a_copy_of_the_weights(stage, precision, copies):
+    """Of which the master weights are made; elsewhere they are the model's own."""
+    values = run_values("data", "run", global_batch_size=128, zero_stage=stage, init_from="m")
+    values["train"] |= {"landmark_loss": "calibrate", "precision": precision}
+    options = {"block": 4, "filter": "learned"}
+    values["model"] |= {"attention": "landmark", "attention_options": options}
+    values["optimizer"]["weight_decay"] = 0.0
+    calibrated = RunConfig.model_validate(values)
+    need = copies * 4 * calibrated.num_parameters(257)
+    for room, wrong in ((need, 0), (need - 1, 1)):
+        found = rules.judge(calibrated, sound(4, 4, host_memory=room)).problems
+        assert sum("is built on this host" in line for line in found) == wrong
+
+
 def test_what_only_slows_is_a_warning():
     found = sound()
     found[9] = replace(found[9], matmul_seconds=5e-3)

@@ -9,9 +9,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 
+from cat_lm.errors import UserError
+from cat_lm.training.distributed import Ranks
 from eval.speed.__main__ import main
+from eval.speed.model.engine import engine_speed
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
 
@@ -69,6 +73,48 @@ def measured_by_both(ranks, folder: str) -> tuple[bool, bool]:
 
 def test_of_two_ranks_the_first_tells(tmp_path):
     assert run_on_ranks(measured_by_both, 2, str(tmp_path)) == [(True, True), (False, False)]
+
+
+def vocabularies(ranks, data: str, folder: str) -> list:
+    """Give the record's vocabulary by the data's; and what is said where one rank has no data."""
+    config, found = Path(folder) / f"{ranks.rank}.yaml", []
+    for path in (data, data if ranks.is_first else "absent"):
+        config.write_text(yaml.safe_dump(run_values(path, "unused")))
+        with mock.patch("cat_lm.training.distributed.start") as start:
+            start.return_value.__enter__.return_value = ranks
+            try:
+                found.append(engine_speed(config, (), 1)["model"]["vocab_size"])
+            except UserError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_vocabulary_is_that_of_the_data(world_size, tiny_corpus, tmp_path):
+    results = run_on_ranks(vocabularies, world_size, str(tiny_corpus), str(tmp_path))
+    size = json.loads((tiny_corpus / "manifest.json").read_text())["tokenizer"]["vocab_size"]
+    for found, again in results:
+        assert found == size
+        if world_size == 1:
+            assert again == size
+        else:  # on both alike: none waits for the other
+            assert again.startswith("model.vocab_size: is left to data.path=absent, which must be")
+            assert again.endswith("; or give model.vocab_size=N") and "\n" not in again
+
+
+def test_without_data_the_vocabulary_is_asked_for(monkeypatch, capsys):
+    argv = ["eval.speed", "engine", "configs/quickstart.yaml", "data.path=absent"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with (
+        pytest.raises(SystemExit) as ended,
+        mock.patch("cat_lm.training.distributed.start") as start,
+    ):
+        start.return_value.__enter__.return_value = Ranks(0, 0, 1, torch.device("cpu"))
+        start.return_value.__exit__.return_value = False
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert "error: model.vocab_size: is left to data.path=absent" in said
 
 
 def test_a_wrong_configuration_is_one_line(monkeypatch, capsys):

@@ -21,8 +21,9 @@ from cat_lm.model.rules import mixes_maps
 from cat_lm.registering import check_entry
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
-__all__ += ["check_parameters"]
-__all__ += ["implementation_problems", "keys_of_any_weights", "length_problems", "names"]
+__all__ += ["check_parameters", "compared_options"]
+__all__ += ["implementation_problems", "keeps_parameters", "keys_of_any_weights"]
+__all__ += ["length_problems", "names"]
 __all__ += ["pattern", "problems"]
 __all__ += ["register", "usual_implementation"]
 __all__ += ["score_transform", "value_transform"]
@@ -170,6 +171,28 @@ def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
         if theirs[key] == plain != ours[key] and _ENTRIES[kind][ours[key]].takes_any_weights:
             found |= {key, options_key}
     return found
+
+
+def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the options that must be the same in a model whose weights are taken: by their keys.
+
+    Defaults are spelled out, and `free_options` left out.
+    """
+    found = {}
+    for kind, (key, options_key) in _KEYS.items():
+        if (entry := _ENTRIES[kind].get(values[key])) is not None:
+            options = entry.resolved(values[options_key])
+            found[options_key] = {n: v for n, v in options.items() if n not in entry.free_options}
+    return found
+
+
+def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Tell whether what their pattern of attention learned means the same in our model."""
+    key, options_key = _KEYS[Pattern]
+    entry = _ENTRIES[Pattern][ours[key]]
+    return theirs[key] == ours[key] and entry.keeps_parameters(
+        theirs[options_key], ours[options_key]
+    )
 
 
 def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:

@@ -31,6 +31,8 @@ class Entry:
         takes_any_weights: whether a model that was trained without it can be trained on with it:
             its parameters, if it has any, begin as they start, and the model is something else
             from the first step on.
+        free_options: names of options that may be others where training goes on, for the same
+            reason; see `keeps_parameters`.
     """
 
     name: ClassVar[str]
@@ -39,10 +41,20 @@ class Entry:
     implementations: tuple[str, ...] | None = None
     options: ClassVar[Mapping[str, Any]] = {}
     takes_any_weights: ClassVar[bool] = False
+    free_options: ClassVar[frozenset[str]] = frozenset()
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Give all options: those given, and the others' defaults."""
         return dict(self.options) | dict(given or {})
+
+    def keeps_parameters(
+        self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+    ) -> bool:
+        """Tell whether parameters learned with options of theirs mean the same with ours.
+
+        Others begin as they start. Of options that differ in `free_options` alone.
+        """
+        return True
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options or with the model, in lines that begin with a key."""

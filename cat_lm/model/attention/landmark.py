@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.io.readers import short
@@ -44,6 +45,14 @@ class Landmark(Pattern):
         "share": "head",
         "combine": "flat",
     }
+    free_options = frozenset(options)
+
+    def keeps_parameters(
+        self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+    ) -> bool:
+        """Keep a filter, and how sharp its scores are, for blocks of the size that it is for."""
+        before, now = (_learned_with(self.resolved(options)) for options in (theirs, ours))
+        return before == now
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options, and which say nothing with the others."""
@@ -174,6 +183,12 @@ class Landmark(Pattern):
         from cat_lm.model.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
+    """Give what the landmarks' parameters depend on."""
+    name, state = options["filter"], options["filter_state"]
+    return name, state, options["block"], is_sharp(name, options["combine"], state)
 
 
 def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: int) -> str:

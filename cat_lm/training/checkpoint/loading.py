@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
+from cat_lm.ops.landmark.options import CALIBRATE
 from cat_lm.training.checkpoint.finding import step_of
 from cat_lm.training.checkpoint.records import (
     STATE,
@@ -42,7 +43,8 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     """Read what a checkpoint says of itself.
 
     Raises:
-        UserError: it belongs to other data, another model or batch, or is of an older layout.
+        UserError: it belongs to other data, another model or batch, to a run in which other weights
+            learn, or is of an older layout.
     """
     state = read_run_state(folder)
     if state.step != step_of(folder):
@@ -68,6 +70,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     ]
     if fixed:
         raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
+    _check_what_learns(folder, *changes.get("train.landmark_loss", (None, None)))
     lines = [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
     if state.world_size != world_size:
         lines.append(
@@ -75,6 +78,20 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"train.seed, step {state.step}, rank and number of ranks"
         )
     return Restored(folder, state, lines)
+
+
+def _check_what_learns(folder: Path, was: str | None, now: str | None) -> None:
+    """Refuse to go on with calibration from moments that would move all weights, or the reverse.
+
+    Raises:
+        UserError: naming what to do instead.
+    """
+    if CALIBRATE in (was, now):
+        raise UserError(
+            f"{folder}: was trained with train.landmark_loss={was}, and is to go on with {now}, "
+            f"where {CALIBRATE} alone leaves the other weights as they are; give another "
+            "train.output_dir, and the model as train.init_from"
+        )
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:

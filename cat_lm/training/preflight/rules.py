@@ -225,7 +225,7 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)
-    _building(verdict, parameters)
+    _building(verdict, config, parameters)
     _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
 
 
@@ -266,9 +266,9 @@ def _memory(verdict: PreflightReport, memory: Memory) -> None:
     )
 
 
-def _building(verdict: PreflightReport, parameters: int) -> None:
+def _building(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
     """The first rank builds the whole model on its host, whatever it keeps of it."""
-    one, first = building_bytes(parameters), verdict.facts[0]
+    one, first = building_bytes(config, parameters), verdict.facts[0]
     if one > first.host_memory:
         verdict.problems[
             f"the model of {parameters:,} parameters is built on this host, which takes "

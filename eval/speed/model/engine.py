@@ -1,7 +1,8 @@
 """`python -m eval.speed engine CONFIG.yaml`: a run's step as `train.py` makes it, and its memory.
 
 DeepSpeed's engine with the configuration's precision, ZeRO stage, clipping and AdamW takes steps on
-random tokens: no data are read and nothing is saved. Peak memory stands beside the estimate that
+random tokens: no data are read, but for the size of a vocabulary that the configuration leaves to
+them, and nothing is saved. Peak memory stands beside the estimate that
 refuses runs before they start (`cat_lm.training.estimate`); on a CPU it holds also what libraries
 take when they are first used. Under a launcher all its ranks take the steps; memory is the first's.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from cat_lm.config import RunConfig, load_config
+from cat_lm.errors import UserError
 from cat_lm.training.estimate import (
     count_parameters,
     flops_per_token,
@@ -38,7 +40,8 @@ def engine_speed(path: Path, overrides: Sequence[str], repeats: int) -> dict[str
         path, overrides: the configuration and its changes, as `train.py` takes them.
 
     Raises:
-        UserError: the configuration is wrong, or its model cannot be built.
+        UserError: the configuration is wrong, its model cannot be built, or its vocabulary is that
+            of data that are not there.
     """
     from cat_lm.training import distributed
     from cat_lm.training.engine import resolve_precision
@@ -47,12 +50,32 @@ def engine_speed(path: Path, overrides: Sequence[str], repeats: int) -> dict[str
     with distributed.start() as ranks:
         precision, _ = resolve_precision(config, ranks.device)
         train = config.train.model_copy(update={"precision": precision})
+        vocab_size = ranks.on_all_ranks(lambda: _vocabulary(config))
+        model = config.model.model_copy(update={"vocab_size": vocab_size})
+        config = config.model_copy(update={"train": train, "model": model})
         return {
             "config": str(path),
             "overrides": list(overrides),
             "ranks": ranks.world_size,
-            **_measure(config.model_copy(update={"train": train}), ranks, repeats),
+            **_measure(config, ranks, repeats),
         }
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """Give the configuration's, else what `train.py` takes: that of the data or the first model."""
+    from cat_lm.data.opening import open_split
+    from cat_lm.training.init_from import vocab_size
+
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    try:
+        return vocab_size(config, open_split(config.data, "train"), checkpoint=None)
+    except UserError as error:
+        data = f"data.path={config.data.path}" if config.data.path else "data.mixture"
+        raise UserError(
+            f"model.vocab_size: is left to {data}, which must be there: {error}; "
+            "or give model.vocab_size=N"
+        ) from None
 
 
 def _measure(config: RunConfig, ranks: Any, repeats: int) -> dict[str, Any]:
