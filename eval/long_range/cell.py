@@ -29,7 +29,7 @@ class CellRecord(Record):
 class Cell(Settings):
     """A model's settings as a cell, see `eval.common.grids.cell`; none are stacked."""
 
-    protocol: ClassVar[int] = 1
+    protocol: ClassVar[int] = 2
     shape: ClassVar[type[Record]] = CellRecord
 
     @property
