@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from cat_lm.io.files import write_json, write_text
 from eval.common.grids import pictures
 from eval.common.grids.cells import cell_path
 from eval.common.grids.execution import Execution
-from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.common.grids.places import CONTROL, Run
 from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import Choice as Rate
 from eval.common.grids.tuning import run_tuned
@@ -23,12 +21,8 @@ from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.long_range import page
 from eval.long_range.catalog import FIGURES
+from eval.long_range.controls import Rows, controls
 from eval.long_range.plan import SCALES, Choice, place_on_axis, plan
-
-Rows = Sequence[tuple[Run, dict[str, Any]]]
-LEARNS = 0.95  # R² that the first model must have on CumMax
-GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
-_DEVIATIONS = 5  # of an accuracy
 
 
 def figure(
@@ -150,56 +144,3 @@ def check_same_data(rows: Rows, out: Path) -> None:
                 f"{path}: was made from other data of {task} than {where}; delete one of them, and "
                 "the same command makes it again"
             )
-
-
-def controls(rows: Rows) -> list[dict[str, Any]]:
-    """Check each task: that its first model learned it, and that nothing was learned from nothing.
-
-    Positive, for classes: the mean of a line's seeds, of the best model, is five deviations of a
-    test above that of a model which mixes nothing (with the mean over positions a bag of tokens);
-    of CumMax, R² of 0.95. Negative: a model that was trained with other rows' labels is at most
-    five deviations above the share of the most frequent class; on Select, R² of a model that mixes
-    nothing is at most 0.05.
-    """
-    found = []
-    for row in dict.fromkeys(run.row for run, _ in rows if run.row != CONTROL):
-        of_row = [(run, record) for run, record in rows if run.row == row]
-        nothing = next(record for run, record in of_row if run.line == NEGATIVE)
-        best_line, best = _best(of_row)
-        if nothing["data"]["test"]["most_frequent"] is not None:
-            at_least = nothing["value"] + _margin(nothing, nothing["value"])
-            found.append(_control(row, "positive", best_line, best, at_least, best >= at_least))
-            run, record = next(x for x in rows if x[0].row == CONTROL and x[0].column == row)
-            share = record["data"]["test"]["most_frequent"]
-            at_most, value = share + _margin(record, share), record["value"]
-            found.append(_control(row, "negative", run.line, value, at_most, value <= at_most))
-        elif row == "cummax":
-            found.append(_control(row, "positive", best_line, best, LEARNS, best >= LEARNS))
-        elif row == "select":
-            value = nothing["value"]
-            found.append(_control(row, "negative", NEGATIVE, value, GUESSES, value <= GUESSES))
-    return found
-
-
-def _margin(record: dict[str, Any], share: float) -> float:
-    """Five deviations of a test's accuracy."""
-    return _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
-
-
-def _best(of_row: Rows) -> tuple[str, float]:
-    """The line with the largest mean over seeds at a place on the axis."""
-    means: dict[tuple[str, int], list[float]] = {}
-    for run, record in of_row:
-        if run.line != NEGATIVE:
-            means.setdefault((run.line, place_on_axis(run, record)), []).append(record["value"])
-    (line, _), values = max(means.items(), key=lambda item: statistics.fmean(item[1]))
-    return line, statistics.fmean(values)
-
-
-def _control(
-    row: str, kind: str, mixer: str, value: float, bound: float, passed: bool
-) -> dict[str, Any]:
-    return {
-        **{"row": row, "kind": kind, "mixer": mixer},
-        **{"value": value, "bound": bound, "passed": passed},
-    }

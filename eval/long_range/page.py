@@ -18,9 +18,8 @@ def _warning(control: dict[str, Any]) -> str:
     where, value, bound = control["row"], control["value"], control["bound"]
     if control["kind"] == "positive":
         return (
-            f"The positive control of {where} failed: the best model, `{control['mixer']}`, "
-            f"reaches {value:.3f}, below {bound:.3f}. Models may be under-trained; their order "
-            "says nothing."
+            f"The positive control of {where} failed: `{control['mixer']}` reaches {value:.3f}, "
+            f"below {bound:.3f}. Models may be under-trained; their order says nothing."
         )
     return (
         f"The negative control of {where} failed: `{control['mixer']}`, which had nothing to learn "
@@ -64,12 +63,12 @@ def markdown(record: dict[str, Any]) -> str:
 
 def _controls(record: dict[str, Any]) -> list[str]:
     rows = [
-        (c["row"], c["kind"], c["mixer"], f"{c['value']:.4f}", f"{c['bound']:.4f}",
+        (c["row"], c["kind"], c["what"], c["mixer"], f"{c['value']:.4f}", f"{c['bound']:.4f}",
          "yes" if c["passed"] else "**no**")
         for c in record["controls"]
     ]  # fmt: skip
-    header = ("task", "control", "model", record["metric"], "at least / at most", "passed")
-    return ["## Controls", "", markdown_table(header, rows, (3, 4)), ""] if rows else []
+    header = ("task", "control", "of", "model", record["metric"], "at least / at most", "passed")
+    return ["## Controls", "", markdown_table(header, rows, (4, 5)), ""] if rows else []
 
 
 def _tasks(record: dict[str, Any]) -> list[str]:
