@@ -19,6 +19,7 @@ class CellRecord(Record):
     cell: dict[str, Any]
     metric: str
     value: float
+    exchanged: float | None
     data: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
     validation: dict[str, float]

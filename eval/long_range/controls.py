@@ -22,8 +22,9 @@ def controls(rows: Rows) -> list[dict[str, Any]]:
     Positive, for classes: the mean of a line's seeds, of the best model, is five deviations of a
     test above that of a model which mixes nothing (with the mean over positions a bag of tokens);
     of values, the first model's mean R² is that of LEARNS. Negative: a model that was trained with
-    other rows' labels is at most five deviations above the share of the most frequent class; on
-    Select, R² of a model that mixes nothing is at most 0.05.
+    other rows' labels, and the first model on test rows with others' inputs, are at most five
+    deviations above the share of the most frequent class; on Select, R² of a model that mixes
+    nothing is at most 0.05.
     """
     found: list[dict[str, Any]] = []
     for row in dict.fromkeys(run.row for run, _ in rows if run.row != CONTROL):
@@ -50,6 +51,10 @@ def _of_classes(
     best, mean = max(_means(of_row).items(), key=lambda item: item[1])
     bound = nothing["value"] + _margin(nothing, nothing["value"])
     yield _at_least(row, "learns", best, mean, bound)
+    first = next(run.line for run, _ in of_row if run.line != NEGATIVE)
+    tested = [record for run, record in of_row if run.line == first]
+    most = max(record["exchanged"] for record in tested)
+    yield _at_most(row, "other rows' inputs", first, most, _guessed(tested[0]))
     for run, record in beside:
         yield _at_most(row, "other rows' labels", run.line, record["value"], _guessed(record))
 

@@ -8,6 +8,14 @@ from eval.common.grids.places import NEGATIVE
 from eval.common.text_table import markdown_table
 from eval.long_range.catalog import FIGURES
 
+_AROUND = "Labels reach the model by another way than its rows."
+# What a negative control that failed means.
+_LEAKS = {
+    "other rows' labels": _AROUND,
+    "other rows' inputs": _AROUND,
+    "mixes nothing": "Positions hold their own answers: nothing has to be mixed.",
+}
+
 
 def warnings(record: dict[str, Any]) -> list[str]:
     """Warn, before the numbers are compared, of each failed control in a sentence."""
@@ -22,8 +30,8 @@ def _warning(control: dict[str, Any]) -> str:
             f"below {bound:.3f}. Models may be under-trained; their order says nothing."
         )
     return (
-        f"The negative control of {where} failed: `{control['mixer']}`, which had nothing to learn "
-        f"from, reaches {value:.3f}, above {bound:.3f}. The task gives its answers away."
+        f"The negative control of {where} failed: `{control['mixer']}` ({control['what']}) reaches "
+        f"{value:.3f}, above {bound:.3f}. {_LEAKS[control['what']]}"
     )
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 
 from eval.common.grids.places import CONTROL, NEGATIVE
+from eval.long_range import page
 from eval.long_range.controls import controls
 from eval.long_range.plan import SCALES, Choice, plan
 
 
-def found(figure: str, values: dict[str, float], share: float | None = None, rows: int = 100):
+def found(
+    figure: str,
+    values: dict[str, float],
+    share: float | None = None,
+    exchanged: float = 0.0,
+    rows: int = 100,
+) -> dict[tuple[str, str], dict]:
     """Controls of a smoke figure by what they are about, of two seeds 0.02 apart.
 
     Args:
         values: line -> the mean of its tests, CONTROL's for those with other rows' labels.
+        share: of the most frequent class; exchanged: accuracy on rows with others' inputs.
     """
     of = []
     for place in plan(figure, SCALES["smoke"], Choice()):
@@ -21,7 +29,8 @@ def found(figure: str, values: dict[str, float], share: float | None = None, row
         for seed, more in ((0, -0.01), (1, 0.01)) if name != CONTROL else ((0, 0.0),):
             value = values.get(name, 0.5) + (0.0 if name == NEGATIVE else more)
             test = {"rows": rows, "most_frequent": share}
-            of.append((place.at(1e-3, seed), {"value": value, "data": {"test": test}}))
+            record = {"value": value, "exchanged": exchanged + more, "data": {"test": test}}
+            of.append((place.at(1e-3, seed), record))
     return {(c["row"], c["what"]): c for c in controls(of)}
 
 
@@ -48,3 +57,13 @@ def test_on_classes_the_best_model_is_compared_with_one_that_mixes_nothing():
 
     assert passed(0.8, 0.5, 0.3) == [True, True]
     assert passed(0.7, 0.5, 0.45) == [False, False]
+
+
+def test_rows_with_others_inputs_are_answered_by_chance():
+    passed = found("context", {}, share=0.2, exchanged=0.38)["listops", "other rows' inputs"]
+    assert passed["mixer"] == "las" and passed["passed"]
+    assert (passed["value"], passed["bound"]) == pytest.approx((0.39, 0.4))
+    failed = found("context", {}, share=0.2, exchanged=0.4)["listops", "other rows' inputs"]
+    assert not failed["passed"]
+    (told,) = page.warnings({"controls": [failed]})
+    assert "by another way than its rows" in told and "other rows' inputs" in told

@@ -31,6 +31,12 @@ def cell(task: str = SUMS, mixer: str = "las:position=none", **options) -> Cell:
     return Cell(task, mixer, **(fixed | options))
 
 
+def _rows(examples):
+    """All rows of a split, padded alike, and their labels."""
+    batch = examples.batch(np.arange(len(examples)), full=True)
+    return batch.inputs, batch.labels
+
+
 def run(monkeypatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["eval.long_range", *map(str, arguments)])
     main()
@@ -100,13 +106,44 @@ class TestCells:
 
     def test_other_rows_labels_are_those_of_other_rows(self, tmp_path):
         shuffled = cell(LISTS, is_shuffled=True, place=Place(cache=tmp_path))
-        trial = training.Trial(shuffled, "cpu")
-        real = trial.examples["train"].labels
-        assert sorted(trial.labels) == sorted(real) and (trial.labels != real).any()
-        plain = training.Trial(dataclasses.replace(shuffled, is_shuffled=False), "cpu")
-        assert plain.labels is None
+        plain = dataclasses.replace(shuffled, is_shuffled=False)
+        there, real = (training.Trial(x, "cpu").examples["train"] for x in (shuffled, plain))
+        order, every = np.random.default_rng(0).permutation(24), np.arange(24)
+        batch, usual = there.batch(order, full=True), real.batch(every, full=True)
+        assert (batch.labels == real.labels[order]).all()
+        rows = sorted(row.tobytes() for row in usual.inputs)
+        assert sorted(row.tobytes() for row in batch.inputs) == rows
+        assert (batch.inputs != usual.inputs[order]).any(axis=1).sum() > 12
+        assert (there.lengths()[order] == batch.lengths).all()
         with pytest.raises(UserError, match="has no classes to exchange"):
             training.run_cell(cell(is_shuffled=True))
+
+    def test_answers_that_are_not_of_the_rows_show_on_exchanged_ones(self, tmp_path, monkeypatch):
+        """A model that counts rows knows labels without reading; one that reads does not."""
+        place = Place(cache=tmp_path)
+        trial = training.Trial(cell(LISTS, train_rows=4, place=place), "cpu")
+        real, test = type(trial.model).forward, trial.examples["test"]
+        seen = {row.tobytes(): label for row, label in zip(*_rows(test), strict=True)}
+        assert len(seen) == 8
+
+        def reading(model, inputs, lengths, losses=None):
+            wide = np.zeros((len(inputs), test.batch(np.arange(8), full=True).inputs.shape[1]), int)
+            wide[:, : inputs.shape[1]] = inputs
+            return torch.eye(10)[[int(seen[row.tobytes()]) for row in wide]]
+
+        def counting(model, inputs, lengths, losses=None):
+            return torch.eye(10)[test.labels[: len(inputs)].copy()]
+
+        shares = {}
+        for how in (reading, counting):
+            monkeypatch.setattr(type(trial.model), "forward", how)
+            assert trial.measure("test")["value"] == 1
+            shares[how] = trial.measure_exchanged()
+        assert shares[counting] == 1 > shares[reading]
+        monkeypatch.setattr(type(trial.model), "forward", real)
+        record = training.run_cell(cell(LISTS, train_rows=4, place=place), quiet=True)
+        assert 0 <= record["exchanged"] <= 1
+        assert training.run_cell(cell(train_rows=4), quiet=True)["exchanged"] is None
 
     @pytest.mark.parametrize(
         ("options", "message"),
