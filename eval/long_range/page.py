@@ -58,7 +58,7 @@ def markdown(record: dict[str, Any]) -> str:
         "## Numbers",
         "",
         f"{record['metric']} of the test, once, by the model of the best validation. `none` mixes "
-        "nothing: with the mean over positions it is a bag of tokens. Steps are those until "
+        "nothing and takes the mean over positions: a bag of tokens. Steps are those until "
         "validation was at nine tenths of its best. The paper's numbers are of its scale, and do "
         "not compare with those of another.",
         "",

@@ -177,7 +177,8 @@ def plan(figure: str, scale: Scale, choice: Choice) -> list[Point]:
 
 
 def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
-    """A task's places: its models, what mixes nothing, and one trained with other rows' labels."""
+    """A task's places: its models, what mixes nothing, and controls with other rows' labels or
+    without a bag of tokens."""
     base = _base(scale, choice, name)
     rates = scale.rates or (base.lr,)
     rates = tuple(sorted({*rates, base.lr})) if len(rates) > 1 else rates
@@ -186,6 +187,10 @@ def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point
         for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
             yield Point(Run(name, "", model, cell, across), rates, scale.seeds)
     nothing = replace(base, mixer=NEGATIVE)
+    if base.make_task().classes and base.pool == "last":
+        # A position alone knows nothing, and the mean over all is what models must be better than.
+        yield Point(Run(CONTROL, name, NEGATIVE, nothing), (base.lr,), 1)
+        nothing = replace(nothing, pool="mean")
     across = "rows" if figure == "data-size" else "length"
     yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
     if base.make_task().classes:

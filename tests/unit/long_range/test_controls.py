@@ -67,3 +67,28 @@ def test_rows_with_others_inputs_are_answered_by_chance():
     assert not failed["passed"]
     (told,) = page.warnings({"controls": [failed]})
     assert "by another way than its rows" in told and "other rows' inputs" in told
+
+
+def test_where_classes_are_read_from_the_last_position():
+    """What mixes nothing is a bag of tokens, to be beaten, and one position, which guesses."""
+    points = plan("lra", SCALES["paper"], Choice())
+    nothing = [p.run for p in points if p.run.line == NEGATIVE]
+    pools = {(r.row == CONTROL, r.column or r.row): r.cell.pool for r in nothing}
+    tasks = ("listops", "imdb", "aan", "cifar10", "pathfinder")
+    assert pools == {
+        **{(False, task): "mean" for task in tasks},
+        **{(True, task): "last" for task in ("imdb", "pathfinder")},
+    }
+    models = {r.row: r.cell.pool for p in points if (r := p.run).line == "vanilla"}
+    assert models["imdb"] == "last" and models["listops"] == "mean"
+    test = {"rows": 100, "most_frequent": 0.5}
+    rows = []
+    for point in plan("lra", SCALES["paper"], Choice(rows=("imdb",))):
+        alone = point.run.row == CONTROL and point.run.line == NEGATIVE
+        rows.append(
+            (point.run, {"value": 0.8 if alone else 0.6, "exchanged": 0.5, "data": {"test": test}})
+        )
+    found = {(c["what"], c["mixer"]): c for c in controls(rows)}
+    failed = found["mixes nothing", NEGATIVE]
+    assert failed["bound"] == pytest.approx(0.75) and not failed["passed"]
+    assert found["other rows' labels", "vanilla"]["passed"]
