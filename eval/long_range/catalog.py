@@ -15,6 +15,8 @@ class Figure(NamedTuple):
         claim: what the paper says that it shows.
         doubts: what to know when it is read.
         printed: task -> model -> the paper's number.
+        pairs: of models, beside those with the first one, whose difference is what it is about;
+            `{chunk}` stands for the scale's.
     """
 
     shows: str
@@ -23,12 +25,22 @@ class Figure(NamedTuple):
     claim: str
     doubts: str
     printed: dict[str, dict[str, float]]
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
 _LOCAL = (
     "LRA rewards locality and efficiency with data: pretraining on the task's own inputs closes "
     "most of the gap (Amos et al., 2023), so RoPE and sinusoids are trained in the same pipeline."
 )
+
+
+# Does a learned filter of values keep what the box gives?
+_FILTERS = (("cat-v", "s"), ("cat-v", "las"), ("cat-v-box", "s"), ("l-cat-v", "las"))
+
+
+def _with(options: str, *pairs: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Give pairs with options."""
+    return tuple((f"{one}:{options}", f"{other}:{options}") for one, other in pairs)
 
 
 def _ablation(*numbers: float) -> dict[str, float]:
@@ -52,6 +64,7 @@ FIGURES = {
             "cifar10": {"las": 0.7044, "las:chunk=128": 0.6490, "transformer (LRA)": 0.4244},
             "pathfinder": {"las": 0.8162, "las:chunk=128": 0.5461, "transformer (LRA)": 0.7140},
         },
+        _FILTERS,
     ),
     "ablation": Figure(
         "which part of LaS helps, inside chunks",
@@ -80,6 +93,7 @@ FIGURES = {
                 "las": 0.6490,
             },
         },
+        _with("chunk={chunk}", ("las", "s"), ("las", "l"), ("l", "alibi"), ("s-alibi", "s")),
     ),
     "context": Figure(
         "accuracy by the size of chunks",
@@ -110,6 +124,7 @@ FIGURES = {
             "cummax": {"nope": 1.0, "las:position=none": 0.995},
             "cumsum": {"nope": 1.0, "las:position=none": 0.997},
         },
+        _with("position=none", *_FILTERS),
     ),
     "smnist": Figure(
         "MNIST pixel by pixel, in rows and permuted",
@@ -122,5 +137,6 @@ FIGURES = {
             "smnist": {"las": 0.9918, "transformer (copied)": 0.9890},
             "pmnist": {"las": 0.9805, "transformer (copied)": 0.9790},
         },
+        _FILTERS,
     ),
 }

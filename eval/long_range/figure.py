@@ -86,6 +86,8 @@ def told(
         return {place_on_axis(run, record): {"accuracy": record["value"], "steps to 90%": steps}}
 
     lines = summary([each for each in found if each[0].row != CONTROL], tests)
+    chunk = SCALES[scale_name].chunk
+    pairs = [tuple(x.format(chunk=chunk) for x in pair) for pair in FIGURES[name].pairs]
     shown = {run.row: record for run, record in rows if run.row != CONTROL}
     return {
         "figure": name,
@@ -95,7 +97,7 @@ def told(
         "metric": next(iter(shown.values()))["metric"],
         "controls": controls(rows),
         "lines": lines,
-        "differences": differences(lines),
+        "differences": differences(lines, pairs),
         "tasks": {row: _task(record) for row, record in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),
     }

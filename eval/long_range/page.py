@@ -134,8 +134,9 @@ def _differences(record: dict[str, Any]) -> list[str]:
     return [
         "## Differences",
         "",
-        "Of each task's first model from every other, paired by seed; 95% intervals for all of the "
-        "page's together. With three seeds they are wide.",
+        "Of each task's first model from every other, and of the models that the figure is about "
+        "from each other, paired by seed; 95% intervals for all of the page's together. With three "
+        "seeds they are wide.",
         "",
         markdown_table(header, rows, (1, 3)),
         "",

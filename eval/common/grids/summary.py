@@ -55,20 +55,28 @@ def _line(
     }
 
 
-def differences(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def differences(
+    lines: Sequence[dict[str, Any]], more: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
     """Each panel's first model minus every other at every x, paired by seed.
 
     Intervals are corrected for the number of all these comparisons, see eval/common/comparison.py.
+
+    Args:
+        more: mixers to compare too, where a panel has both.
     """
-    first: dict[tuple, dict[str, Any]] = {}
+    panels: dict[tuple, dict[str, dict[str, Any]]] = {}
     pairs = []
     for line in lines:
         if line["row"] == CONTROL or line["mixer"] == NEGATIVE:
             continue
-        place = (line["row"], line["column"], line["x"])
-        if place in first:
-            pairs.append((first[place], line))
-        first.setdefault(place, line)
+        panel = panels.setdefault((line["row"], line["column"], line["x"]), {})
+        if panel:
+            pairs.append((next(iter(panel.values())), line))
+        panel[line["mixer"]] = line
+    for panel in panels.values():
+        of_panel = [(panel[a], panel[b]) for a, b in more if a in panel and b in panel]
+        pairs += [pair for pair in of_panel if pair not in pairs]
     found = []
     for one, other in pairs:
         runs = [{int(k): v for k, v in line["runs"].items()} for line in (one, other)]

@@ -1,0 +1,79 @@
+"""Numbers, comparisons and words of a figure's page and picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.common.comparison import t_quantile
+from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.common.grids.summary import differences
+from eval.common.grids.tuning import Choice as Rate
+from eval.long_range.catalog import FIGURES
+from eval.long_range.figure import told
+from eval.long_range.plan import MODELS, SCALES, Choice, plan
+
+
+def line(mixer: str, *runs: float, row: str = "listops") -> dict:
+    where = {"row": row, "column": "", "mixer": mixer, "x": 32}
+    return where | {"runs": {str(seed): value for seed, value in enumerate(runs)}}
+
+
+def test_the_models_that_a_figure_is_about_are_compared():
+    lines = [line("vanilla", 0.3, 0.4), line("s", 0.5, 0.7), line("cat-v", 0.6, 0.9)]
+    pairs = (("cat-v", "s"), ("cat-v", "las"), ("vanilla", "s"))
+    found = {(d["mixer"], d["minus"]): d for d in differences(lines, pairs)}
+    assert list(found) == [("vanilla", "s"), ("vanilla", "cat-v"), ("cat-v", "s")]
+    learned = found["cat-v", "s"]
+    assert learned["mean"] == pytest.approx(0.15) and learned["comparisons"] == 3
+    # Two seeds, 0.1 and 0.2: an error of the mean of 0.05.
+    half = t_quantile(1 - 0.025 / 3, 1) * 0.05
+    assert (learned["low"], learned["high"]) == pytest.approx((0.15 - half, 0.15 + half))
+    assert len(differences(lines)) == 2
+
+
+def runs(figure: str, tests: dict[str, tuple[float, ...]], share: float | None = 0.1):
+    """A smoke figure's runs of one task with records.
+
+    Args:
+        tests: mixer -> the test of each seed; validation was half of it first, then all.
+    """
+    found = []
+    for point in plan(figure, SCALES["smoke"], Choice()):
+        run = point.run
+        if run.row == CONTROL and run.column == "smnist":
+            found.append((run, _record(run, 0.1, share), Rate(1e-3, {}, False)))
+        elif run.row in ("smnist", "select"):
+            for seed, value in enumerate(tests.get(run.line, ())):
+                record = _record(run, value, share)
+                found.append((point.at(1e-3, seed), record, Rate(1e-3, {}, False)))
+    return found
+
+
+def _record(run: Run, value: float, share: float | None) -> dict:
+    test = {"rows": 100, "most_frequent": share, "origin": {}}
+    return {
+        **{"value": value, "exchanged": 0.1, "metric": "r2" if share is None else "accuracy"},
+        "history": [{"step": 5, "value": value / 2}, {"step": 10, "value": value}],
+        **{"data": {"test": test, "train": {"rows": 9}}, "cell": run.cell.key(), "layers": 1},
+        **{"task": {}, "notes": [], "steps": 10, "seconds": {"training": 1.0}},
+    }
+
+
+def test_a_figure_compares_its_pairs():
+    tests = {"vanilla": (0.3, 0.4), "s": (0.5, 0.7), "cat-v": (0.6, 0.9), NEGATIVE: (0.2,)}
+    record = told("smnist", "smoke", runs("smnist", tests))
+    assert [(d["mixer"], d["minus"]) for d in record["differences"]] == [
+        *(("vanilla", "s"), ("vanilla", "cat-v"), ("cat-v", "s"))
+    ]
+
+
+def test_every_pair_is_of_models_that_some_figure_has():
+    chunk = SCALES["cpu"].chunk
+    for name, figure in FIGURES.items():
+        models = {model.format(chunk=chunk) for model in MODELS[name]}
+        pairs = [tuple(x.format(chunk=chunk) for x in pair) for pair in figure.pairs]
+        assert all(len({*pair}) == 2 for pair in pairs)
+        if name in ("atomic", "ablation"):
+            assert pairs and {x for pair in pairs for x in pair} <= models
+        elif name in ("lra", "smnist"):
+            assert {("cat-v", "s"), ("cat-v", "las")} <= {*pairs}
