@@ -49,7 +49,8 @@ def _of_classes(
     row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows
 ) -> Iterator[dict[str, Any]]:
     best, mean = max(_means(of_row).items(), key=lambda item: item[1])
-    bound = nothing["value"] + _margin(nothing, nothing["value"])
+    share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])  # it may diverge
+    bound = share + _margin(nothing, share)
     yield _at_least(row, "learns", best, mean, bound)
     first = next(run.line for run, _ in of_row if run.line != NEGATIVE)
     tested = [record for run, record in of_row if run.line == first]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
+from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
 from eval.common.grids.cells import cell_path
 from eval.common.grids.execution import Execution
@@ -69,7 +70,7 @@ def figure(
     )
     save_figure(drawing, out / name)
     write_text(out / f"{name}.md", page.markdown(record))
-    write_json(out / f"{name}.json", record)
+    write_json(out / f"{name}.json", finite(record))  # a model may diverge
     for line in page.warnings(record):
         print(line)
     return record
@@ -97,6 +98,11 @@ def told(
         "metric": next(iter(shown.values()))["metric"],
         "controls": controls(rows),
         "lines": lines,
+        "diverged": [
+            {"row": run.row, "mixer": run.line, "seed": run.cell.seed}
+            for run, record in rows
+            if not math.isfinite(record["value"])
+        ],
         "differences": differences(lines, pairs),
         "tasks": {row: _task(record) for row, record in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),

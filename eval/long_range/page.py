@@ -64,6 +64,7 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         _table(record),
         "",
+        *_diverged(record),
         *_differences(record),
     ]
     return "\n".join(lines)
@@ -120,6 +121,13 @@ def _table(record: dict[str, Any]) -> str:
                 if (task, model) not in seen
             ]
     return markdown_table((*header, "the paper"), rows, tuple(range(2, 10)))
+
+
+def _diverged(record: dict[str, Any]) -> list[str]:
+    runs = [f"`{x['mixer']}` on {x['row']} with seed {x['seed']}" for x in record["diverged"]]
+    if not runs:
+        return []
+    return [f"Diverged, which is -inf here and no accuracy of chance: {', '.join(runs)}.", ""]
 
 
 def _differences(record: dict[str, Any]) -> list[str]:

@@ -150,8 +150,8 @@ def train_step(
 
 @torch.no_grad()
 def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
-    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values, −inf where a
-    model diverged.
+    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values. Of a model
+    that diverged, whose answers are not all finite, −inf.
 
     Args:
         rows: read at once.
@@ -163,14 +163,15 @@ def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
         batch = examples.batch(np.arange(start, min(start + rows, len(examples))))
         inputs, lengths, wanted = _tensors(batch, device)
         found = model(inputs, lengths)
+        if not found.isfinite().all():
+            return -math.inf
         answers.append((found.argmax(dim=-1) if model.task.classes else found).cpu())
         labels.append(wanted.cpu())
     answered, right = torch.cat(answers), torch.cat(labels)
     if model.task.classes:
         return float((answered == right).double().mean())
     error = (answered.double() - right.double()).square().mean()
-    value = float(1 - error / right.double().var(correction=0))
-    return value if math.isfinite(value) else -math.inf
+    return float(1 - error / right.double().var(correction=0))
 
 
 def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from eval.common.comparison import t_quantile
 from eval.common.grids.places import CONTROL, NEGATIVE, Run
 from eval.common.grids.summary import differences
 from eval.common.grids.tuning import Choice as Rate
+from eval.long_range import page
 from eval.long_range.catalog import FIGURES
 from eval.long_range.figure import told
 from eval.long_range.plan import MODELS, SCALES, Choice, plan
@@ -65,6 +68,21 @@ def test_a_figure_compares_its_pairs():
     assert [(d["mixer"], d["minus"]) for d in record["differences"]] == [
         *(("vanilla", "s"), ("vanilla", "cat-v"), ("cat-v", "s"))
     ]
+
+
+def test_a_model_that_diverged_is_told_and_has_no_difference():
+    tests = {"vanilla": (0.3, 0.4), "las": (0.5, -math.inf), NEGATIVE: (-math.inf,)}
+    record = told("smnist", "smoke", runs("smnist", tests))
+    names = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
+    text = page.markdown(record | names)
+    assert "`las` on smnist with seed 1, `none` on smnist with seed 0." in text
+    assert "Diverged" not in page.markdown(
+        told("smnist", "smoke", runs("smnist", tests | {"las": (0.5,), NEGATIVE: (0.2,)})) | names
+    )
+    # A bag of tokens that diverged is beaten where the most frequent class is, with a margin.
+    assert record["controls"][0]["bound"] == pytest.approx(0.1 + 5 * 0.03)
+    (difference,) = record["differences"]
+    assert difference["verdict"] == "unclear"
 
 
 def test_every_pair_is_of_models_that_some_figure_has():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 
 import numpy as np
@@ -35,6 +36,13 @@ def _rows(examples):
     """All rows of a split, padded alike, and their labels."""
     batch = examples.batch(np.arange(len(examples)), full=True)
     return batch.inputs, batch.labels
+
+
+def _here(groups, out, device, workers):
+    """Run cells in this process."""
+    for group in groups:
+        for one in group:
+            cells.run(out, one.cell, device, quiet=True)
 
 
 def run(monkeypatch, *arguments: object) -> None:
@@ -103,6 +111,13 @@ class TestCells:
         assert training.measure(made, rows, 3) == pytest.approx(1 - (right**2).mean() / right.var())
         made.weight.data += torch.nan
         assert training.measure(made, rows, 3) < -sys.float_info.max
+
+    def test_a_model_that_diverged_is_not_at_chance(self, tmp_path):
+        task = cell(LISTS, train_rows=4, place=Place(cache=tmp_path))
+        trial = training.Trial(task, "cpu")
+        assert trial.measure("test")["value"] >= 0
+        trial.model.head.weight.data[3] = torch.nan
+        assert trial.measure("test")["value"] == -math.inf == trial.measure_exchanged()
 
     def test_other_rows_labels_are_those_of_other_rows(self, tmp_path):
         shuffled = cell(LISTS, is_shuffled=True, place=Place(cache=tmp_path))
@@ -290,6 +305,23 @@ class TestFigures:
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         if name == "atomic":
             assert told.count("0.7830") == 1 and told.count("1.0000") == 1
+
+    def test_a_figure_with_a_model_that_diverged(self, tmp_path, monkeypatch):
+        def train_step(model, *_):
+            model.head.weight.data[:] = torch.nan
+            return torch.tensor(torch.nan)
+
+        monkeypatch.setattr(training, "train_step", train_step)
+        monkeypatch.setattr(execution, "execute", _here)
+        choice = Choice(rows=("cummax",), place=Place(cache=tmp_path / "cache"))
+        command = ("atomic", "smoke", tmp_path, Execution("cpu"), choice, 1, ("nope",))
+        record = grid.figure(*command)
+        assert [x["mixer"] for x in record["diverged"]] == ["nope", NEGATIVE]
+        assert not record["controls"][0]["passed"]
+        text = (tmp_path / "atomic.json").read_text()
+        written = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert written["lines"][0]["mean"] is None
+        grid.figure(*command)  # from what is finished
 
     def test_runs_of_other_data_are_not_compared(self, tmp_path):
         point = plan("atomic", SCALES["smoke"], Choice())[0]
