@@ -25,6 +25,8 @@ from eval.long_range.catalog import FIGURES
 from eval.long_range.controls import Rows, controls
 from eval.long_range.plan import SCALES, Choice, place_on_axis, plan
 
+_SHARE = 0.9  # of the best line, which steps are counted to
+
 
 def figure(
     name: str,
@@ -83,10 +85,10 @@ def told(
     rows = [(run, record) for run, record, _ in found]
 
     def tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
-        steps = steps_to(record)
-        return {place_on_axis(run, record): {"accuracy": record["value"], "steps to 90%": steps}}
+        return {place_on_axis(run, record): {"accuracy": record["value"]}}
 
     lines = summary([each for each in found if each[0].row != CONTROL], tests)
+    levels = add_steps(lines, rows)
     chunk = SCALES[scale_name].chunk
     pairs = [tuple(x.format(chunk=chunk) for x in pair) for pair in FIGURES[name].pairs]
     shown = {run.row: record for run, record in rows if run.row != CONTROL}
@@ -104,7 +106,7 @@ def told(
             if not math.isfinite(record["value"])
         ],
         "differences": differences(lines, pairs),
-        "tasks": {row: _task(record) for row, record in shown.items()},
+        "tasks": {row: _task(record) | {"level": levels[row]} for row, record in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),
     }
 
@@ -121,12 +123,29 @@ def _task(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def steps_to(record: dict[str, Any], share: float = 0.9) -> float:
-    """Count the steps until validation was at a share of its best for the first time."""
-    best = max(point["value"] for point in record["history"])
-    return next(
-        p["step"] for p in record["history"] if p["value"] >= share * best or p["value"] == best
-    )
+def add_steps(lines: Sequence[dict[str, Any]], rows: Rows) -> dict[str, float | None]:
+    """Add to each line the steps of each seed until validation was at the level of its task.
+
+    Returns:
+        Each task's level, the same for all its lines: _SHARE of the largest mean of a test; None
+        where that is not above 0.
+    """
+    best: dict[str, float] = {}
+    for line in lines:
+        best[line["row"]] = max(line["mean"], best.get(line["row"], -math.inf))
+    levels = {row: _SHARE * mean if mean > 0 else None for row, mean in best.items()}
+    found = {(r.row, r.line, place_on_axis(r, d), str(r.cell.seed)): d for r, d in rows}
+    for line in lines:
+        where, level = (line["row"], line["mixer"], line["x"]), levels[line["row"]]
+        line["steps"] = {seed: steps_to(found[*where, seed], level) for seed in line["runs"]}
+    return levels
+
+
+def steps_to(record: dict[str, Any], level: float | None) -> int | None:
+    """Count the steps until validation was at a level for the first time; None if it never was."""
+    if level is None:
+        return None
+    return next((p["step"] for p in record["history"] if p["value"] >= level), None)
 
 
 def picture_title(record: dict[str, Any]) -> str:

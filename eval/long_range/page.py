@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
@@ -58,8 +59,9 @@ def markdown(record: dict[str, Any]) -> str:
         "## Numbers",
         "",
         f"{record['metric']} of the test, once, by the model of the best validation. `none` mixes "
-        "nothing and takes the mean over positions: a bag of tokens. Steps are those until "
-        "validation was at nine tenths of its best. The paper's numbers are of its scale, and do "
+        "nothing and takes the mean over positions: a bag of tokens. Steps are those "
+        "until validation was at nine tenths of the best line's mean, the mean of the seeds that "
+        "were there. The paper's numbers are of its scale, and do "
         "not compare with those of another.",
         "",
         _table(record),
@@ -87,6 +89,8 @@ def _tasks(record: dict[str, Any]) -> list[str]:
         share = task["most_frequent"]
         guess = "" if share is None else f" Most frequent class of the test: {share:.3f}."
         said = f"{counts} rows; {task['layers']} layers of width {task['d_model']}."
+        if task["level"] is not None:
+            said += f" Steps are counted to {task['level']:.3f}."
         lines.append(f"- {name}: {said}{guess} {' '.join(task['notes'])}".rstrip())
     return [*lines, ""]
 
@@ -109,7 +113,7 @@ def _table(record: dict[str, Any]) -> str:
                 *(line["row"], line["mixer"] + (" (control)" if line["mixer"] == NEGATIVE else "")),
                 *(str(line["x"]), f"{line['mean']:.4f}", f"{line['min']:.4f}"),
                 *(f"{line['max']:.4f}", str(len(line["runs"]))),
-                *(f"{line['also']['steps to 90%']:.0f}", f"{line['lr']:g}"),
+                *(_steps(line["steps"]), f"{line['lr']:g}"),
                 "" if number is None else f"{number:.4f}",
             )
         )
@@ -121,6 +125,15 @@ def _table(record: dict[str, Any]) -> str:
                 if (task, model) not in seen
             ]
     return markdown_table((*header, "the paper"), rows, tuple(range(2, 10)))
+
+
+def _steps(by_seed: dict[str, int | None]) -> str:
+    """The mean of the seeds that came to the level, and how many did where it is not all."""
+    there = [steps for steps in by_seed.values() if steps is not None]
+    if not there:
+        return ""
+    of = "" if len(there) == len(by_seed) else f" ({len(there)} of {len(by_seed)})"
+    return f"{statistics.fmean(there):.0f}{of}"
 
 
 def _diverged(record: dict[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ from eval.long_range.catalog import FIGURES
 from eval.long_range.figure import told
 from eval.long_range.plan import MODELS, SCALES, Choice, plan
 
+NAMES = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
+
 
 def line(mixer: str, *runs: float, row: str = "listops") -> dict:
     where = {"row": row, "column": "", "mixer": mixer, "x": 32}
@@ -73,16 +75,35 @@ def test_a_figure_compares_its_pairs():
 def test_a_model_that_diverged_is_told_and_has_no_difference():
     tests = {"vanilla": (0.3, 0.4), "las": (0.5, -math.inf), NEGATIVE: (-math.inf,)}
     record = told("smnist", "smoke", runs("smnist", tests))
-    names = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
-    text = page.markdown(record | names)
+    text = page.markdown(record | NAMES)
     assert "`las` on smnist with seed 1, `none` on smnist with seed 0." in text
     assert "Diverged" not in page.markdown(
-        told("smnist", "smoke", runs("smnist", tests | {"las": (0.5,), NEGATIVE: (0.2,)})) | names
+        told("smnist", "smoke", runs("smnist", tests | {"las": (0.5,), NEGATIVE: (0.2,)})) | NAMES
     )
     # A bag of tokens that diverged is beaten where the most frequent class is, with a margin.
     assert record["controls"][0]["bound"] == pytest.approx(0.1 + 5 * 0.03)
     (difference,) = record["differences"]
     assert difference["verdict"] == "unclear"
+
+
+def test_steps_are_counted_to_one_level_for_all_models_of_a_task():
+    tests = {"vanilla": (0.5, 0.7), "las": (0.9, 1.1), "s": (0.9, 0.2), NEGATIVE: (0.2,)}
+    record = told("smnist", "smoke", runs("smnist", tests))
+    assert record["tasks"]["smnist"]["level"] == pytest.approx(0.9)  # of LaS' mean of 1
+    steps = {x["mixer"]: x["steps"] for x in record["lines"]}
+    assert steps == {
+        **{"vanilla": {"0": None, "1": None}, "las": {"0": 10, "1": 10}},
+        **{"s": {"0": 10, "1": None}, NEGATIVE: {"0": None}},
+    }
+    cells = {
+        row.split("|")[2].strip(): row.split("|")[8].strip()
+        for row in page.markdown(record | NAMES).splitlines()
+        if row.startswith("| smnist |") and row.count("|") > 8
+    }
+    assert (cells["vanilla"], cells["las"], cells["s"]) == ("", "10", "10 (1 of 2)")
+    none = told("atomic", "smoke", runs("atomic", {"nope": (-0.1, -0.3), NEGATIVE: (-1,)}, None))
+    assert none["tasks"]["select"]["level"] is None
+    assert none["lines"][0]["steps"] == {"0": None, "1": None}
 
 
 def test_every_pair_is_of_models_that_some_figure_has():
