@@ -48,7 +48,7 @@ def figure(
     """
     scale = SCALES[scale_name]
     scale = scale.with_models(name, models) if models else scale
-    scale = replace(scale, seeds=seeds) if seeds is not None else scale
+    scale = replace(scale, seeds=seeds, seeds_of={}) if seeds is not None else scale
     points = plan(name, scale, choice)
     if not execution.estimate_only:
         claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))

@@ -43,7 +43,8 @@ class Scale:
         tasks: task -> its specification, in the order of the panels; a figure shows those that it
             is about.
         options: of all cells, over the recipe's; of_task: of a task's cells, over those.
-        seeds: runs of each model; rates: to choose from, none for the recipe's alone.
+        seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
+        rates: to choose from, none for the recipe's alone.
         chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
         shares: of the training rows, of `data-size`.
         models: figure -> mixers, none for those of MODELS.
@@ -58,6 +59,7 @@ class Scale:
     chunks: tuple[int, ...]
     shares: tuple[float, ...]
     models: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MODELS)
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
 
     def with_models(self, figure: str, models: Sequence[str]) -> Scale:
         """The same with these mixers in a figure.
@@ -130,6 +132,7 @@ SCALES = {
         chunk=128,
         chunks=(16, 32, 64, 128, 256, 512, 0),
         shares=(0.1, 0.25, 0.5, 0.75, 1.0),
+        seeds_of={"atomic": 5},
     ),
 }
 TASKS = {
@@ -182,10 +185,11 @@ def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point
     base = _base(scale, choice, name)
     rates = scale.rates or (base.lr,)
     rates = tuple(sorted({*rates, base.lr})) if len(rates) > 1 else rates
+    seeds = scale.seeds_of.get(figure, scale.seeds)
     models = [model.format(chunk=scale.chunk) for model in scale.models[figure]]
     for model in models:
         for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
-            yield Point(Run(name, "", model, cell, across), rates, scale.seeds)
+            yield Point(Run(name, "", model, cell, across), rates, seeds)
     nothing = replace(base, mixer=NEGATIVE)
     if base.make_task().classes and base.pool == "last":
         # A position alone knows nothing, and the mean over all is what models must be better than.

@@ -244,6 +244,10 @@ class TestFigures:
         assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
         assert fitted("las:values=none", "cifar10") == "las:values=none"
         assert fitted("vanilla", "cifar10") == "vanilla" and fitted("mamba", "imdb") == "mamba"
+        atomic = plan("atomic", SCALES["paper"], Choice())
+        assert {p.seeds for p in atomic if p.run.line != NEGATIVE} == {5}  # of Table 7
+        assert {p.run.cell.norm_first for p in atomic} == {False}  # as DLR's
+        assert {p.seeds for p in points if p.run.line == "las"} == {3}
         both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
         (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
         assert task == "imdb:protocol=lra"
@@ -272,6 +276,8 @@ class TestFigures:
                         raise KeyboardInterrupt
 
         monkeypatch.setattr(execution, "execute", execute)
+        with_seeds = dataclasses.replace(SCALES["smoke"], seeds_of={name: 3})
+        monkeypatch.setitem(SCALES, "smoke", with_seeds)  # of which the command has two
         rows = ("select", "cummax") if name == "atomic" else ()
         choice = Choice(rows=rows, place=Place(cache=tmp_path / "cache"))
         command = (name, "smoke", tmp_path, Execution("cpu"), choice, 2, models)
@@ -289,6 +295,7 @@ class TestFigures:
         written = json.loads((tmp_path / f"{name}.json").read_text())
         assert written["lines"] == record["lines"] and written["protocol"] == "clean"
         assert {len(line["runs"]) for line in record["lines"]} == {1, 2}  # of the control one
+        assert all(len(x["runs"]) == 2 for x in record["lines"] if x["mixer"] != NEGATIVE)
         kinds = {(control["row"], control["kind"]) for control in record["controls"]}
         assert (
             kinds
