@@ -89,6 +89,7 @@ def _run(arguments: argparse.Namespace) -> None:
     check_output(arguments.out)
     from eval.common.grids.cells import cell_path, run
     from eval.long_range.cell import Cell
+    from eval.long_range.origins import check_data_there
     from eval.long_range.recipes import recipe_of
 
     values = vars(arguments)
@@ -104,6 +105,7 @@ def _run(arguments: argparse.Namespace) -> None:
         is_shuffled=arguments.shuffle_labels,
         place=place_of(arguments, arguments.workers),
     )
+    check_data_there(arguments.out, [cell])
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for note in record["notes"]:
         print(note)

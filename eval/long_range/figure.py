@@ -8,21 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
-from eval.common.grids.cells import cell_path
 from eval.common.grids.execution import Execution
 from eval.common.grids.places import CONTROL, Run
 from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import Choice as Rate
-from eval.common.grids.tuning import run_tuned
+from eval.common.grids.tuning import foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.long_range import page
 from eval.long_range.catalog import FIGURES
 from eval.long_range.controls import Rows, controls
+from eval.long_range.origins import check_data_there, check_same_data
 from eval.long_range.plan import SCALES, Choice, place_on_axis, plan
 
 _SHARE = 0.9  # of the best line, which steps are counted to
@@ -52,6 +51,7 @@ def figure(
     points = plan(name, scale, choice)
     if not execution.estimate_only:
         claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))
+    check_data_there(out, [run.cell for run in foreseen(points, out)])
     found = run_tuned(f"{name} at {scale_name} scale", points, out, execution)
     if found is None:
         return None
@@ -153,21 +153,3 @@ def picture_title(record: dict[str, Any]) -> str:
     title = f"{record['figure']}, {record['scale']} scale"
     failed = [f"{x['row']} ({x['kind']})" for x in record["controls"] if not x["passed"]]
     return f"{title}\ncontrol failed: {', '.join(failed)}" if failed else title
-
-
-def check_same_data(rows: Rows, out: Path) -> None:
-    """Check that all runs of a task had the same rows.
-
-    Raises:
-        UserError: some were made from other data.
-    """
-    first: dict[str, tuple[Any, Path]] = {}
-    for run, record in rows:
-        data = {split: found["origin"] for split, found in record["data"].items()}
-        task, path = run.cell.task, cell_path(out, run.cell)
-        known, where = first.setdefault(task, (data, path))
-        if data != known:
-            raise UserError(
-                f"{path}: was made from other data of {task} than {where}; delete one of them, and "
-                "the same command makes it again"
-            )

@@ -26,7 +26,7 @@ class Settings:
         train_rows, validation_rows, test_rows: of the task's, so many chosen by a fixed draw, the
             same for all seeds; None: all.
         is_shuffled: a control: rows are trained with others' inputs, and so with others' labels.
-        place: where data lies; no part of what decides a result.
+        place: where data lies; no part of what names a result, `origins.py` compares what is there.
     """
 
     task: str

@@ -174,6 +174,11 @@ class Task:
         return 0
 
     @property
+    def reads_files(self) -> bool:
+        """Whether rows come from files or the Hub, so that a place may have others."""
+        return True
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of results must know: sentences for their page."""
         return ()

@@ -161,6 +161,10 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
     assert splits["train"].origin["empty_files"] == 1
     rows = [examples.batch(np.arange(len(examples))).inputs for examples in splits.values()]
     assert len({row.tobytes() for row in np.concatenate(rows)}) == 19
+    known = splits["train"].origin["sha256"]
+    Image.new("L", (32, 32)).save(base / "imgs/0/sample_4.png")
+    other = task.load("train", Place(tmp_path / "data", tmp_path / "other"))
+    assert other.origin["sha256"] != known and other.origin["images"] == 19
 
 
 @pytest.mark.parametrize(

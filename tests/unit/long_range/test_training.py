@@ -329,11 +329,3 @@ class TestFigures:
         written = json.loads(text, parse_constant=lambda name: pytest.fail(name))
         assert written["lines"][0]["mean"] is None
         grid.figure(*command)  # from what is finished
-
-    def test_runs_of_other_data_are_not_compared(self, tmp_path):
-        point = plan("atomic", SCALES["smoke"], Choice())[0]
-        records = [{"data": {"test": {"origin": {"sha256": x}}}} for x in "ab"]
-        runs = [point.at(1e-3, seed) for seed in (0, 1)]
-        grid.check_same_data([(runs[0], records[0]), (runs[1], records[0])], tmp_path)
-        with pytest.raises(UserError, match="was made from other data"):
-            grid.check_same_data(list(zip(runs, records, strict=True)), tmp_path)
