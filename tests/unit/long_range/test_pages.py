@@ -7,6 +7,7 @@ import math
 import pytest
 
 from eval.common.comparison import t_quantile
+from eval.common.grids import pictures
 from eval.common.grids.places import CONTROL, NEGATIVE, Run
 from eval.common.grids.summary import differences
 from eval.common.grids.tuning import Choice as Rate
@@ -104,6 +105,28 @@ def test_steps_are_counted_to_one_level_for_all_models_of_a_task():
     none = told("atomic", "smoke", runs("atomic", {"nope": (-0.1, -0.3), NEGATIVE: (-1,)}, None))
     assert none["tasks"]["select"]["level"] is None
     assert none["lines"][0]["steps"] == {"0": None, "1": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "bottom", "lowest"),
+    [
+        ((0.5, 0.25), -0.03, 0.25),
+        ((0.5, -0.4), -0.43, -0.4),
+        ((0.5, -math.inf), -0.03, -0.03),
+        ((-0.2, -7.0), -1.03, -1.03),
+    ],
+)
+def test_a_picture_shows_what_is_below_0_and_what_diverged(values, bottom, lowest):
+    found = runs("atomic", {"nope": values}, None)
+    points = {id(record): record["value"] for _, record, _ in found}
+    rows = [(run, record) for run, record, _ in found]
+    drawing = pictures.draw(rows, lambda _, record: {32: points[id(record)]}, "", measure="r2")
+    (axes,) = drawing.axes
+    assert axes.get_ylim() == pytest.approx((bottom, 1.05))
+    (every,) = axes.collections
+    assert sorted(every.get_offsets()[:, 1])[0] == pytest.approx(lowest)
+    (mean,) = axes.lines[0].get_ydata()
+    assert mean == pytest.approx(max(bottom, sum(values) / 2))
 
 
 def test_every_pair_is_of_models_that_some_figure_has():
