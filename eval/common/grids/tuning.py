@@ -49,12 +49,12 @@ def choose(tried: Mapping[float, float]) -> Choice:
 
 
 def beyond(choice: Choice) -> float | None:
-    """The next rate on the side on which a chosen one lies on the edge."""
+    """The next rate of LADDER on the side on which a chosen one, of it or not, lies on the edge."""
     if not choice.on_edge:
         return None
-    step = -1 if choice.rate == min(choice.tried) else 1
-    rung = LADDER.index(choice.rate) + step
-    return LADDER[rung] if 0 <= rung < len(LADDER) else None
+    if choice.rate == min(choice.tried):
+        return max((rate for rate in LADDER if rate < choice.rate), default=None)
+    return min((rate for rate in LADDER if rate > choice.rate), default=None)
 
 
 def run_tuned(

@@ -15,6 +15,7 @@ from cat_lm.errors import UserError
 from eval.common.grids import cells, execution
 from eval.common.grids.execution import Execution
 from eval.common.grids.places import CONTROL, NEGATIVE
+from eval.common.grids.tuning import beyond, choose
 from eval.long_range import figure as grid
 from eval.long_range import page, training
 from eval.long_range.__main__ import main
@@ -261,6 +262,15 @@ class TestFigures:
         assert {c.train_rows for c in whole} == {2_500, 6_250, 12_500, 18_750, None}
         chunks = plan("context", SCALES["cpu"], Choice())
         assert {place_on_axis(p.run, {}) for p in chunks} == {16, 64, 200}
+
+    def test_there_is_a_rate_beyond_each_of_the_papers(self):
+        places = [p for name in FIGURES for p in plan(name, SCALES["paper"], Choice())]
+        tuned = {p.rates for p in places if len(p.rates) > 1}
+        assert (1e-4, 1e-3, 2e-3) in tuned and (1e-4, 1e-3, 4e-3) in tuned
+        for rates in tuned:
+            worse = dict.fromkeys(rates, 0.0)
+            assert beyond(choose(worse | {rates[-1]: 1.0})) > rates[-1]
+            assert beyond(choose(worse | {rates[0]: 1.0})) < rates[0]
 
     @pytest.mark.parametrize(
         ("name", "models"), [("atomic", ("nope", "las:position=none")), ("context", ("las",))]
