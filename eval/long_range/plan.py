@@ -221,7 +221,7 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
 def _base(scale: Scale, choice: Choice, name: str) -> Cell:
     options = {**recipe_of(name).cell_options(), **scale.options, **scale.of_task.get(name, {})}
     text = scale.tasks[name]
-    if "protocol" in {f.name for f in fields(make_task(text))}:
+    if choice.protocol != "clean" and "protocol" in {f.name for f in fields(make_task(text))}:
         text += f"{',' if ':' in text else ':'}protocol={choice.protocol}"
     return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
 

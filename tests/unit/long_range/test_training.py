@@ -191,6 +191,25 @@ class TestCommand:
         record = json.loads(path.read_text())
         assert record["cell"]["feed_forward"] is False and record["cell"]["patience"] is None
 
+    def test_run_trains_the_papers_models_as_its_figure_does(self, tmp_path, monkeypatch):
+        trained = []
+
+        def run_cell(cell, device, quiet):
+            trained.append(cell)
+            raise UserError("this is enough")
+
+        monkeypatch.setattr(training, "run_cell", run_cell)
+        figured = plan("lra", SCALES["paper"], Choice())
+        for task, mixer in (("cifar10", "las"), ("imdb", "l"), ("pathfinder", "s")):
+            with pytest.raises(SystemExit):
+                run(monkeypatch, "run", "--task", task, "--mixer", mixer, "--out", tmp_path)
+            (wanted,) = (p.run for p in figured if (p.run.row, p.run.line) == (task, mixer))
+            assert trained[-1] == wanted.cell and trained[-1].is_causal
+        both = ("--direction", "both", "--mixer", "las:width=7")
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "run", "--task", "cifar10", *both, "--out", tmp_path)
+        assert trained[-1].mixer == "las:width=7" and not trained[-1].is_causal
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -240,7 +259,7 @@ class TestFigures:
         }
         imdb = next(p.run.cell for p in points if p.run.row == "imdb")
         assert (imdb.layers, imdb.d_model, imdb.norm, imdb.pool) == (4, 64, "batch", "last")
-        assert imdb.is_causal and imdb.task == "imdb:protocol=clean"
+        assert imdb.is_causal and imdb.task == "imdb"
         assert fitted("las", "imdb") == "las:bound=0.0001"
         assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
         assert fitted("las:values=none", "cifar10") == "las:values=none"
