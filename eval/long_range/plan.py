@@ -77,7 +77,7 @@ class Scale:
 
 
 _SMALL = "train=64,validation=32,test=64"
-_CPU = "train=48000,validation=1000,test=1000"
+_CPU = "train=96000,validation=1000,test=1000"
 _CPU_PIXELS = {"epochs": 4, "patience": 1, "eval_steps": 50}
 _CPU_PIXELS |= {"train_rows": 8_000, "validation_rows": 500, "test_rows": 2_000}
 SCALES = {
@@ -115,7 +115,8 @@ SCALES = {
         of_task={
             "listops": {"epochs": 3, "patience": 1},
             **{name: _CPU_PIXELS for name in ("smnist", "pmnist")},
-            **{name: {"batch_size": 16, "epochs": 1, "eval_steps": 500} for name in ATOMIC},
+            # With fewer rows in a step plain attention does not learn Select.
+            **{name: {"epochs": 1, "eval_steps": 500} for name in ATOMIC},
         },
         seeds=3,
         rates=(),

@@ -268,6 +268,8 @@ class TestFigures:
         assert {p.seeds for p in atomic if p.run.line != NEGATIVE} == {5}  # of Table 7
         assert {p.run.cell.norm_first for p in atomic} == {False}  # as DLR's
         assert {p.seeds for p in points if p.run.line == "las"} == {3}
+        small = [p.run.cell for p in plan("atomic", SCALES["cpu"], Choice())]
+        assert {(c.all_steps, c.batch_size) for c in small} == {(3_000, 32)}
         both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
         (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
         assert task == "imdb:protocol=lra"
