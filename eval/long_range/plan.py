@@ -20,8 +20,11 @@ LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
 ATOMIC = ("select", "cumsum", "cummax")
 MODELS = {
     "lra": ("vanilla", "rope", "l", "l-steep", "s", "las", "las:chunk={chunk}", "cat-v"),
-    "ablation": tuple(
-        f"{name}:chunk={{chunk}}" for name in ("vanilla", "alibi", "l", "s", "s-alibi", "las")
+    # ALiBi has no positions beside it: decays stand beside it without them too.
+    "ablation": (
+        *(f"{name}:chunk={{chunk}}" for name in ("vanilla", "alibi", "l", "s", "s-alibi", "las")),
+        "nope:chunk={chunk}",
+        *(f"{name}:position=none,chunk={{chunk}}" for name in ("l", "las")),
     ),
     "context": ("las", "vanilla"),
     "data-size": ("las", "vanilla", "cat-v"),

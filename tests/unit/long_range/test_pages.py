@@ -14,6 +14,7 @@ from eval.common.grids.tuning import Choice as Rate
 from eval.long_range import page
 from eval.long_range.catalog import FIGURES
 from eval.long_range.figure import told
+from eval.long_range.mixers import make
 from eval.long_range.plan import MODELS, SCALES, Choice, plan
 
 NAMES = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
@@ -139,3 +140,19 @@ def test_every_pair_is_of_models_that_some_figure_has():
             assert pairs and {x for pair in pairs for x in pair} <= models
         elif name in ("lra", "smnist"):
             assert {("cat-v", "s"), ("cat-v", "las")} <= {*pairs}
+
+
+def test_alibi_stands_beside_models_that_have_no_positions_either():
+    names = {model.format(chunk=32) for model in MODELS["ablation"]}
+    positions = {name: make(name).options.position for name in names}
+    assert {name.partition(":")[0] for name, x in positions.items() if x == "none"} == {
+        *("nope", "l", "las"),
+    }
+    assert all(make(name).options.chunk == 32 for name in names)
+    assert "in place of the absolute positions" in FIGURES["ablation"].doubts
+
+
+def test_the_papers_gap_on_mnist_beside_the_deviation_of_two_tests():
+    deviation = math.sqrt(2 * 10_000 * 0.99 * 0.01)
+    assert 14 < deviation < 15 and 28 / deviation == pytest.approx(2, abs=0.1)
+    assert "about twice" in FIGURES["smnist"].doubts and "15 images" in FIGURES["smnist"].doubts
