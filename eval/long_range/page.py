@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
+from eval.common.grids.summary import told_edges, told_rate
 from eval.common.text_table import markdown_table
 from eval.long_range.catalog import FIGURES
 
@@ -66,6 +67,7 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         _table(record),
         "",
+        *_rates(record),
         *_diverged(record),
         *_differences(record),
     ]
@@ -113,7 +115,7 @@ def _table(record: dict[str, Any]) -> str:
                 *(line["row"], line["mixer"] + (" (control)" if line["mixer"] == NEGATIVE else "")),
                 *(str(line["x"]), f"{line['mean']:.4f}", f"{line['min']:.4f}"),
                 *(f"{line['max']:.4f}", str(len(line["runs"]))),
-                *(_steps(line["steps"]), f"{line['lr']:g}"),
+                *(_steps(line["steps"]), told_rate(line)),
                 "" if number is None else f"{number:.4f}",
             )
         )
@@ -134,6 +136,14 @@ def _steps(by_seed: dict[str, int | None]) -> str:
         return ""
     of = "" if len(there) == len(by_seed) else f" ({len(there)} of {len(by_seed)})"
     return f"{statistics.fmean(there):.0f}{of}"
+
+
+def _rates(record: dict[str, Any]) -> list[str]:
+    """Say how rates were chosen, where they were."""
+    if not any(line["tried"] for line in record["lines"]):
+        return []
+    chosen = "The rate was chosen by validation rows with a seed that is not among the reported. "
+    return [(chosen + told_edges(record["lines"])).strip(), ""]
 
 
 def _diverged(record: dict[str, Any]) -> list[str]:

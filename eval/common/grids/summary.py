@@ -87,3 +87,22 @@ def differences(
         names |= {"mixer": one["mixer"], "minus": other["mixer"]}
         found.append(names | dataclasses.asdict(difference))
     return found
+
+
+def told_rate(line: dict[str, Any]) -> str:
+    """Write a line's rate, with the side of those tried on which it lies."""
+    if not line["lr_on_edge"]:
+        return f"{line['lr']:g}"
+    least = line["lr"] == min(map(float, line["tried"]))
+    return f"{'≤' if least else '≥'} {line['lr']:g}"
+
+
+def told_edges(lines: Sequence[dict[str, Any]]) -> str:
+    """Say of how many lines the rate lies on an edge; nothing where it is none."""
+    edges = sum(line["lr_on_edge"] for line in lines)
+    if not edges:
+        return ""
+    return (
+        f"In {edges} of {len(lines)} rows it is the least or largest of those tried (marked ≤ "
+        "or ≥), one beyond the grid's edge among them: a rate further on might be better. "
+    )

@@ -142,6 +142,17 @@ def test_every_pair_is_of_models_that_some_figure_has():
             assert {("cat-v", "s"), ("cat-v", "las")} <= {*pairs}
 
 
+def test_a_rate_on_the_edge_of_those_tried_is_marked():
+    tests = {"vanilla": (0.3, 0.4), "las": (0.5, 0.6), NEGATIVE: (0.2,)}
+    found = runs("smnist", tests)
+    assert "The rate was chosen" not in page.markdown(told("smnist", "smoke", found) | NAMES)
+    choices = {"vanilla": Rate(1e-3, {1e-4: 0.1, 1e-3: 0.2}, True)}
+    tuned = [(run, record, choices.get(run.line, rate)) for run, record, rate in found]
+    text = page.markdown(told("smnist", "smoke", tuned) | NAMES)
+    assert text.count("≥ 0.001") == 1
+    assert "In 1 of 3 rows it is the least or largest of those tried" in text
+
+
 def test_alibi_stands_beside_models_that_have_no_positions_either():
     names = {model.format(chunk=32) for model in MODELS["ablation"]}
     positions = {name: make(name).options.position for name in names}
