@@ -91,13 +91,13 @@ def told(
     levels = add_steps(lines, rows)
     chunk = SCALES[scale_name].chunk
     pairs = [tuple(x.format(chunk=chunk) for x in pair) for pair in FIGURES[name].pairs]
-    shown = {run.row: record for run, record in rows if run.row != CONTROL}
+    shown = {run.row: (run, record) for run, record in rows if run.row != CONTROL}
     return {
         "figure": name,
         "shows": FIGURES[name].shows,
         "number in the paper": FIGURES[name].number,
         "scale": scale_name,
-        "metric": next(iter(shown.values()))["metric"],
+        "metric": rows[0][1]["metric"],
         "controls": controls(rows),
         "lines": lines,
         "diverged": [
@@ -106,15 +106,17 @@ def told(
             if not math.isfinite(record["value"])
         ],
         "differences": differences(lines, pairs),
-        "tasks": {row: _task(record) | {"level": levels[row]} for row, record in shown.items()},
+        "tasks": {row: _task(*each) | {"level": levels[row]} for row, each in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),
     }
 
 
-def _task(record: dict[str, Any]) -> dict[str, Any]:
+def _task(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    task, rows = run.cell.make_task(), {k: found["rows"] for k, found in record["data"].items()}
     return {
         "task": record["task"],
-        "rows": {split: found["rows"] for split, found in record["data"].items()},
+        "rows": rows,
+        "counted": [task.counted(split, count) for split, count in rows.items()],
         "most_frequent": record["data"]["test"]["most_frequent"],
         "notes": record["notes"],
         "steps": record["steps"],

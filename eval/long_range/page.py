@@ -87,10 +87,9 @@ def _controls(record: dict[str, Any]) -> list[str]:
 def _tasks(record: dict[str, Any]) -> list[str]:
     lines = ["## Tasks", ""]
     for name, task in record["tasks"].items():
-        counts = ", ".join(f"{split} {rows:,}" for split, rows in task["rows"].items())
         share = task["most_frequent"]
         guess = "" if share is None else f" Most frequent class of the test: {share:.3f}."
-        said = f"{counts} rows; {task['layers']} layers of width {task['d_model']}."
+        said = f"{', '.join(task['counted'])}; {task['layers']} layers of width {task['d_model']}."
         if task["level"] is not None:
             said += f" Steps are counted to {task['level']:.3f}."
         lines.append(f"- {name}: {said}{guess} {' '.join(task['notes'])}".rstrip())

@@ -183,6 +183,12 @@ class Task:
         """What a reader of results must know: sentences for their page."""
         return ()
 
+    def counted(self, split: str, rows: int) -> str:
+        """Count a split's rows in words, beside those of the paper's data where these differ."""
+        official = self.official.get(split, rows)
+        beside = f" (official: {official:,})" if official != rows else ""
+        return f"{split}: {rows:,} rows{beside}"
+
     def load(self, split: str, place: Place | None = None) -> Examples:
         """Give the rows of a split; what takes long to make is made once, in `place.cache`.
 

@@ -76,9 +76,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 def _counted(task: Task, split: str, examples: Examples) -> str:
     """Say in a line what a split has, and how many rows the paper's data has."""
     lengths = examples.lengths()
-    parts = [f"{split}: {len(examples):,} rows"]
-    if split in task.official and task.official[split] != len(examples):
-        parts[0] += f" (official: {task.official[split]:,})"
+    parts = [task.counted(split, len(examples))]
     if len(examples):
         parts.append(f"length {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}")
     if examples.labels is not None:

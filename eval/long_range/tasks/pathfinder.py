@@ -202,6 +202,8 @@ class ImageFolder:
                 continue
             images.append(self._read(path))
             labels.append(label)
+        if not images:
+            self._layout.refuse(self._base, "its lists name no image that has bytes")
         pixels, classes = np.stack(images), np.array(labels)
         contents = [row.tobytes() for row in pixels]
         test = held_out(contents, 0.1)

@@ -153,6 +153,13 @@ def test_a_rate_on_the_edge_of_those_tried_is_marked():
     assert "In 1 of 3 rows it is the least or largest of those tried" in text
 
 
+def test_a_page_tells_where_rows_are_other_than_the_official_ones():
+    text = page.markdown(
+        told("smnist", "smoke", runs("smnist", {"las": (1,), NEGATIVE: (0,)})) | NAMES
+    )
+    assert "test: 100 rows (official: 10,000), train: 9 rows (official: 60,000);" in text
+
+
 def test_alibi_stands_beside_models_that_have_no_positions_either():
     names = {model.format(chunk=32) for model in MODELS["ablation"]}
     positions = {name: make(name).options.position for name in names}

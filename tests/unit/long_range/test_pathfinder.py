@@ -183,6 +183,14 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
             lambda base: (base / "metadata/0.npy").write_text("imgs/0 sample_0.png 0\n"),
             "0.npy, line 1: 'imgs/0 sample_0.png 0' is no folder, file, number and class",
         ),
+        (
+            lambda base: (base / "metadata/0.npy").write_text(""),
+            "curv_contour_length_14: its lists name no image that has bytes",
+        ),
+        (
+            lambda base: [path.write_bytes(b"") for path in (base / "imgs/0").iterdir()],
+            "curv_contour_length_14: its lists name no image that has bytes",
+        ),
         (lambda base: (base / "metadata/0.npy").unlink(), "metadata: has no list (NUMBER.npy)"),
     ],
 )
