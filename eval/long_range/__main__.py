@@ -104,6 +104,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     from eval.long_range.cell import Cell
     from eval.long_range.plan import fitted
     from eval.long_range.recipes import recipe_of
+    from eval.long_range.tasks import make_task
 
     values, task = vars(arguments), arguments.task.partition(":")[0]
     options = recipe_of(task).cell_options()
@@ -117,7 +118,7 @@ def _cell(arguments: argparse.Namespace) -> Cell:
         **options,
         is_causal=arguments.direction == "causal",
         is_shuffled=arguments.shuffle_labels,
-        place=place_of(arguments, arguments.workers),
+        place=place_of(arguments, arguments.workers, make_task(arguments.task)),
     )
 
 

@@ -44,8 +44,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [f"# {record['figure']}: {record['shows']}", ""]
     lines += [f"> **{warning}**\n" for warning in warnings(record)]
     lines += [
-        f"{shown.number} of the LaS paper, at {record['scale']} scale; {models}; "
-        f"protocol={record['protocol']}.",
+        f"{shown.number} of the LaS paper, at {record['scale']} scale; {models}"
+        f"{_protocol(record)}.",
         "",
         f"`{record['provenance']['command']}`",
         "",
@@ -72,6 +72,12 @@ def markdown(record: dict[str, Any]) -> str:
         *_differences(record),
     ]
     return "\n".join(lines)
+
+
+def _protocol(record: dict[str, Any]) -> str:
+    """Name the protocol where a task heeds it."""
+    heeded = any("protocol" in task["task"] for task in record["tasks"].values())
+    return f"; protocol={record['protocol']}" if heeded else ""
 
 
 def _controls(record: dict[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from eval.common.grids.places import Place as Point
 from eval.long_range import mixers
 from eval.long_range.cell import Cell
 from eval.long_range.recipes import Recipe, recipe_of
-from eval.long_range.tasks import Place, make_task
+from eval.long_range.tasks import Place, Task, make_task
+from eval.long_range.tasks.commands import check_read
 
 SHUFFLED = "other rows' labels"  # the column of the negative control
 LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
@@ -171,16 +172,30 @@ def plan(figure: str, scale: Scale, choice: Choice) -> list[Point]:
     """All places of a figure, with its controls.
 
     Raises:
-        UserError: a row that the figure does not have at this scale.
+        UserError: a row that the figure does not have at this scale, or has twice; a protocol or a
+            place that none of its tasks heeds.
     """
     known = [name for name in TASKS[figure] if name in scale.tasks]
     for row in choice.rows:
         if row not in known:
             raise UserError(f"--rows {row!r}: of {figure} at this scale, choose {', '.join(known)}")
+        if choice.rows.count(row) > 1:
+            raise UserError(f"--rows {row!r}: is given twice")
+    tasks = [make_task(scale.tasks[name]) for name in choice.rows or known]
+    if choice.place.folder is not None:
+        check_read(tasks)
+    if choice.protocol != "clean" and not any(map(has_protocol, tasks)):
+        names = ", ".join(task.name for task in tasks)
+        raise UserError(f"--protocol {choice.protocol}: has no effect on {names}; leave it out")
     points = []
     for name in choice.rows or known:
         points += _row(figure, scale, choice, name)
     return points
+
+
+def has_protocol(task: Task) -> bool:
+    """Tell whether the official pipeline of a task validates on its test split."""
+    return "protocol" in {field.name for field in fields(task)}
 
 
 def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
@@ -225,7 +240,7 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
 def _base(scale: Scale, choice: Choice, name: str) -> Cell:
     options = {**recipe_of(name).cell_options(), **scale.options, **scale.of_task.get(name, {})}
     text = scale.tasks[name]
-    if choice.protocol != "clean" and "protocol" in {f.name for f in fields(make_task(text))}:
+    if choice.protocol != "clean" and has_protocol(make_task(text)):
         text += f"{',' if ':' in text else ':'}protocol={choice.protocol}"
     return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
 

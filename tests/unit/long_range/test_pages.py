@@ -16,6 +16,7 @@ from eval.long_range.catalog import FIGURES
 from eval.long_range.figure import told
 from eval.long_range.mixers import make
 from eval.long_range.plan import MODELS, SCALES, Choice, plan
+from eval.long_range.tasks import make_task
 
 NAMES = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
 
@@ -158,6 +159,13 @@ def test_a_page_tells_where_rows_are_other_than_the_official_ones():
         told("smnist", "smoke", runs("smnist", {"las": (1,), NEGATIVE: (0,)})) | NAMES
     )
     assert "test: 100 rows (official: 10,000), train: 9 rows (official: 60,000);" in text
+
+
+def test_a_protocol_is_named_where_a_task_heeds_it():
+    record = told("smnist", "smoke", runs("smnist", {"las": (1,), NEGATIVE: (0,)})) | NAMES
+    assert "protocol" not in page.markdown(record)
+    record["tasks"]["smnist"]["task"] = make_task("imdb").describe()
+    assert "; protocol=clean." in page.markdown(record)
 
 
 def test_alibi_stands_beside_models_that_have_no_positions_either():
