@@ -185,7 +185,7 @@ class Task:
 
     def counted(self, split: str, rows: int) -> str:
         """Count a split's rows in words, beside those of the paper's data where these differ."""
-        official = self.official.get(split, rows)
+        official = self.official.get(split) or rows
         beside = f" (official: {official:,})" if official != rows else ""
         return f"{split}: {rows:,} rows{beside}"
 

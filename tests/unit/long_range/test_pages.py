@@ -158,6 +158,7 @@ def test_a_page_tells_where_rows_are_other_than_the_official_ones():
     text = page.markdown(
         told("smnist", "smoke", runs("smnist", {"las": (1,), NEGATIVE: (0,)})) | NAMES
     )
+    assert make_task("smnist").counted("validation", 6) == "validation: 6 rows"  # it has none
     assert "test: 100 rows (official: 10,000), train: 9 rows (official: 60,000);" in text
 
 
