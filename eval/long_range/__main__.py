@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, or_word, path, whole
@@ -14,6 +15,9 @@ from eval.common.grids.options import add_grid_options, add_seeds, execution_of
 from eval.long_range.catalog import FIGURES
 from eval.long_range.ranges import RANGES
 from eval.long_range.tasks.commands import add_place, add_prepare, add_show, place_of
+
+if TYPE_CHECKING:
+    from eval.long_range.cell import Cell
 
 
 @command
@@ -44,6 +48,16 @@ def _tasks_and_mixers() -> tuple[str, str]:
     return ", ".join(TASKS), ", ".join((*VARIANTS, *registry.names()))
 
 
+def _add_direction(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--direction",
+        choices=("causal", "both"),
+        default="causal",
+        help="causal models, as all of the paper's, or encoders that read both sides "
+        "(default: causal)",
+    )
+
+
 def _add_run(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "run",
@@ -57,7 +71,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--task", required=True, help=f"{tasks}; options as listops:max_length=200")
     add("--mixer", required=True, help=f"{known}; options as las:chunk=128,position=none")
     add("--out", type=path, required=True, metavar="DIR", help="results")
-    add("--causal", action="store_true", help="positions read those before them alone")
+    _add_direction(parser)
     add("--seed", type=_whole("seed"), default=0)
     recipe = "(default: the task's in the paper)"
     for name in ("d_model", "layers", "epochs", "batch_size"):
@@ -85,25 +99,36 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    check_output(arguments.out)
-    from eval.common.grids.cells import cell_path, run
+def _cell(arguments: argparse.Namespace) -> Cell:
+    """Make the cell that options name; what they leave out is the task's in the paper."""
     from eval.long_range.cell import Cell
+    from eval.long_range.plan import fitted
     from eval.long_range.recipes import recipe_of
+    from eval.long_range.tasks import make_task
 
-    values = vars(arguments)
-    options = recipe_of(arguments.task.partition(":")[0]).cell_options()
+    values, task = vars(arguments), arguments.task.partition(":")[0]
+    options = recipe_of(task).cell_options()
     options |= {name: values[name] for name in options if values.get(name) is not None}
     if "patience" in values:
         options["patience"] = arguments.patience
-    names = ("task", "mixer", "seed", "eval_steps", "train_rows", "validation_rows", "test_rows")
-    cell = Cell(
+    names = ("task", "seed", "eval_steps", "train_rows", "validation_rows", "test_rows")
+    return Cell(
+        mixer=fitted(arguments.mixer, task),
         **{name: values[name] for name in names},
         **options,
-        is_causal=arguments.causal,
+        is_causal=arguments.direction == "causal",
         is_shuffled=arguments.shuffle_labels,
-        place=place_of(arguments, arguments.workers),
+        place=place_of(arguments, arguments.workers, make_task(arguments.task)),
     )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check_output(arguments.out)
+    from eval.common.grids.cells import cell_path, run
+    from eval.long_range.origins import check_data_there
+
+    cell = _cell(arguments)
+    check_data_there(arguments.out, [cell])
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for note in record["notes"]:
         print(note)
@@ -144,12 +169,7 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
         help="lra validates on the test split where the official pipelines do (IMDB); clean holds "
         "training rows out (default)",
     )
-    parser.add_argument(
-        "--direction",
-        choices=("causal", "both"),
-        default="causal",
-        help="causal models, as all of the paper's (default), or encoders that read both sides",
-    )
+    _add_direction(parser)
     add_place(parser)
     parser.set_defaults(run=_figure)
 

@@ -19,6 +19,7 @@ class CellRecord(Record):
     cell: dict[str, Any]
     metric: str
     value: float
+    exchanged: float | None
     data: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
     validation: dict[str, float]
@@ -29,7 +30,7 @@ class CellRecord(Record):
 class Cell(Settings):
     """A model's settings as a cell, see `eval.common.grids.cell`; none are stacked."""
 
-    protocol: ClassVar[int] = 1
+    protocol: ClassVar[int] = 2
     shape: ClassVar[type[Record]] = CellRecord
 
     @property

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
+from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
-from eval.common.grids.cells import cell_path
 from eval.common.grids.execution import Execution
-from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.common.grids.places import CONTROL, Run
 from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import Choice as Rate
-from eval.common.grids.tuning import run_tuned
+from eval.common.grids.tuning import foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.long_range import page
 from eval.long_range.catalog import FIGURES
+from eval.long_range.controls import Rows, controls
+from eval.long_range.origins import check_data_there, check_same_data
 from eval.long_range.plan import SCALES, Choice, place_on_axis, plan
 
-Rows = Sequence[tuple[Run, dict[str, Any]]]
-LEARNS = 0.95  # R² that the first model must have on CumMax
-GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
-_DEVIATIONS = 5  # of an accuracy
+_SHARE = 0.9  # of the best line, which steps are counted to
 
 
 def figure(
@@ -51,10 +47,11 @@ def figure(
     """
     scale = SCALES[scale_name]
     scale = scale.with_models(name, models) if models else scale
-    scale = replace(scale, seeds=seeds) if seeds is not None else scale
+    scale = replace(scale, seeds=seeds, seeds_of={}) if seeds is not None else scale
     points = plan(name, scale, choice)
     if not execution.estimate_only:
         claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))
+    check_data_there(out, [run.cell for run in foreseen(points, out)])
     found = run_tuned(f"{name} at {scale_name} scale", points, out, execution)
     if found is None:
         return None
@@ -75,7 +72,7 @@ def figure(
     )
     save_figure(drawing, out / name)
     write_text(out / f"{name}.md", page.markdown(record))
-    write_json(out / f"{name}.json", record)
+    write_json(out / f"{name}.json", finite(record))  # a model may diverge
     for line in page.warnings(record):
         print(line)
     return record
@@ -88,29 +85,38 @@ def told(
     rows = [(run, record) for run, record, _ in found]
 
     def tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
-        steps = steps_to(record)
-        return {place_on_axis(run, record): {"accuracy": record["value"], "steps to 90%": steps}}
+        return {place_on_axis(run, record): {"accuracy": record["value"]}}
 
     lines = summary([each for each in found if each[0].row != CONTROL], tests)
-    shown = {run.row: record for run, record in rows if run.row != CONTROL}
+    levels = add_steps(lines, rows)
+    chunk = SCALES[scale_name].chunk
+    pairs = [tuple(x.format(chunk=chunk) for x in pair) for pair in FIGURES[name].pairs]
+    shown = {run.row: (run, record) for run, record in rows if run.row != CONTROL}
     return {
         "figure": name,
         "shows": FIGURES[name].shows,
         "number in the paper": FIGURES[name].number,
         "scale": scale_name,
-        "metric": next(iter(shown.values()))["metric"],
+        "metric": rows[0][1]["metric"],
         "controls": controls(rows),
         "lines": lines,
-        "differences": differences(lines),
-        "tasks": {row: _task(record) for row, record in shown.items()},
+        "diverged": [
+            {"row": run.row, "mixer": run.line, "seed": run.cell.seed}
+            for run, record in rows
+            if not math.isfinite(record["value"])
+        ],
+        "differences": differences(lines, pairs),
+        "tasks": {row: _task(*each) | {"level": levels[row]} for row, each in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),
     }
 
 
-def _task(record: dict[str, Any]) -> dict[str, Any]:
+def _task(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    task, rows = run.cell.make_task(), {k: found["rows"] for k, found in record["data"].items()}
     return {
         "task": record["task"],
-        "rows": {split: found["rows"] for split, found in record["data"].items()},
+        "rows": rows,
+        "counted": [task.counted(split, count) for split, count in rows.items()],
         "most_frequent": record["data"]["test"]["most_frequent"],
         "notes": record["notes"],
         "steps": record["steps"],
@@ -119,12 +125,29 @@ def _task(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def steps_to(record: dict[str, Any], share: float = 0.9) -> float:
-    """Count the steps until validation was at a share of its best for the first time."""
-    best = max(point["value"] for point in record["history"])
-    return next(
-        p["step"] for p in record["history"] if p["value"] >= share * best or p["value"] == best
-    )
+def add_steps(lines: Sequence[dict[str, Any]], rows: Rows) -> dict[str, float | None]:
+    """Add to each line the steps of each seed until validation was at the level of its task.
+
+    Returns:
+        Each task's level, the same for all its lines: _SHARE of the largest mean of a test; None
+        where that is not above 0.
+    """
+    best: dict[str, float] = {}
+    for line in lines:
+        best[line["row"]] = max(line["mean"], best.get(line["row"], -math.inf))
+    levels = {row: _SHARE * mean if mean > 0 else None for row, mean in best.items()}
+    found = {(r.row, r.line, place_on_axis(r, d), str(r.cell.seed)): d for r, d in rows}
+    for line in lines:
+        where, level = (line["row"], line["mixer"], line["x"]), levels[line["row"]]
+        line["steps"] = {seed: steps_to(found[*where, seed], level) for seed in line["runs"]}
+    return levels
+
+
+def steps_to(record: dict[str, Any], level: float | None) -> int | None:
+    """Count the steps until validation was at a level for the first time; None if it never was."""
+    if level is None:
+        return None
+    return next((p["step"] for p in record["history"] if p["value"] >= level), None)
 
 
 def picture_title(record: dict[str, Any]) -> str:
@@ -132,74 +155,3 @@ def picture_title(record: dict[str, Any]) -> str:
     title = f"{record['figure']}, {record['scale']} scale"
     failed = [f"{x['row']} ({x['kind']})" for x in record["controls"] if not x["passed"]]
     return f"{title}\ncontrol failed: {', '.join(failed)}" if failed else title
-
-
-def check_same_data(rows: Rows, out: Path) -> None:
-    """Check that all runs of a task had the same rows.
-
-    Raises:
-        UserError: some were made from other data.
-    """
-    first: dict[str, tuple[Any, Path]] = {}
-    for run, record in rows:
-        data = {split: found["origin"] for split, found in record["data"].items()}
-        task, path = run.cell.task, cell_path(out, run.cell)
-        known, where = first.setdefault(task, (data, path))
-        if data != known:
-            raise UserError(
-                f"{path}: was made from other data of {task} than {where}; delete one of them, and "
-                "the same command makes it again"
-            )
-
-
-def controls(rows: Rows) -> list[dict[str, Any]]:
-    """Check each task: that its first model learned it, and that nothing was learned from nothing.
-
-    Positive, for classes: the mean of a line's seeds, of the best model, is five deviations of a
-    test above that of a model which mixes nothing (with the mean over positions a bag of tokens);
-    of CumMax, R² of 0.95. Negative: a model that was trained with other rows' labels is at most
-    five deviations above the share of the most frequent class; on Select, R² of a model that mixes
-    nothing is at most 0.05.
-    """
-    found = []
-    for row in dict.fromkeys(run.row for run, _ in rows if run.row != CONTROL):
-        of_row = [(run, record) for run, record in rows if run.row == row]
-        nothing = next(record for run, record in of_row if run.line == NEGATIVE)
-        best_line, best = _best(of_row)
-        if nothing["data"]["test"]["most_frequent"] is not None:
-            at_least = nothing["value"] + _margin(nothing, nothing["value"])
-            found.append(_control(row, "positive", best_line, best, at_least, best >= at_least))
-            run, record = next(x for x in rows if x[0].row == CONTROL and x[0].column == row)
-            share = record["data"]["test"]["most_frequent"]
-            at_most, value = share + _margin(record, share), record["value"]
-            found.append(_control(row, "negative", run.line, value, at_most, value <= at_most))
-        elif row == "cummax":
-            found.append(_control(row, "positive", best_line, best, LEARNS, best >= LEARNS))
-        elif row == "select":
-            value = nothing["value"]
-            found.append(_control(row, "negative", NEGATIVE, value, GUESSES, value <= GUESSES))
-    return found
-
-
-def _margin(record: dict[str, Any], share: float) -> float:
-    """Five deviations of a test's accuracy."""
-    return _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
-
-
-def _best(of_row: Rows) -> tuple[str, float]:
-    """The line with the largest mean over seeds at a place on the axis."""
-    means: dict[tuple[str, int], list[float]] = {}
-    for run, record in of_row:
-        if run.line != NEGATIVE:
-            means.setdefault((run.line, place_on_axis(run, record)), []).append(record["value"])
-    (line, _), values = max(means.items(), key=lambda item: statistics.fmean(item[1]))
-    return line, statistics.fmean(values)
-
-
-def _control(
-    row: str, kind: str, mixer: str, value: float, bound: float, passed: bool
-) -> dict[str, Any]:
-    return {
-        **{"row": row, "kind": kind, "mixer": mixer},
-        **{"value": value, "bound": bound, "passed": passed},
-    }

@@ -118,8 +118,7 @@ class LongRangeModel(nn.Module):
         self.task, self.pool = task, pool
         self.encoder: nn.Module
         if task.vocabulary:
-            self.encoder = nn.Embedding(task.vocabulary, d_model)
-            nn.init.normal_(self.encoder.weight, std=d_model**-0.5)
+            self.encoder = nn.Embedding(task.vocabulary, d_model)  # of deviation 1, as S4's
         else:
             self.encoder = nn.Linear(task.channels, d_model)
         self.positions = _positions(mixer, task.length, d_model)

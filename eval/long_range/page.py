@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
+from eval.common.grids.summary import told_edges, told_rate
 from eval.common.text_table import markdown_table
 from eval.long_range.catalog import FIGURES
+
+_AROUND = "Labels reach the model by another way than its rows."
+# What a negative control that failed means.
+_LEAKS = {
+    "other rows' labels": _AROUND,
+    "other rows' inputs": _AROUND,
+    "mixes nothing": "Positions hold their own answers: nothing has to be mixed.",
+}
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
@@ -18,13 +28,12 @@ def _warning(control: dict[str, Any]) -> str:
     where, value, bound = control["row"], control["value"], control["bound"]
     if control["kind"] == "positive":
         return (
-            f"The positive control of {where} failed: the best model, `{control['mixer']}`, "
-            f"reaches {value:.3f}, below {bound:.3f}. Models may be under-trained; their order "
-            "says nothing."
+            f"The positive control of {where} failed: `{control['mixer']}` reaches {value:.3f}, "
+            f"below {bound:.3f}. Models may be under-trained; their order says nothing."
         )
     return (
-        f"The negative control of {where} failed: `{control['mixer']}`, which had nothing to learn "
-        f"from, reaches {value:.3f}, above {bound:.3f}. The task gives its answers away."
+        f"The negative control of {where} failed: `{control['mixer']}` ({control['what']}) reaches "
+        f"{value:.3f}, above {bound:.3f}. {_LEAKS[control['what']]}"
     )
 
 
@@ -35,8 +44,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [f"# {record['figure']}: {record['shows']}", ""]
     lines += [f"> **{warning}**\n" for warning in warnings(record)]
     lines += [
-        f"{shown.number} of the LaS paper, at {record['scale']} scale; {models}; "
-        f"protocol={record['protocol']}.",
+        f"{shown.number} of the LaS paper, at {record['scale']} scale; {models}"
+        f"{_protocol(record)}.",
         "",
         f"`{record['provenance']['command']}`",
         "",
@@ -51,34 +60,44 @@ def markdown(record: dict[str, Any]) -> str:
         "## Numbers",
         "",
         f"{record['metric']} of the test, once, by the model of the best validation. `none` mixes "
-        "nothing: with the mean over positions it is a bag of tokens. Steps are those until "
-        "validation was at nine tenths of its best. The paper's numbers are of its scale, and do "
+        "nothing and takes the mean over positions: a bag of tokens. Steps are those "
+        "until validation was at nine tenths of the best line's mean, the mean of the seeds that "
+        "were there. The paper's numbers are of its scale, and do "
         "not compare with those of another.",
         "",
         _table(record),
         "",
+        *_rates(record),
+        *_diverged(record),
         *_differences(record),
     ]
     return "\n".join(lines)
 
 
+def _protocol(record: dict[str, Any]) -> str:
+    """Name the protocol where a task heeds it."""
+    heeded = any("protocol" in task["task"] for task in record["tasks"].values())
+    return f"; protocol={record['protocol']}" if heeded else ""
+
+
 def _controls(record: dict[str, Any]) -> list[str]:
     rows = [
-        (c["row"], c["kind"], c["mixer"], f"{c['value']:.4f}", f"{c['bound']:.4f}",
+        (c["row"], c["kind"], c["what"], c["mixer"], f"{c['value']:.4f}", f"{c['bound']:.4f}",
          "yes" if c["passed"] else "**no**")
         for c in record["controls"]
     ]  # fmt: skip
-    header = ("task", "control", "model", record["metric"], "at least / at most", "passed")
-    return ["## Controls", "", markdown_table(header, rows, (3, 4)), ""] if rows else []
+    header = ("task", "control", "of", "model", record["metric"], "at least / at most", "passed")
+    return ["## Controls", "", markdown_table(header, rows, (4, 5)), ""] if rows else []
 
 
 def _tasks(record: dict[str, Any]) -> list[str]:
     lines = ["## Tasks", ""]
     for name, task in record["tasks"].items():
-        counts = ", ".join(f"{split} {rows:,}" for split, rows in task["rows"].items())
         share = task["most_frequent"]
         guess = "" if share is None else f" Most frequent class of the test: {share:.3f}."
-        said = f"{counts} rows; {task['layers']} layers of width {task['d_model']}."
+        said = f"{', '.join(task['counted'])}; {task['layers']} layers of width {task['d_model']}."
+        if task["level"] is not None:
+            said += f" Steps are counted to {task['level']:.3f}."
         lines.append(f"- {name}: {said}{guess} {' '.join(task['notes'])}".rstrip())
     return [*lines, ""]
 
@@ -101,7 +120,7 @@ def _table(record: dict[str, Any]) -> str:
                 *(line["row"], line["mixer"] + (" (control)" if line["mixer"] == NEGATIVE else "")),
                 *(str(line["x"]), f"{line['mean']:.4f}", f"{line['min']:.4f}"),
                 *(f"{line['max']:.4f}", str(len(line["runs"]))),
-                *(f"{line['also']['steps to 90%']:.0f}", f"{line['lr']:g}"),
+                *(_steps(line["steps"]), told_rate(line)),
                 "" if number is None else f"{number:.4f}",
             )
         )
@@ -113,6 +132,30 @@ def _table(record: dict[str, Any]) -> str:
                 if (task, model) not in seen
             ]
     return markdown_table((*header, "the paper"), rows, tuple(range(2, 10)))
+
+
+def _steps(by_seed: dict[str, int | None]) -> str:
+    """The mean of the seeds that came to the level, and how many did where it is not all."""
+    there = [steps for steps in by_seed.values() if steps is not None]
+    if not there:
+        return ""
+    of = "" if len(there) == len(by_seed) else f" ({len(there)} of {len(by_seed)})"
+    return f"{statistics.fmean(there):.0f}{of}"
+
+
+def _rates(record: dict[str, Any]) -> list[str]:
+    """Say how rates were chosen, where they were."""
+    if not any(line["tried"] for line in record["lines"]):
+        return []
+    chosen = "The rate was chosen by validation rows with a seed that is not among the reported. "
+    return [(chosen + told_edges(record["lines"])).strip(), ""]
+
+
+def _diverged(record: dict[str, Any]) -> list[str]:
+    runs = [f"`{x['mixer']}` on {x['row']} with seed {x['seed']}" for x in record["diverged"]]
+    if not runs:
+        return []
+    return [f"Diverged, which is -inf here and no accuracy of chance: {', '.join(runs)}.", ""]
 
 
 def _differences(record: dict[str, Any]) -> list[str]:
@@ -127,8 +170,9 @@ def _differences(record: dict[str, Any]) -> list[str]:
     return [
         "## Differences",
         "",
-        "Of each task's first model from every other, paired by seed; 95% intervals for all of the "
-        "page's together. With three seeds they are wide.",
+        "Of each task's first model from every other, and of the models that the figure is about "
+        "from each other, paired by seed; 95% intervals for all of the page's together. With three "
+        "seeds they are wide.",
         "",
         markdown_table(header, rows, (1, 3)),
         "",

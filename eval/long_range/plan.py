@@ -13,15 +13,19 @@ from eval.common.grids.places import Place as Point
 from eval.long_range import mixers
 from eval.long_range.cell import Cell
 from eval.long_range.recipes import Recipe, recipe_of
-from eval.long_range.tasks import Place, make_task
+from eval.long_range.tasks import Place, Task, make_task
+from eval.long_range.tasks.commands import check_read
 
 SHUFFLED = "other rows' labels"  # the column of the negative control
 LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
 ATOMIC = ("select", "cumsum", "cummax")
 MODELS = {
     "lra": ("vanilla", "rope", "l", "l-steep", "s", "las", "las:chunk={chunk}", "cat-v"),
-    "ablation": tuple(
-        f"{name}:chunk={{chunk}}" for name in ("vanilla", "alibi", "l", "s", "s-alibi", "las")
+    # ALiBi has no positions beside it: decays stand beside it without them too.
+    "ablation": (
+        *(f"{name}:chunk={{chunk}}" for name in ("vanilla", "alibi", "l", "s", "s-alibi", "las")),
+        "nope:chunk={chunk}",
+        *(f"{name}:position=none,chunk={{chunk}}" for name in ("l", "las")),
     ),
     "context": ("las", "vanilla"),
     "data-size": ("las", "vanilla", "cat-v"),
@@ -43,7 +47,8 @@ class Scale:
         tasks: task -> its specification, in the order of the panels; a figure shows those that it
             is about.
         options: of all cells, over the recipe's; of_task: of a task's cells, over those.
-        seeds: runs of each model; rates: to choose from, none for the recipe's alone.
+        seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
+        rates: to choose from, none for the recipe's alone.
         chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
         shares: of the training rows, of `data-size`.
         models: figure -> mixers, none for those of MODELS.
@@ -58,6 +63,7 @@ class Scale:
     chunks: tuple[int, ...]
     shares: tuple[float, ...]
     models: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MODELS)
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
 
     def with_models(self, figure: str, models: Sequence[str]) -> Scale:
         """The same with these mixers in a figure.
@@ -75,7 +81,7 @@ class Scale:
 
 
 _SMALL = "train=64,validation=32,test=64"
-_CPU = "train=48000,validation=1000,test=1000"
+_CPU = "train=96000,validation=1000,test=1000"
 _CPU_PIXELS = {"epochs": 4, "patience": 1, "eval_steps": 50}
 _CPU_PIXELS |= {"train_rows": 8_000, "validation_rows": 500, "test_rows": 2_000}
 SCALES = {
@@ -113,7 +119,8 @@ SCALES = {
         of_task={
             "listops": {"epochs": 3, "patience": 1},
             **{name: _CPU_PIXELS for name in ("smnist", "pmnist")},
-            **{name: {"batch_size": 16, "epochs": 1, "eval_steps": 500} for name in ATOMIC},
+            # With fewer rows in a step plain attention does not learn Select.
+            **{name: {"epochs": 1, "eval_steps": 500} for name in ATOMIC},
         },
         seeds=3,
         rates=(),
@@ -130,6 +137,7 @@ SCALES = {
         chunk=128,
         chunks=(16, 32, 64, 128, 256, 512, 0),
         shares=(0.1, 0.25, 0.5, 0.75, 1.0),
+        seeds_of={"atomic": 5},
     ),
 }
 TASKS = {
@@ -164,28 +172,48 @@ def plan(figure: str, scale: Scale, choice: Choice) -> list[Point]:
     """All places of a figure, with its controls.
 
     Raises:
-        UserError: a row that the figure does not have at this scale.
+        UserError: a row that the figure does not have at this scale, or has twice; a protocol or a
+            place that none of its tasks heeds.
     """
     known = [name for name in TASKS[figure] if name in scale.tasks]
     for row in choice.rows:
         if row not in known:
             raise UserError(f"--rows {row!r}: of {figure} at this scale, choose {', '.join(known)}")
+        if choice.rows.count(row) > 1:
+            raise UserError(f"--rows {row!r}: is given twice")
+    tasks = [make_task(scale.tasks[name]) for name in choice.rows or known]
+    if choice.place.folder is not None:
+        check_read(tasks)
+    if choice.protocol != "clean" and not any(map(has_protocol, tasks)):
+        names = ", ".join(task.name for task in tasks)
+        raise UserError(f"--protocol {choice.protocol}: has no effect on {names}; leave it out")
     points = []
     for name in choice.rows or known:
         points += _row(figure, scale, choice, name)
     return points
 
 
+def has_protocol(task: Task) -> bool:
+    """Tell whether the official pipeline of a task validates on its test split."""
+    return "protocol" in {field.name for field in fields(task)}
+
+
 def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
-    """A task's places: its models, what mixes nothing, and one trained with other rows' labels."""
+    """A task's places: its models, what mixes nothing, and controls with other rows' labels or
+    without a bag of tokens."""
     base = _base(scale, choice, name)
     rates = scale.rates or (base.lr,)
     rates = tuple(sorted({*rates, base.lr})) if len(rates) > 1 else rates
+    seeds = scale.seeds_of.get(figure, scale.seeds)
     models = [model.format(chunk=scale.chunk) for model in scale.models[figure]]
     for model in models:
         for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
-            yield Point(Run(name, "", model, cell, across), rates, scale.seeds)
+            yield Point(Run(name, "", model, cell, across), rates, seeds)
     nothing = replace(base, mixer=NEGATIVE)
+    if base.make_task().classes and base.pool == "last":
+        # A position alone knows nothing, and the mean over all is what models must be better than.
+        yield Point(Run(CONTROL, name, NEGATIVE, nothing), (base.lr,), 1)
+        nothing = replace(nothing, pool="mean")
     across = "rows" if figure == "data-size" else "length"
     yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
     if base.make_task().classes:
@@ -212,7 +240,7 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
 def _base(scale: Scale, choice: Choice, name: str) -> Cell:
     options = {**recipe_of(name).cell_options(), **scale.options, **scale.of_task.get(name, {})}
     text = scale.tasks[name]
-    if "protocol" in {f.name for f in fields(make_task(text))}:
+    if choice.protocol != "clean" and has_protocol(make_task(text)):
         text += f"{',' if ':' in text else ':'}protocol={choice.protocol}"
     return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
 

@@ -44,8 +44,9 @@ class Recipe:
 
 
 _IMAGES = Recipe(6, 256, "layer", False, 1e-3, 50, 100, 0.01, 10, "mean", 3)
-# DLR's (Gupta et al., 2022): 12 epochs of 16,000 new rows, one rate for all of them.
-_ATOMIC = Recipe(2, 128, "layer", True, 1e-3, 64, 1, 0.0, None, "mean", 5, 1e-3, False)
+# DLR's (Gupta et al., 2022; `dss-sequence1d.yaml`): 12 epochs of 16,000 new rows, one rate for all
+# of them, norms after what they belong to.
+_ATOMIC = Recipe(2, 128, "layer", False, 1e-3, 64, 1, 0.0, None, "mean", 5, 1e-3, False)
 # Not in Table 9: S4's for its own model.
 _MNIST = Recipe(6, 256, "layer", False, 1e-3, 50, 100, 0.01, 10, "mean", 3)
 

@@ -25,8 +25,8 @@ class Settings:
         eval_steps: also validate within epochs; None: after them alone.
         train_rows, validation_rows, test_rows: of the task's, so many chosen by a fixed draw, the
             same for all seeds; None: all.
-        is_shuffled: a control: every row is trained with another row's label.
-        place: where data lies; no part of what decides a result.
+        is_shuffled: a control: rows are trained with others' inputs, and so with others' labels.
+        place: where data lies; no part of what names a result, `origins.py` compares what is there.
     """
 
     task: str
@@ -98,4 +98,7 @@ class Settings:
     @property
     def tested_rows(self) -> float:
         plan = steps(self.epochs, self.rows_of("train"), self.batch_size, self.eval_steps)
-        return self.rows_of("validation") * sum(s.tested for s in plan) + self.rows_of("test")
+        tests = 2 if self.make_task().classes else 1  # the second with exchanged inputs
+        return self.rows_of("validation") * sum(s.tested for s in plan) + tests * self.rows_of(
+            "test"
+        )

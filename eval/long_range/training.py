@@ -22,11 +22,11 @@ from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
 from eval.long_range.model import LongRangeModel
 from eval.long_range.settings import Settings
-from eval.long_range.tasks import SPLITS, Batch, Examples, Task
+from eval.long_range.tasks import SPLITS, Batch, Examples, Exchanged, Task
 
 FACTOR = 0.2  # of the rate, where validation stands still
 _DRAW = 0  # the seed of chosen rows
-_ORDER, _LABELS = 0, 1  # streams of a cell's seed
+_ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
 
 
 def build_model(cell: Settings, task: Task) -> LongRangeModel:
@@ -72,7 +72,8 @@ class Trial(BaseTrial):
         torch.manual_seed(cell.seed)
         super().__init__(build_model(cell, self.task).to(device), "value", keeps_best=True)
         self.examples = {split: load(cell, self.task, split) for split in SPLITS}
-        self.labels = self._labels()
+        if cell.is_shuffled:
+            self.examples["train"] = self._exchanged("train")
         self._order: np.ndarray | None = None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay
@@ -85,14 +86,12 @@ class Trial(BaseTrial):
             )
         self.data_seconds = time.monotonic() - started
 
-    def _labels(self) -> np.ndarray | None:
-        """Other rows' labels, of the control that is trained with them."""
-        if not self.cell.is_shuffled:
-            return None
-        labels = self.examples["train"].labels
-        if labels is None:
+    def _exchanged(self, split: str) -> Examples:
+        """A split whose rows have others' inputs: a control of training, or of testing."""
+        whole = self.examples[split]
+        if whole.labels is None:
             raise UserError(f"is_shuffled: {self.cell.task} has no classes to exchange")
-        return self._rng(_LABELS, 0).permutation(labels)
+        return Exchanged(whole, self._rng(_EXCHANGED, SPLITS.index(split)).permutation(len(whole)))
 
     def _rng(self, stream: int, number: int) -> np.random.Generator:
         return np.random.Generator(
@@ -113,8 +112,6 @@ class Trial(BaseTrial):
             self._order = self._rng(_ORDER, step.epoch).permutation(len(self.examples["train"]))
         rows = self._order[step.rows]
         batch = self.examples["train"].batch(rows)
-        if self.labels is not None:
-            batch = Batch(batch.inputs, batch.lengths, self.labels[rows])
         return train_step(self.model, self.optimizer, batch, self.device)
 
     def validate(self) -> dict[str, float]:
@@ -128,6 +125,12 @@ class Trial(BaseTrial):
     def measure(self, split: str) -> dict[str, float]:
         """Give the task's number for a split as `value`: accuracy, or R²."""
         return {"value": measure(self.model, self.examples[split], 2 * self.cell.batch_size)}
+
+    def measure_exchanged(self) -> float | None:
+        """Give the accuracy on test rows with others' inputs; None where values are predicted."""
+        if not self.task.classes:
+            return None
+        return measure(self.model, self._exchanged("test"), 2 * self.cell.batch_size)
 
 
 def train_step(
@@ -147,8 +150,8 @@ def train_step(
 
 @torch.no_grad()
 def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
-    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values, −inf where a
-    model diverged.
+    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values. Of a model
+    that diverged, whose answers are not all finite, −inf.
 
     Args:
         rows: read at once.
@@ -160,14 +163,15 @@ def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
         batch = examples.batch(np.arange(start, min(start + rows, len(examples))))
         inputs, lengths, wanted = _tensors(batch, device)
         found = model(inputs, lengths)
+        if not found.isfinite().all():
+            return -math.inf
         answers.append((found.argmax(dim=-1) if model.task.classes else found).cpu())
         labels.append(wanted.cpu())
     answered, right = torch.cat(answers), torch.cat(labels)
     if model.task.classes:
         return float((answered == right).double().mean())
     error = (answered.double() - right.double()).square().mean()
-    value = float(1 - error / right.double().var(correction=0))
-    return value if math.isfinite(value) else -math.inf
+    return float(1 - error / right.double().var(correction=0))
 
 
 def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,6 +205,7 @@ def run_cell(cell: Settings, device: str = "cpu", *, quiet: bool = False) -> dic
         "parameters": sum(p.numel() for p in trial.model.parameters()),
         "metric": trial.task.metric,
         "value": value,
+        "exchanged": trial.measure_exchanged(),
         "validation": {name: trial.chosen[name] for name in ("step", "value")},
         "history": trial.history,
         "steps": trial.history[-1]["step"],

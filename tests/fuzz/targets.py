@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tests.fuzz.child import LIMIT_BYTES, LIMIT_SECONDS
 from tests.fuzz.fakes import DEEDS as FAKE_DEEDS
+from tests.fuzz.world import LONG_RANGE
 
 DATA = ("data",)
 MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.jinja", "README.md")
@@ -80,6 +81,16 @@ _TINY = ("--models", "cat", "--layers", "1", "--hidden-size", "16", "--heads", "
 _TINY += ("64", "--repeats", "1", "--batch-size", "1", "--device", "cpu")
 _LENGTHS = ("--lengths", "8,9", "--heads", "2", "--head-dim", "4", "--window", "3", "--state", "2")
 _LENGTHS += ("--repeats", "1", "--device", "cpu", "--json", "out/lengths.json")
+
+# Tasks of eval.long_range and the files that they read.
+_LONG = {
+    "smnist": "long/mnist/*",
+    "cifar10": "long/cifar-10-batches-bin/*",
+    "imdb": "long/aclImdb/*/*/*",
+    "aan:max_length=20": "long/tsv_data/*",
+    "listops:source=official": "long/listops-1000/*",
+    "pathfinder:source=official": "long/pathfinder32/*/*/*",
+}
 
 TARGETS = (
     Target(
@@ -370,6 +381,24 @@ TARGETS = (
         needs=("recall",),
         files=("recall/cells/*.json",),
         outputs=("recall",),
+        file_weight=2,
+        line_weight=2,
+    ),
+    *(
+        Target(
+            *(f"long-{task.partition(':')[0]}", "eval.long_range", "torch"),
+            ("prepare", task, "--data", "long", "--cache", "out"),
+            needs=("long",),
+            files=(pattern,),
+            line_weight=0.3,
+        )
+        for task, pattern in _LONG.items()
+    ),
+    Target(
+        *("long-run", "eval.long_range", "torch", ("run", *LONG_RANGE)),
+        needs=("long", "long-range"),
+        files=("long-range/cells/*.json", "long/mnist/*"),
+        outputs=("long-range", "cache"),
         file_weight=2,
         line_weight=2,
     ),

@@ -17,6 +17,11 @@ from tests.zero_shot_rows import write_rows
 # (family, module, words): runs a command in the world's folder; anything but code 0 is an error.
 Run = Callable[..., None]
 
+# A long-range cell of the files in `long`.
+LONG_RANGE = ("--task", "smnist:size=14", "--mixer", "nope", "--d-model", "16", "--layers", "1")
+LONG_RANGE += ("--epochs", "1", "--device", "cpu", "--data", "long", "--cache", "cache")
+LONG_RANGE += ("--out", "long-range")
+
 
 def build_world(folder: Path, run: Run, with_harness: bool) -> None:
     """Fills `folder`; `run(family, module, *words)` runs a command there.
@@ -41,6 +46,7 @@ def build_world(folder: Path, run: Run, with_harness: bool) -> None:
     cell = ("--task", "mqar:keys=2", "--mixer", "cat", "--d-model", "16", "--seq-len", "16")
     cell += ("--epochs", "1", "--train-examples", "32", "--test-examples", "16")
     run("torch", "eval.recall", "run", *cell, "--batch-size", "16", "--out", "recall")
+    run("torch", "eval.long_range", "run", *LONG_RANGE)
     if with_harness:
         zero_shot = ("--tasks", "piqa", "--data-dir", "tasks", "--limit", "3")
         run("harness", "eval.zero_shot", "run", *zero_shot)
@@ -63,10 +69,26 @@ def _write_inputs(folder: Path) -> None:
     values = {"base": "base.yaml", **values}
     (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     write_rows(folder / "tasks")
+    _write_long_range(folder / "long")
     site = {"partition": "p", "time": "1:00:00", "cpus_per_task": 2, "sbatch": ["--hint=x"]}
     site |= {"srun": ["--cpu-bind=none"], "setup": ["true"], "env": {"A": "b"}}
     (folder / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
     (folder / "measured.json").write_text(json.dumps(_measured()), encoding="utf-8")
+
+
+def _write_long_range(folder: Path) -> None:
+    """Writes the official files of each long-range task that has any."""
+    from tests.unit.long_range.test_images import write_cifar, write_mnist
+    from tests.unit.long_range.test_listops import write_files
+    from tests.unit.long_range.test_pathfinder import write_folder
+    from tests.unit.long_range.test_texts import write_pairs, write_reviews
+
+    write_mnist(folder / "mnist", packed=False)
+    write_cifar(folder / "cifar-10-batches-bin")
+    write_folder(folder)
+    write_pairs(folder / "tsv_data")
+    write_reviews(folder)
+    write_files(folder / "listops-1000", [("( [MAX 4 ( [MIN 7 2 ] ) ] )", 4), ("[SM 8 5 ]", 3)])
 
 
 def _write_packed(folder: Path, texts: list[str]) -> None:

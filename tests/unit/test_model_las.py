@@ -1,5 +1,6 @@
 """Logits that decay, values that are smoothed, attention inside chunks: LaS in language models."""
 
+import itertools
 import math
 
 import pytest
@@ -365,6 +366,24 @@ def test_the_papers_rows(text):
         assert (model.value_transform != "none") == ("value" in transforms)
         assert config.train.output_dir == f"runs/las/{text}_{name}"
         assert text.replace("wt103", "wikitext-103") in config.data.path
+
+
+def test_wikitexts_test_split_is_not_validated_on():
+    lines = (REPOSITORY / "configs/README.md").read_text(encoding="utf-8").splitlines()
+    words = [line.split() for line in lines if "wikitext-103-raw-v1/" in line]
+    options = [dict(itertools.pairwise(found)) for found in words]
+    splits = [
+        tuple(
+            x[name].strip("'").split("/")[1].split("-")[0]
+            for name in ("--path", "--validation-path")
+        )
+        for x in options
+    ]
+    assert splits == [("train", "validation"), ("validation", "test")]
+    # The test is in training's tokens.
+    assert options[1]["--tokenizer"] == f"{options[0]['--out']}/tokenizer"
+    assert options[0]["--out"] == load_config(REPOSITORY / "configs/las/wt103_las.yaml").data.path
+    assert any(f"--data {options[1]['--out']} " in line for line in lines)
 
 
 def test_weights_of_a_model_without_it_fit():

@@ -31,6 +31,11 @@ def test_the_best_rate_is_taken_and_of_equals_the_middle_one():
     assert not choose({1e-2: 0.9}).on_edge  # nothing was chosen
 
 
+def test_beyond_a_rate_that_is_not_on_the_ladder():
+    assert beyond(choose({1e-4: 0.5, 1e-3: 0.6, 4e-3: 0.7})) == 1e-2
+    assert beyond(choose({2e-3: 0.7, 3e-3: 0.6, 1e-2: 0.5})) == 1e-3
+
+
 def test_rates_of_all_scales_stand_on_the_ladder_and_seeds_are_not_the_tuning_one():
     for scale in SCALES.values():
         assert {*scale.rates, *scale.length_rates} <= set(LADDER)

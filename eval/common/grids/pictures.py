@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Greys mean the control and the frame here.
 COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
 CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
+_ROOM = 0.03  # below the least number
 _APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
 
 
@@ -46,6 +48,7 @@ def draw(
         measure: the name of the number.
     """
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
+    bottom = _bottom([y for run, record in shown for y in points(run, record).values()])
     down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
     lines = list(dict.fromkeys(run.line for run, _ in shown))
     with matplotlib.rc_context(STYLE):
@@ -56,7 +59,7 @@ def draw(
         for i, row in enumerate(down):
             for j, column in enumerate(across):
                 part = [(r, d) for r, d in shown if (r.row, r.column) == (row, column)]
-                _panel(panels[i, j], part, lines, points)
+                _panel(panels[i, j], part, lines, points, bottom)
                 limited |= ceiling is not None and _ceiling(panels[i, j], part, ceiling)
                 panels[i, j].set_title(f"{row}, {column}", loc="left", fontsize=9, color=INK)
         for axes in panels[-1]:
@@ -85,7 +88,13 @@ def _style(index: int, line: str) -> dict[str, Any]:
     }
 
 
-def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None:
+def _bottom(values: Sequence[float]) -> float:
+    """The lower edge of panels: below 0 where numbers are (R²), and not below −1."""
+    return max(-1.0, min([0.0, *filter(math.isfinite, values)])) - _ROOM
+
+
+def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points, bottom: float) -> None:
+    """Draws lines. What is below the lower edge, as a run that diverged, stands on it."""
     middle = (len(lines) - 1) / 2
     ticks = sorted({x for run, record in part for x in points(run, record)})
     apart = _APART if len(ticks) > 1 else 1.2 ** (1 / len(lines))
@@ -98,12 +107,12 @@ def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None
         # The first lines, CAT's, stand above the others.
         axes.plot(
             [x * beside for x in mean],
-            list(mean.values()),
+            [max(y, bottom) for y in mean.values()],
             **style,
             markersize=4.5,
             zorder=3 + (len(lines) - index) / len(lines),
         )
-        xs, ys = [x * beside for x, _ in every], [y for _, y in every]
+        xs, ys = [x * beside for x, _ in every], [max(y, bottom) for _, y in every]
         axes.scatter(xs, ys, s=10, color=style["color"], alpha=0.5, linewidths=0, zorder=5)
     for length in {run.cell.seq_len for run, _ in part if run.across == "lengths"}:
         axes.axvline(length, color=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
@@ -111,7 +120,7 @@ def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points) -> None
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.minorticks_off()
     axes.margins(x=0.1)
-    axes.set_ylim(-0.03, 1.05)
+    axes.set_ylim(bottom, 1.05)
 
 
 def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:

@@ -55,20 +55,28 @@ def _line(
     }
 
 
-def differences(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def differences(
+    lines: Sequence[dict[str, Any]], more: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
     """Each panel's first model minus every other at every x, paired by seed.
 
     Intervals are corrected for the number of all these comparisons, see eval/common/comparison.py.
+
+    Args:
+        more: mixers to compare too, where a panel has both.
     """
-    first: dict[tuple, dict[str, Any]] = {}
+    panels: dict[tuple, dict[str, dict[str, Any]]] = {}
     pairs = []
     for line in lines:
         if line["row"] == CONTROL or line["mixer"] == NEGATIVE:
             continue
-        place = (line["row"], line["column"], line["x"])
-        if place in first:
-            pairs.append((first[place], line))
-        first.setdefault(place, line)
+        panel = panels.setdefault((line["row"], line["column"], line["x"]), {})
+        if panel:
+            pairs.append((next(iter(panel.values())), line))
+        panel[line["mixer"]] = line
+    for panel in panels.values():
+        of_panel = [(panel[a], panel[b]) for a, b in more if a in panel and b in panel]
+        pairs += [pair for pair in of_panel if pair not in pairs]
     found = []
     for one, other in pairs:
         runs = [{int(k): v for k, v in line["runs"].items()} for line in (one, other)]
@@ -79,3 +87,22 @@ def differences(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         names |= {"mixer": one["mixer"], "minus": other["mixer"]}
         found.append(names | dataclasses.asdict(difference))
     return found
+
+
+def told_rate(line: dict[str, Any]) -> str:
+    """Write a line's rate, with the side of those tried on which it lies."""
+    if not line["lr_on_edge"]:
+        return f"{line['lr']:g}"
+    least = line["lr"] == min(map(float, line["tried"]))
+    return f"{'≤' if least else '≥'} {line['lr']:g}"
+
+
+def told_edges(lines: Sequence[dict[str, Any]]) -> str:
+    """Say of how many lines the rate lies on an edge; nothing where it is none."""
+    edges = sum(line["lr_on_edge"] for line in lines)
+    if not edges:
+        return ""
+    return (
+        f"In {edges} of {len(lines)} rows it is the least or largest of those tried (marked ≤ "
+        "or ≥), one beyond the grid's edge among them: a rate further on might be better. "
+    )

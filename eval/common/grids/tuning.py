@@ -49,12 +49,12 @@ def choose(tried: Mapping[float, float]) -> Choice:
 
 
 def beyond(choice: Choice) -> float | None:
-    """The next rate on the side on which a chosen one lies on the edge."""
+    """The next rate of LADDER on the side on which a chosen one, of it or not, lies on the edge."""
     if not choice.on_edge:
         return None
-    step = -1 if choice.rate == min(choice.tried) else 1
-    rung = LADDER.index(choice.rate) + step
-    return LADDER[rung] if 0 <= rung < len(LADDER) else None
+    if choice.rate == min(choice.tried):
+        return max((rate for rate in LADDER if rate < choice.rate), default=None)
+    return min((rate for rate in LADDER if rate > choice.rate), default=None)
 
 
 def run_tuned(
@@ -65,8 +65,7 @@ def run_tuned(
     Returns:
         The reported runs with their records and choices; none after an estimate alone.
     """
-    trials = [run for place in places for run in _trials(place)]
-    later = [run for place in places for run in _later(place, out)]
+    trials, later = _planned(places, out)
     if not run_unfinished(title, trials, out, execution, later=later):
         return None
     wider = [run for place in places for run in _beyond(place, out)]
@@ -80,6 +79,18 @@ def run_tuned(
     runs = [run for run, _ in reported]
     run_unfinished(f"{title}, at the chosen rates", runs, out, execution, estimated=True)
     return [(run, cells.finished(out, run.cell), choice) for run, choice in reported]
+
+
+def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
+    """All runs of places as far as they are known before they begin."""
+    trials, later = _planned(places, out)
+    return [*trials, *later]
+
+
+def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:
+    """The trials, and what follows them."""
+    trials = [run for place in places for run in _trials(place)]
+    return trials, [run for place in places for run in _later(place, out)]
 
 
 def _trials(place: Place) -> list[Run]:

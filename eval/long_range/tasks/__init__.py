@@ -5,14 +5,14 @@ from __future__ import annotations
 from cat_lm.errors import UserError
 from cat_lm.options import build_options, parse_specification
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select
-from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Place, Task
+from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Exchanged, Place, Task
 from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist
 from eval.long_range.tasks.imdb import Imdb
 from eval.long_range.tasks.listops import ListOps
 from eval.long_range.tasks.pathfinder import Pathfinder
 from eval.long_range.tasks.retrieval import Retrieval
 
-__all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Place", "Task", "make_task"]
+__all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Exchanged", "Place", "Task", "make_task"]
 
 _TASKS: tuple[type[Task], ...] = (
     *(ListOps, Imdb, Retrieval, Cifar10, Pathfinder),

@@ -38,6 +38,10 @@ class AtomicTask(Task):
             raise ValueError(f"seed={self.seed}: must be at least 0")
 
     @property
+    def reads_files(self) -> bool:
+        return False
+
+    @property
     def vocabulary(self) -> int:
         return 0
 

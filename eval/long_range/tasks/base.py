@@ -105,6 +105,29 @@ class _Subset(Examples):
         return self._whole.lengths()[self._rows]
 
 
+class Exchanged(Examples):
+    """Rows of classes, each with the inputs of another: what is learned of them is nothing."""
+
+    def __init__(self, whole: Examples, order: np.ndarray) -> None:
+        """Exchange inputs.
+
+        Args:
+            order: [n], the row whose inputs each row gets.
+        """
+        self._whole, self._order = whole, order
+        self.labels, self.origin = whole.labels, whole.origin
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def batch(self, rows: np.ndarray, *, full: bool = False) -> Batch:
+        others = self._whole.batch(self._order[rows], full=full)
+        return Batch(others.inputs, others.lengths, np.asarray(self.labels[rows]))
+
+    def lengths(self) -> np.ndarray:
+        return self._whole.lengths()[self._order]
+
+
 @dataclass(frozen=True)
 class Task:
     """The options of a task.
@@ -151,9 +174,20 @@ class Task:
         return 0
 
     @property
+    def reads_files(self) -> bool:
+        """Whether rows come from files or the Hub, so that a place may have others."""
+        return True
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of results must know: sentences for their page."""
         return ()
+
+    def counted(self, split: str, rows: int) -> str:
+        """Count a split's rows in words, beside those of the paper's data where these differ."""
+        official = self.official.get(split) or rows
+        beside = f" (official: {official:,})" if official != rows else ""
+        return f"{split}: {rows:,} rows{beside}"
 
     def load(self, split: str, place: Place | None = None) -> Examples:
         """Give the rows of a split; what takes long to make is made once, in `place.cache`.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import numpy as np
 
 from cat_lm import limits
 from cat_lm.cli import path, whole
+from cat_lm.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Examples, Place, Task, make_task
 
 _SHOWN = limits.Range(1, 1_000)
@@ -22,9 +24,22 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     add("--cache", type=path, metavar="DIR", help=kept)
 
 
-def place_of(arguments: argparse.Namespace, workers: int) -> Place:
-    """Give the place that the options of `add_place` name."""
+def place_of(arguments: argparse.Namespace, workers: int, *tasks: Task) -> Place:
+    """Give the place that the options of `add_place` name.
+
+    Raises:
+        UserError: --data, which none of these tasks reads.
+    """
+    if arguments.data is not None:
+        check_read(tasks)
     return Place(arguments.data, arguments.cache or Place().cache, workers)
+
+
+def check_read(tasks: Sequence[Task]) -> None:
+    """Raise UserError where --data is given and each of these tasks is generated."""
+    if tasks and not any(task.reads_files for task in tasks):
+        names = ", ".join(dict.fromkeys(task.name for task in tasks))
+        raise UserError(f"--data: has no effect on {names}, made by a generator; leave it out")
 
 
 def add_prepare(commands: argparse._SubParsersAction) -> None:
@@ -63,7 +78,8 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    task, place = make_task(arguments.task), place_of(arguments, arguments.workers)
+    task = make_task(arguments.task)
+    place = place_of(arguments, arguments.workers, task)
     for split in SPLITS:
         examples = task.load(split, place)
         print(_counted(task, split, examples))
@@ -76,9 +92,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 def _counted(task: Task, split: str, examples: Examples) -> str:
     """Say in a line what a split has, and how many rows the paper's data has."""
     lengths = examples.lengths()
-    parts = [f"{split}: {len(examples):,} rows"]
-    if split in task.official and task.official[split] != len(examples):
-        parts[0] += f" (official: {task.official[split]:,})"
+    parts = [task.counted(split, len(examples))]
     if len(examples):
         parts.append(f"length {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}")
     if examples.labels is not None:
@@ -89,7 +103,7 @@ def _counted(task: Task, split: str, examples: Examples) -> str:
 
 def _show(arguments: argparse.Namespace) -> None:
     task = make_task(arguments.task)
-    examples = task.load(arguments.split, place_of(arguments, arguments.workers))
+    examples = task.load(arguments.split, place_of(arguments, arguments.workers, task))
     for row in range(min(arguments.rows, len(examples))):
         batch = examples.batch(np.array([row]))
         lengths = " and ".join(f"{length:,}" for length in np.atleast_1d(batch.lengths[0]))

@@ -49,6 +49,10 @@ class GeneratedTask(Task):
         return ("source",)
 
     @property
+    def reads_files(self) -> bool:
+        return self.source == "official"
+
+    @property
     def rows(self) -> dict[str, int]:
         """Give the rows of each split, in the order in which they are made."""
         return {split: getattr(self, split) for split in reversed(SPLITS)}

@@ -232,13 +232,15 @@ def _save_idx(work: Work, files: Files) -> dict[str, Any]:
         labels = read_idx(path, 1, files.layout)
         if len(images) != len(labels):
             files.layout.refuse(path, f"has {len(labels):,} labels for {len(images):,} images")
+        where = files.paths[f"{split} images"]
+        if not len(images):
+            files.layout.refuse(where, "has no image")
         if images.shape[1:] != (28, 28):
             height, width = images.shape[1:]
-            where = files.paths[f"{split} images"]
             files.layout.refuse(where, f"has images of {height}×{width}, must be 28×28")
-        if len(labels) and labels.max() > 9:
+        if labels.max() > 9:
             files.layout.refuse(path, f"has the label {labels.max()}, must be from 0 to 9")
-        found[split] = (images.reshape(len(images), -1), labels)
+        found[split] = (images.reshape(-1, 28 * 28), labels)
     return _save_splits(work, found, files.origin())
 
 

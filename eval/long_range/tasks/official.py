@@ -71,6 +71,8 @@ def base_folder(folder: Path | None, layout: Layout, first: str) -> Path:
     for inner in layout.folders:
         if (folder / inner / first).exists():
             return folder / inner
+    if folder.is_file():
+        raise UserError(f"--data {folder}: is a file, must be a folder")
     if not folder.is_dir():
         raise UserError(f"--data {folder}: no such folder")
     layout.refuse(folder / layout.folders[0] / first, "no such file or folder")

@@ -7,6 +7,7 @@ and S4 draw the same shares by generators of their own.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cat_lm.io.readers import clipped, read_text
+from cat_lm.io.readers import clipped, read_bytes, read_text
 from eval.long_range.tasks.base import Examples, Place
 from eval.long_range.tasks.curves import Style, draw, render
 from eval.long_range.tasks.generated import GeneratedTask
@@ -201,6 +202,8 @@ class ImageFolder:
                 continue
             images.append(self._read(path))
             labels.append(label)
+        if not images:
+            self._layout.refuse(self._base, "its lists name no image that has bytes")
         pixels, classes = np.stack(images), np.array(labels)
         contents = [row.tobytes() for row in pixels]
         test = held_out(contents, 0.1)
@@ -208,7 +211,10 @@ class ImageFolder:
         chosen = {"train": ~test & ~validation, "validation": validation, "test": test}
         for split, rows in chosen.items():
             save_pixels(work, split, pixels[rows], classes[rows])
-        return {"folder": self._base.name, "images": len(images), "empty_files": empty}
+        digest = hashlib.sha256(b"".join(map(read_bytes, self._lists)))
+        digest.update(pixels)
+        found = {"folder": self._base.name, "images": len(images), "empty_files": empty}
+        return {**found, "sha256": digest.hexdigest()}
 
     def _images(self) -> Iterator[tuple[Path, int]]:
         for path in self._lists:

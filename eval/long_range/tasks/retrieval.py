@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,17 @@ class Retrieval(TextTask):
         for split, path in paths.items():
             labels: list[int] = []
             save_sequences(work, split, _encoded(read_pairs(path), encoder, labels), labels)
+            if len(labels) != self.official[split]:
+                _check_end(path)
         return origin
+
+
+def _check_end(path: Path) -> None:
+    """Refuse a file whose last row has no end, where it has not as many as the official one."""
+    with open(path, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        if stream.read() != b"\n":
+            _LAYOUT.refuse(path, "is truncated: its last row has no end")
 
 
 def _encoded(pairs: Iterator[Pair], encoder: Encoder, labels: list[int]) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eval.common.grids.summary import told_edges, told_rate
 from eval.common.text_table import markdown_table
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE
@@ -153,11 +154,7 @@ def _explanation(record: dict[str, Any]) -> list[str]:
         "the last model of the training. The rate was chosen by validation rows with seed "
         f"{record['tuning_seed']}, which is not among them. "
     )
-    if edges := sum(x["lr_on_edge"] for x in lines):
-        text += (
-            f"In {edges} of {len(lines)} rows it is the least or largest of those tried (marked ≤ "
-            "or ≥), one beyond the grid's edge among them: a rate further on might be better. "
-        )
+    text += told_edges(lines)
     if any("one_token_ceiling" in x["also"] for x in lines):
         text += (
             "`shared` is the accuracy of queries whose last token another key has too, `unshared` "
@@ -176,16 +173,8 @@ def _table(lines: Sequence[dict[str, Any]], axis: str) -> str:
         values = [x["row"], x["column"], f"`{x['mixer']}`", str(x["x"])]
         values += [f"{x[key]:.4f}" for key in ("mean", "min", "max")]
         values += [f"{x['also'][name]:.4f}" if name in x["also"] else "–" for name in beside]
-        rows.append([*values, _rate(x), str(len(x["runs"]))])
+        rows.append([*values, told_rate(x), str(len(x["runs"]))])
     return markdown_table(heads, rows, right=range(3, len(heads)))
-
-
-def _rate(line: dict[str, Any]) -> str:
-    """The rate, with the side of those tried on which it lies."""
-    if not line["lr_on_edge"]:
-        return f"{line['lr']:g}"
-    least = line["lr"] == min(map(float, line["tried"]))
-    return f"{'≤' if least else '≥'} {line['lr']:g}"
 
 
 def _differences(record: dict[str, Any]) -> list[str]:

@@ -51,6 +51,9 @@ def test_show_writes_rows_for_people(tmp_path, capsys):
         (("show", LISTOPS, "--split", "dev"), "invalid choice: 'dev'"),
         (("prepare", "list"), "task 'list': choose one of listops, "),
         (("prepare", LISTOPS, "--workers", "0"), "must be from 1 to"),
+        (("prepare", LISTOPS, "--data", "."), "--data: has no effect on listops, made by a"),
+        (("show", "select", "--data", "."), "--data: has no effect on select, made by a"),
+        (("prepare", "imdb", "--data", __file__), "test_data_commands.py: is a file, must be a"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message):

@@ -138,6 +138,11 @@ def test_bit_reversal_reads_bits_backwards():
         ),
         ("t10k-labels-idx1-ubyte.gz", lambda d: None, "no such file"),
         (
+            "train-images-idx3-ubyte.gz",
+            lambda d: gzip.compress(idx(MNIST["train"][0][:0])),
+            "has no image",
+        ),
+        (
             "train-labels-idx1-ubyte.gz",
             lambda d: gzip.compress(idx(MNIST["train"][1][:-1])),
             "has 39 labels for 40 images",
@@ -152,6 +157,9 @@ def test_bit_reversal_reads_bits_backwards():
 def test_wrong_mnist_files_are_one_line(tmp_path, name, change, message):
     write_mnist(tmp_path / "data" / "mnist")
     path = tmp_path / "data" / "mnist" / name
+    if message == "has no image":
+        labels = tmp_path / "data" / "mnist" / "train-labels-idx1-ubyte.gz"
+        labels.write_bytes(gzip.compress(idx(MNIST["train"][1][:0])))
     changed = change(path.read_bytes())
     path.unlink()
     if changed is not None:

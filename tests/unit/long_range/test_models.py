@@ -63,36 +63,42 @@ def test_controls_of_what_a_position_reads():
     assert reads("las:chunk=4", True, 10) == [8, 9, 10]
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("mixer", ["las", "las-steep", "l", "s", "vanilla", "alibi", "s-alibi"])
-def test_a_layer_is_its_definition(mixer, is_causal):
-    """softmax_j(q_i k_j/√D · e^{−α_h |i − j|} − m_h |i − j|) (v averaged over P), key by key."""
-    made, x = layer(mixer, is_causal), torch.randn(2, TIME, 16, dtype=torch.float64)
+DEFINED = ("las", "las-steep", "l", "s", "vanilla", "alibi", "s-alibi")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "is_causal", "time"),
+    [
+        *((mixer, is_causal, TIME) for mixer in DEFINED for is_causal in (True, False)),
+        # More queries than are computed at once where no scaled queries and keys serve.
+        *(("las", False, 150), ("s-alibi", False, 150), ("alibi", True, 150)),
+    ],
+)
+def test_a_layer_is_its_definition(mixer, is_causal, time):
+    """softmax_j(q_i k_j/√D · e^{−α_h |i − j|} − m_h |i − j|) (v averaged over P), by query."""
+    made, x = layer(mixer, is_causal), torch.randn(2, time, 16, dtype=torch.float64)
     heads, options = 8, make(mixer).options
     q, k, v = made.projection(x).unflatten(-1, (3, heads, 2)).unbind(2)
     if options.values == "box":
         shifts = range(-4, 1) if is_causal else range(-2, 3)
         v = sum(
-            torch.stack([v[:, t + s] if 0 <= t + s < TIME else 0 * v[:, 0] for t in range(TIME)], 1)
+            torch.stack([v[:, t + s] if 0 <= t + s < time else 0 * v[:, 0] for t in range(time)], 1)
             for s in shifts
         )
         v = v / 5
-    bound, wanted = options.bound, torch.zeros(2, TIME, heads, 2, dtype=torch.float64)
+    bound, wanted = options.bound, torch.zeros(2, time, heads, 2, dtype=torch.float64)
     least = {"slow": torch.exp(torch.tensor(-bound, dtype=torch.float64)), "steep": bound}
     for h in range(heads):
         factor = 1.0
         if options.decay != "none":
             factor = 1 - (1 - least[options.decay]) * h / (heads - 1)
         slope = 2.0 ** -(h + 1) if options.position == "alibi" else 0.0
-        for i in range(TIME):
-            keys = range(i + 1) if is_causal else range(TIME)
-            logits = [
-                (q[:, i, h] * k[:, j, h]).sum(-1) / 2**0.5 * factor ** abs(i - j)
-                - slope * abs(i - j)
-                for j in keys
-            ]
-            weights = torch.stack(logits, 1).softmax(1)
-            wanted[:, i, h] = (weights[..., None] * v[:, : len(logits), h]).sum(1)
+        for i in range(time):
+            keys = torch.arange(i + 1 if is_causal else time)
+            distance = (i - keys).abs().double()
+            logits = (q[:, i, None, h] * k[:, keys, h]).sum(-1) / 2**0.5
+            weights = (logits * factor**distance - slope * distance).softmax(1)
+            wanted[:, i, h] = (weights[..., None] * v[:, keys, h]).sum(1)
     torch.testing.assert_close(made(x), made.out_proj(wanted.flatten(2)), rtol=1e-9, atol=1e-9)
 
 
@@ -118,6 +124,12 @@ def test_every_mixer_learns_and_ignores_padding(mixer):
         assert len(losses) == (mixer == "landmark") * (1 if is_causal else 2)
         parts = [p for p in made.parameters() if p.grad is not None and p.grad.any()]
         assert parts and all(p.grad.isfinite().all() for p in parts)
+
+
+def test_an_embedding_starts_at_deviation_1_as_s4s():
+    made = model("imdb", "las", d_model=64)
+    assert 0.9 < made.encoder.weight.std() < 1.1
+    assert Cell.protocol == 2  # results of another start are no longer read
 
 
 def test_two_towers_and_the_last_position():

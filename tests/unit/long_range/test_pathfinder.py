@@ -161,6 +161,10 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
     assert splits["train"].origin["empty_files"] == 1
     rows = [examples.batch(np.arange(len(examples))).inputs for examples in splits.values()]
     assert len({row.tobytes() for row in np.concatenate(rows)}) == 19
+    known = splits["train"].origin["sha256"]
+    Image.new("L", (32, 32)).save(base / "imgs/0/sample_4.png")
+    other = task.load("train", Place(tmp_path / "data", tmp_path / "other"))
+    assert other.origin["sha256"] != known and other.origin["images"] == 19
 
 
 @pytest.mark.parametrize(
@@ -178,6 +182,14 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
         (
             lambda base: (base / "metadata/0.npy").write_text("imgs/0 sample_0.png 0\n"),
             "0.npy, line 1: 'imgs/0 sample_0.png 0' is no folder, file, number and class",
+        ),
+        (
+            lambda base: (base / "metadata/0.npy").write_text(""),
+            "curv_contour_length_14: its lists name no image that has bytes",
+        ),
+        (
+            lambda base: [path.write_bytes(b"") for path in (base / "imgs/0").iterdir()],
+            "curv_contour_length_14: its lists name no image that has bytes",
         ),
         (lambda base: (base / "metadata/0.npy").unlink(), "metadata: has no list (NUMBER.npy)"),
     ],

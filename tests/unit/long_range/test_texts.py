@@ -7,6 +7,7 @@ import pytest
 
 from cat_lm.errors import UserError
 from eval.long_range.tasks import Place, imdb, make_task
+from eval.long_range.tasks.retrieval import Retrieval
 from eval.long_range.tasks.text import Bytes, Characters
 
 
@@ -210,6 +211,20 @@ def test_wrong_pairs_are_one_line(tmp_path, rows, names, message):
         make_task("aan").load("train", places(tmp_path))
     assert message in str(error.value) and "\n" not in str(error.value)
     assert "OpenNLPLab/lra" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_pairs_that_are_cut_are_one_line(tmp_path, monkeypatch, name):
+    """A row that was cut in its last text still has five columns."""
+    write_pairs(tmp_path / "data")
+    path = tmp_path / "data" / f"new_aan_pairs.{name}.tsv"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError) as error:
+        make_task("aan").load("train", places(tmp_path))
+    assert str(error.value).startswith(f"{path}: is truncated: its last row has no end")
+    # One with all rows may end without a new line.
+    monkeypatch.setattr(Retrieval, "official", {"train": 2, "validation": 2, "test": 2})
+    assert len(make_task("aan").load("train", places(tmp_path))) == 2
 
 
 def test_pairs_that_are_no_text_are_one_line(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ from cat_lm.errors import UserError
 from eval.common.grids import cells, execution
 from eval.common.grids.execution import Execution
 from eval.common.grids.places import CONTROL, NEGATIVE
+from eval.common.grids.tuning import beyond, choose
 from eval.long_range import figure as grid
 from eval.long_range import page, training
 from eval.long_range.__main__ import main
@@ -29,6 +31,19 @@ LISTS = "listops:min_length=3,max_length=14,train=24,validation=6,test=8"
 def cell(task: str = SUMS, mixer: str = "las:position=none", **options) -> Cell:
     fixed = {"d_model": 16, "layers": 1, "lr": 1e-3, "batch_size": 8, "epochs": 2}
     return Cell(task, mixer, **(fixed | options))
+
+
+def _rows(examples):
+    """All rows of a split, padded alike, and their labels."""
+    batch = examples.batch(np.arange(len(examples)), full=True)
+    return batch.inputs, batch.labels
+
+
+def _here(groups, out, device, workers):
+    """Run cells in this process."""
+    for group in groups:
+        for one in group:
+            cells.run(out, one.cell, device, quiet=True)
 
 
 def run(monkeypatch, *arguments: object) -> None:
@@ -98,15 +113,53 @@ class TestCells:
         made.weight.data += torch.nan
         assert training.measure(made, rows, 3) < -sys.float_info.max
 
+    def test_a_model_that_diverged_is_not_at_chance(self, tmp_path):
+        task = cell(LISTS, train_rows=4, place=Place(cache=tmp_path))
+        trial = training.Trial(task, "cpu")
+        assert trial.measure("test")["value"] >= 0
+        trial.model.head.weight.data[3] = torch.nan
+        assert trial.measure("test")["value"] == -math.inf == trial.measure_exchanged()
+
     def test_other_rows_labels_are_those_of_other_rows(self, tmp_path):
         shuffled = cell(LISTS, is_shuffled=True, place=Place(cache=tmp_path))
-        trial = training.Trial(shuffled, "cpu")
-        real = trial.examples["train"].labels
-        assert sorted(trial.labels) == sorted(real) and (trial.labels != real).any()
-        plain = training.Trial(dataclasses.replace(shuffled, is_shuffled=False), "cpu")
-        assert plain.labels is None
+        plain = dataclasses.replace(shuffled, is_shuffled=False)
+        there, real = (training.Trial(x, "cpu").examples["train"] for x in (shuffled, plain))
+        order, every = np.random.default_rng(0).permutation(24), np.arange(24)
+        batch, usual = there.batch(order, full=True), real.batch(every, full=True)
+        assert (batch.labels == real.labels[order]).all()
+        rows = sorted(row.tobytes() for row in usual.inputs)
+        assert sorted(row.tobytes() for row in batch.inputs) == rows
+        assert (batch.inputs != usual.inputs[order]).any(axis=1).sum() > 12
+        assert (there.lengths()[order] == batch.lengths).all()
         with pytest.raises(UserError, match="has no classes to exchange"):
             training.run_cell(cell(is_shuffled=True))
+
+    def test_answers_that_are_not_of_the_rows_show_on_exchanged_ones(self, tmp_path, monkeypatch):
+        """A model that counts rows knows labels without reading; one that reads does not."""
+        place = Place(cache=tmp_path)
+        trial = training.Trial(cell(LISTS, train_rows=4, place=place), "cpu")
+        real, test = type(trial.model).forward, trial.examples["test"]
+        seen = {row.tobytes(): label for row, label in zip(*_rows(test), strict=True)}
+        assert len(seen) == 8
+
+        def reading(model, inputs, lengths, losses=None):
+            wide = np.zeros((len(inputs), test.batch(np.arange(8), full=True).inputs.shape[1]), int)
+            wide[:, : inputs.shape[1]] = inputs
+            return torch.eye(10)[[int(seen[row.tobytes()]) for row in wide]]
+
+        def counting(model, inputs, lengths, losses=None):
+            return torch.eye(10)[test.labels[: len(inputs)].copy()]
+
+        shares = {}
+        for how in (reading, counting):
+            monkeypatch.setattr(type(trial.model), "forward", how)
+            assert trial.measure("test")["value"] == 1
+            shares[how] = trial.measure_exchanged()
+        assert shares[counting] == 1 > shares[reading]
+        monkeypatch.setattr(type(trial.model), "forward", real)
+        record = training.run_cell(cell(LISTS, train_rows=4, place=place), quiet=True)
+        assert 0 <= record["exchanged"] <= 1
+        assert training.run_cell(cell(train_rows=4), quiet=True)["exchanged"] is None
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -138,6 +191,25 @@ class TestCommand:
         record = json.loads(path.read_text())
         assert record["cell"]["feed_forward"] is False and record["cell"]["patience"] is None
 
+    def test_run_trains_the_papers_models_as_its_figure_does(self, tmp_path, monkeypatch):
+        trained = []
+
+        def run_cell(cell, device, quiet):
+            trained.append(cell)
+            raise UserError("this is enough")
+
+        monkeypatch.setattr(training, "run_cell", run_cell)
+        figured = plan("lra", SCALES["paper"], Choice())
+        for task, mixer in (("cifar10", "las"), ("imdb", "l"), ("pathfinder", "s")):
+            with pytest.raises(SystemExit):
+                run(monkeypatch, "run", "--task", task, "--mixer", mixer, "--out", tmp_path)
+            (wanted,) = (p.run for p in figured if (p.run.row, p.run.line) == (task, mixer))
+            assert trained[-1] == wanted.cell and trained[-1].is_causal
+        both = ("--direction", "both", "--mixer", "las:width=7")
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "run", "--task", "cifar10", *both, "--out", tmp_path)
+        assert trained[-1].mixer == "las:width=7" and not trained[-1].is_causal
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -146,6 +218,10 @@ class TestCommand:
             (("run", "--task", SUMS, "--mixer", "las", "--lr", "0"), "--lr"),
             (("figure", "lrb"), "invalid choice: 'lrb'"),
             (("figure", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
+            (("figure", "atomic", "--rows", "select", "select"), "--rows 'select': is given twice"),
+            (("figure", "smnist", "--protocol", "lra"), "--protocol lra: has no effect on smnist,"),
+            (("figure", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
+            (("run", "--task", SUMS, "--mixer", "las", "--data", "."), "no effect on cumsum"),
             (("figure", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
             (("figure", "atomic", "--models", "none"), "--models none: is in every figure"),
             (("figure", "atomic", "--models", "las", "las"), "--models las: is given twice"),
@@ -177,7 +253,8 @@ class TestFigures:
                 for row in {r.row for r in runs} - {CONTROL}:
                     assert [r.line for r in runs if r.row == row].count(NEGATIVE) == 1
                     has_classes = make_task(scale.tasks[row]).classes > 0
-                    assert [r.column for r in runs if r.row == CONTROL].count(row) == has_classes
+                    beside = [r.line for r in runs if r.row == CONTROL and r.column == row]
+                    assert (len(beside) - beside.count(NEGATIVE)) == has_classes
 
     def test_the_papers_grids(self):
         points = plan("lra", SCALES["paper"], Choice())
@@ -186,11 +263,17 @@ class TestFigures:
         }
         imdb = next(p.run.cell for p in points if p.run.row == "imdb")
         assert (imdb.layers, imdb.d_model, imdb.norm, imdb.pool) == (4, 64, "batch", "last")
-        assert imdb.is_causal and imdb.task == "imdb:protocol=clean"
+        assert imdb.is_causal and imdb.task == "imdb"
         assert fitted("las", "imdb") == "las:bound=0.0001"
         assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
         assert fitted("las:values=none", "cifar10") == "las:values=none"
         assert fitted("vanilla", "cifar10") == "vanilla" and fitted("mamba", "imdb") == "mamba"
+        atomic = plan("atomic", SCALES["paper"], Choice())
+        assert {p.seeds for p in atomic if p.run.line != NEGATIVE} == {5}  # of Table 7
+        assert {p.run.cell.norm_first for p in atomic} == {False}  # as DLR's
+        assert {p.seeds for p in points if p.run.line == "las"} == {3}
+        small = [p.run.cell for p in plan("atomic", SCALES["cpu"], Choice())]
+        assert {(c.all_steps, c.batch_size) for c in small} == {(3_000, 32)}
         both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
         (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
         assert task == "imdb:protocol=lra"
@@ -204,6 +287,15 @@ class TestFigures:
         assert {c.train_rows for c in whole} == {2_500, 6_250, 12_500, 18_750, None}
         chunks = plan("context", SCALES["cpu"], Choice())
         assert {place_on_axis(p.run, {}) for p in chunks} == {16, 64, 200}
+
+    def test_there_is_a_rate_beyond_each_of_the_papers(self):
+        places = [p for name in FIGURES for p in plan(name, SCALES["paper"], Choice())]
+        tuned = {p.rates for p in places if len(p.rates) > 1}
+        assert (1e-4, 1e-3, 2e-3) in tuned and (1e-4, 1e-3, 4e-3) in tuned
+        for rates in tuned:
+            worse = dict.fromkeys(rates, 0.0)
+            assert beyond(choose(worse | {rates[-1]: 1.0})) > rates[-1]
+            assert beyond(choose(worse | {rates[0]: 1.0})) < rates[0]
 
     @pytest.mark.parametrize(
         ("name", "models"), [("atomic", ("nope", "las:position=none")), ("context", ("las",))]
@@ -219,6 +311,8 @@ class TestFigures:
                         raise KeyboardInterrupt
 
         monkeypatch.setattr(execution, "execute", execute)
+        with_seeds = dataclasses.replace(SCALES["smoke"], seeds_of={name: 3})
+        monkeypatch.setitem(SCALES, "smoke", with_seeds)  # of which the command has two
         rows = ("select", "cummax") if name == "atomic" else ()
         choice = Choice(rows=rows, place=Place(cache=tmp_path / "cache"))
         command = (name, "smoke", tmp_path, Execution("cpu"), choice, 2, models)
@@ -236,11 +330,14 @@ class TestFigures:
         written = json.loads((tmp_path / f"{name}.json").read_text())
         assert written["lines"] == record["lines"] and written["protocol"] == "clean"
         assert {len(line["runs"]) for line in record["lines"]} == {1, 2}  # of the control one
+        assert all(len(x["runs"]) == 2 for x in record["lines"] if x["mixer"] != NEGATIVE)
         kinds = {(control["row"], control["kind"]) for control in record["controls"]}
         assert (
             kinds
             == {
-                "atomic": {("select", "negative"), ("cummax", "positive")},
+                "atomic": {
+                    *(("select", "positive"), ("select", "negative"), ("cummax", "positive")),
+                },
                 "context": {("listops", "positive"), ("listops", "negative")},
             }[name]
         )
@@ -251,36 +348,19 @@ class TestFigures:
         if name == "atomic":
             assert told.count("0.7830") == 1 and told.count("1.0000") == 1
 
-    def test_runs_of_other_data_are_not_compared(self, tmp_path):
-        point = plan("atomic", SCALES["smoke"], Choice())[0]
-        records = [{"data": {"test": {"origin": {"sha256": x}}}} for x in "ab"]
-        runs = [point.at(1e-3, seed) for seed in (0, 1)]
-        grid.check_same_data([(runs[0], records[0]), (runs[1], records[0])], tmp_path)
-        with pytest.raises(UserError, match="was made from other data"):
-            grid.check_same_data(list(zip(runs, records, strict=True)), tmp_path)
+    def test_a_figure_with_a_model_that_diverged(self, tmp_path, monkeypatch):
+        def train_step(model, *_):
+            model.head.weight.data[:] = torch.nan
+            return torch.tensor(torch.nan)
 
-    def test_controls_are_measured_against_their_limits(self):
-        places = plan("context", SCALES["smoke"], Choice())
-
-        def found(las, nothing, shuffled, rows=100, share=0.2):
-            test = {"rows": rows, "most_frequent": share}
-            values = {CONTROL: shuffled}
-            return grid.controls(
-                [
-                    (
-                        p.at(1e-3, 0),
-                        {
-                            "value": values.get(
-                                p.run.row, nothing if p.run.line == NEGATIVE else las
-                            ),
-                            "data": {"test": test},
-                        },
-                    )
-                    for p in places
-                ]
-            )
-
-        positive, negative = found(0.8, 0.5, 0.3)
-        assert positive["bound"] == pytest.approx(0.75) and positive["passed"]
-        assert negative["bound"] == pytest.approx(0.4) and negative["passed"]
-        assert [control["passed"] for control in found(0.7, 0.5, 0.45)] == [False, False]
+        monkeypatch.setattr(training, "train_step", train_step)
+        monkeypatch.setattr(execution, "execute", _here)
+        choice = Choice(rows=("cummax",), place=Place(cache=tmp_path / "cache"))
+        command = ("atomic", "smoke", tmp_path, Execution("cpu"), choice, 1, ("nope",))
+        record = grid.figure(*command)
+        assert [x["mixer"] for x in record["diverged"]] == ["nope", NEGATIVE]
+        assert not record["controls"][0]["passed"]
+        text = (tmp_path / "atomic.json").read_text()
+        written = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert written["lines"][0]["mean"] is None
+        grid.figure(*command)  # from what is finished

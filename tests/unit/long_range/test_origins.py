@@ -1,0 +1,92 @@
+"""Finished cells of other data: refused before anything is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from cat_lm.errors import UserError
+from eval.common.grids import cells
+from eval.common.grids.execution import Execution
+from eval.long_range import figure as grid
+from eval.long_range import training
+from eval.long_range.__main__ import main
+from eval.long_range.origins import check_same_data
+from eval.long_range.plan import SCALES, Choice, plan
+from eval.long_range.tasks import TASKS, Place, make_task
+from tests.unit.long_range.test_images import idx, write_mnist
+
+
+def other_mnist(folder):
+    """Another MNIST of as many images."""
+    write_mnist(folder, packed=False)
+    path = folder / "t10k-images-idx3-ubyte"
+    path.write_bytes(idx(np.zeros((7, 28, 28), dtype=np.uint8)))
+
+
+def run(monkeypatch, *arguments: object) -> int:
+    """The exit code of a command."""
+    monkeypatch.setattr(sys, "argv", ["eval.long_range", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_run_refuses_what_is_finished_of_other_data(tmp_path, monkeypatch, capsys):
+    write_mnist(tmp_path / "a")
+    other_mnist(tmp_path / "b")
+    command = ("run", "--task", "smnist:size=14", "--mixer", "nope", "--out", tmp_path / "out")
+    command += ("--d-model", 16, "--layers", 1, "--epochs", 1, "--device", "cpu")
+    command += ("--cache", tmp_path / "cache", "--data")
+    assert run(monkeypatch, *command, tmp_path / "a") == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    (path,) = (tmp_path / "out" / "cells").glob("*.json")
+    monkeypatch.setattr(training, "train", None)
+    for folder, message in (("b", "was made from other data of smnist:size=14"), ("c", "no such")):
+        assert run(monkeypatch, *command, tmp_path / folder) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+        assert folder == "c" or str(path) in error
+    assert run(monkeypatch, *command, tmp_path / "a") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_a_figure_refuses_it_before_it_estimates(tmp_path, monkeypatch, capsys):
+    write_mnist(tmp_path / "a")
+    other_mnist(tmp_path / "b")
+    small = {"smnist": {"train_rows": 8, "validation_rows": 4, "test_rows": 7}}
+    scale = dataclasses.replace(SCALES["smoke"], of_task=small)
+    monkeypatch.setitem(SCALES, "smoke", scale)
+    there, other = (
+        Choice(rows=("smnist",), place=Place(tmp_path / name, tmp_path / "cache")) for name in "ab"
+    )
+    point = plan("smnist", scale, there)[0]
+    cells.run(tmp_path / "out", point.at(point.rates[0], 0).cell, "cpu", quiet=True)
+    for only in (True, False):
+        command = ("smnist", "smoke", tmp_path / "out", Execution("cpu", estimate_only=only))
+        with pytest.raises(UserError, match="was made from other data"):
+            grid.figure(*command, other)
+        assert "hours" not in capsys.readouterr().out
+    assert grid.figure(*command[:3], Execution("cpu", estimate_only=True), there) is None
+    assert "hours" in capsys.readouterr().out
+
+
+def test_runs_of_other_data_are_not_compared(tmp_path):
+    point = plan("atomic", SCALES["smoke"], Choice())[0]
+    records = [{"data": {"test": {"origin": {"sha256": x}}}} for x in "ab"]
+    runs = [point.at(1e-3, seed) for seed in (0, 1)]
+    check_same_data([(runs[0], records[0]), (runs[1], records[0])], tmp_path)
+    with pytest.raises(UserError, match="was made from other data"):
+        check_same_data(list(zip(runs, records, strict=True)), tmp_path)
+
+
+def test_generators_are_not_asked_for_their_rows_again():
+    read = {name for name in TASKS if make_task(name).reads_files}
+    assert read == {"imdb", "aan", "cifar10", "smnist", "pmnist"}
+    official = ("listops:source=official", "pathfinder:source=official")
+    assert all(make_task(text).reads_files for text in official)
