@@ -40,6 +40,7 @@ CASES = {
     | {"conv_type": "depthwise", "conv_window": 4, "conv_activation": "silu"}
     | {"attention_bias": True, "qk_norm": "l2", "conv_norm": "l1"},
     "llama, canon": LLAMA | CANON,
+    "canon of one tap": NEOX | CANON | {"canon_window": 1},
     "las": LLAMA
     | {"score_transform": "exponential_decay", "value_transform": "smoothing"}
     | {"attention": "chunk", "attention_options": {"size": 8}},
@@ -112,8 +113,9 @@ def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
     return found
 
 
-# A convolution by heads, one that mixes them, shared keys with Canon layers, and a recurrence.
-USUAL = ("cat", "mh_cat", "llama, canon", "gla")
+# A convolution by heads, one that mixes them, shared keys with Canon layers, Canon layers that read
+# one token, and a recurrence.
+USUAL = ("cat", "mh_cat", "llama, canon", "canon of one tap", "gla")
 
 
 def check_differences(cases: dict[str, dict]) -> None:
