@@ -142,6 +142,18 @@ def test_half_precision_has_states_and_sums_in_fp32():
     torch.testing.assert_close(inside, long_conv(x.float(), modes), rtol=0, atol=0)
 
 
+def test_what_is_not_finite_reaches_no_earlier_chunk_and_no_other_row():
+    """As far as `long_conv` says, and no farther."""
+    numbers, x = inputs("ssm", 12)
+    modes = modes_of("ssm", numbers)
+    documents = torch.tensor([[0] * 6 + [1] * 6] * 2)
+    whole = long_conv(x, modes, document_ids=documents, length=4)
+    x[0, 5] = torch.inf
+    y = long_conv(x, modes, document_ids=documents, length=4)
+    assert torch.equal(y[0, :4], whole[0, :4]) and torch.equal(y[1], whole[1])
+    assert not y[0, 4:].isfinite().any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_identity_changes_no_bit(kind):
     for state in (2, 16):
