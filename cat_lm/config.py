@@ -157,7 +157,9 @@ class RunConfig(Section):
         they are weighed as wholes.
         """
         if self.train.landmark_loss in DENSE:
-            return section.model_copy(update={"attention": "softmax", "attention_options": None})
+            # Which SDPA computes, whatever computes chosen blocks.
+            dense = {"attention": "softmax", "attn_implementation": "sdpa"}
+            return section.model_copy(update={"attention_options": None} | dense)
         if self.train.landmark_loss != "grouped":
             return section
         options = attention.pattern(section).resolved(section.attention_options)

@@ -275,6 +275,13 @@ class Architecture:
         """
         return 0
 
+    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
+        """Count the masks of [B, 1, T, T] that autograd keeps of a layer for packed documents.
+
+        Rounded, and whole on each rank even where ranks share sequences.
+        """
+        return 0.0
+
     def forward_channels(self, section: Any) -> int:
         """Count the numbers a token that a forward pass without gradients holds at once."""
         return layer_channels(section)

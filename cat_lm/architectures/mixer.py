@@ -187,6 +187,12 @@ class MixerArchitecture(Architecture):
         mixer, layers = mixer_of(section), settings_of(section)
         return sum(mixer.kind.saved_maps(mixer.options, s) for s in layers) / len(layers)
 
+    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
+        """Count the mixers' masks; the layers' mean."""
+        section = self.section(config)
+        mixer, layers = mixer_of(section), settings_of(section)
+        return sum(mixer.kind.saved_masks(mixer.options, s) for s in layers) / len(layers)
+
     def state_bytes(self, section: MixerSection, length: int, itemsize: int) -> int:
         """Count the mixers' states."""
         mixer = mixer_of(section)

@@ -304,6 +304,19 @@ class Transformer(Architecture):
         given, entries = (context_length, on_gpu, precision), self.attention_entries(section)
         return kept + sum(entry.saved_maps(section, *given) for entry in entries)
 
+    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
+        """Count SDPA's mask where it takes one; a bias of scores has it in its own map."""
+        import torch
+
+        from cat_lm.model.attention.documents import document_attention
+
+        device = torch.device("cuda" if on_gpu else "cpu")
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        by, score = document_attention(config, device, dtype), attention.score_transform(config)
+        has_own = score is not None and score.form == "additive"
+        is_kept = attention.pattern(config).keeps_mask and config._attn_implementation == "sdpa"
+        return float(by.name == "mask" and is_kept and not has_own)
+
     def _saved_by_attention(self, section: Any) -> float:
         """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""
         kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))

@@ -66,6 +66,9 @@ class Attention(MixerKind):
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return attention_maps(options.heads, options.dropout)
 
+    def saved_masks(self, options: Options, setting: Setting) -> float:
+        return 0.0 if options.dropout else 1.0
+
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return 2 * setting.d_model * length
 

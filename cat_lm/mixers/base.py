@@ -98,6 +98,10 @@ class MixerKind:
         """Count the maps of [B, T, T] that autograd keeps, each once rounded and once in fp32."""
         return 0.0
 
+    def saved_masks(self, options: Any, setting: Setting) -> float:
+        """Count the masks of [B, 1, T, T] that it keeps, rounded, for packed documents."""
+        return 0.0
+
     def state_numbers(self, options: Any, setting: Setting, length: int) -> int:
         """Count the numbers of a sequence's decoding state after `length` tokens.
 

@@ -97,6 +97,9 @@ class ConvolvedAttention(MixerKind):
     def saved_maps(self, options: Options, setting: Setting) -> float:
         return attention_maps(options.heads, options.dropout)
 
+    def saved_masks(self, options: Options, setting: Setting) -> float:
+        return 0.0 if options.dropout or options.mixes_maps else 1.0
+
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         past = options.remembered * options.convolved
         values = options.heads if options.mixes_maps else 1

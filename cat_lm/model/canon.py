@@ -61,7 +61,7 @@ class CanonLayer(nn.Module):
     def forward(self, hidden_states: Tensor, reading: Reading) -> Tensor:
         """Convolve [B, T, width] and add it; padding is read as zeros."""
         group, before = self.sequence_group, self.window - 1
-        if group is None or before == 0:
+        if group is None:
             return self._whole(hidden_states, reading)
         (read,) = group.with_halo(before, hidden_states)
         documents = group.part(reading.document_ids, before)

@@ -40,6 +40,11 @@ _HUB_OPTIONS = (
 class PreTrainedMixin:
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
+    @property
+    def _is_stateful(self) -> bool:
+        """Tell transformers whether drafted tokens cannot be taken back."""
+        return self.config.has_long_filters
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not initialize(module, self.config):
@@ -264,10 +269,19 @@ class CausalLanguageModel:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Give the cache the layers' states, which drafted tokens can be taken back from."""
+        """Give the cache the layers' states, which drafted tokens can be taken back from.
+
+        Raises:
+            ValueError: the model is to draft, and its state cannot go back.
+        """
         if not self.keeps_state:
             generation_config.use_cache = model_kwargs["use_cache"] = False
             return None
+        if generation_config.is_assistant and self._is_stateful:
+            raise ValueError(
+                f"{type(self).__name__} cannot draft tokens for another model: its recurrent "
+                "states cannot go back before those that are rejected"
+            )
         result = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, *args, **kwargs
         )

@@ -23,6 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.attention.call import AttentionCall
+from cat_lm.model.attention.varlen import (
+    attend_within_borders,
+    computing_dtype,
+    why_no_kernel,
+)
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.decode import can_decode, decode
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
@@ -139,12 +144,23 @@ class LandmarkCore(nn.Module):
         if way in TAUGHT and call.losses is not None:
             call.losses.append(self._guided_loss(*own, landmarks, layout, call.scaling))
         if way in DENSE:
-            is_plain = call.documents is None and call.padding is None
-            output = attend_densely(query, key, value, layout, call.scaling, call.dropout, is_plain)
-            return output.transpose(1, 2).contiguous(), None
+            return self._attend_densely(query, key, value, layout, call), None
         choice = replace(self.choice, top_k=key.shape[2]) if way == "grouped" else self.choice
         output, maps = self._attend(query, key, value, landmarks, layout, choice, call)
         return output.transpose(1, 2).contiguous(), maps
+
+    def _attend_densely(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, call: AttentionCall
+    ) -> Tensor:
+        """Attend to all earlier keys, within the documents' borders or by a mask: [B, T, H, D]."""
+        if call.borders is not None:
+            kind = query.device, computing_dtype(query), query.shape[3]
+            if why_no_kernel(*kind) is None:
+                how = call.borders, call.scaling, call.dropout
+                return attend_within_borders(query, key, value, *how)
+        is_plain = call.documents is None and call.padding is None
+        output = attend_densely(query, key, value, layout, call.scaling, call.dropout, is_plain)
+        return output.transpose(1, 2).contiguous()
 
     def _attend(
         self,

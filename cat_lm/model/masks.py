@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import computing_dtype, document_attention
+from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.attention.varlen import computing_dtype
 from cat_lm.model.settings import AttentionSettings, refuse
 from cat_lm.ops.documents import document_borders, document_positions, document_runs
 from cat_lm.ops.landmark.layout import interior_padding
@@ -76,7 +77,8 @@ def sequence_layout(
     attention_kwargs: dict[str, Any] = {}
     if config.masks_keys:
         check_maskless(config, attention_mask, padding_mask, documents)
-        return SequenceLayout(position_ids, None, padding_mask, documents)
+        known = {} if borders is None or padding_mask is not None else {"document_borders": borders}
+        return SequenceLayout(position_ids, None, padding_mask, documents, None, known)
     same_document = positions = None
     if documents is not None:
         positions = document_positions(documents).int()

@@ -106,18 +106,25 @@ class Mamba2Mixer(nn.Module):
         self, x: Tensor, delta: Tensor, b: Tensor, c: Tensor, **how: object
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute y [B, T, H, P] of x, Δ [B, T, H], B and C [B, T, G N]; as `decaying_scan`."""
-        groups, heads = self.config.n_groups, self.config.num_heads
-        # [B, T, H, N], each group's for all of its heads: views where there is one group, so that
-        # the cast to fp32 comes first.
-        k, q = (at_least_fp32(s).unflatten(-1, (groups, 1, -1)) for s in (b, c))
-        k, q = (s.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for s in (k, q))
-        k, q = (own_heads(self.sequence_group, s, 2) for s in (k, q))
+        k, q = self._for_own_heads(b), self._for_own_heads(c)
         a = -at_least_fp32(own_heads(self.sequence_group, self.A_log)).exp()[:, None, None]
         rate, v = delta[..., None, None], delta[..., None] * x
         found = decaying_scan(q, k, v, rate, a, backend=self.mixer_backend, **how)
         if how.get("return_state"):
             return found[0].to(x.dtype), found[1]
         return found.to(x.dtype)
+
+    def _for_own_heads(self, x: Tensor) -> Tensor:
+        """Give B or C [B, T, G N] for each of this rank's heads: [B, T, H, N], at least in fp32."""
+        count, heads = self.config.n_groups, self.config.num_heads
+        each, group = heads // count, self.sequence_group
+        own = slice(0, heads) if group is None else group.span(heads)
+        # The groups that own heads belong to, before they are copied for each head. Of one group
+        # these are views, so that the cast to fp32 comes first.
+        first, end = own.start // each, -(-own.stop // each)
+        read = at_least_fp32(x.unflatten(-1, (count, 1, -1))[:, :, first:end])
+        read = read.expand(-1, -1, -1, each, -1).flatten(2, 3)
+        return read[:, :, own.start - first * each : own.stop - first * each]
 
 
 class Mamba2Layer(MambaLayer):

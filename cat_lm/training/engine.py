@@ -20,7 +20,7 @@ from cat_lm.model.attention.documents import DocumentAttention, document_attenti
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
-from cat_lm.ops.landmark.options import CALIBRATE
+from cat_lm.ops.landmark.options import CALIBRATE, DENSE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
@@ -47,6 +47,12 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
         return architecture.config_class()(**fields, use_cache=False)
     except ValueError as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
+
+
+def trained_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
+    """As `model_config`, of the model as a step computes it."""
+    section = config.as_trained(config.model)
+    return model_config(config.model_copy(update={"model": section}), vocab_size)
 
 
 def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
@@ -111,7 +117,9 @@ def documents_apart(
     """Say what keeps packed documents apart in attention, and why; None where nothing does."""
     if not config.data.mask_documents or not model.takes_borders:
         return None
-    return document_attention(model.config, device, _dtype(config))
+    is_dense = config.train.landmark_loss in DENSE
+    computed = trained_config(config, model.config.vocab_size) if is_dense else model.config
+    return document_attention(computed, device, _dtype(config))
 
 
 def _dtype(config: RunConfig) -> torch.dtype:

@@ -171,6 +171,7 @@ def memory_per_rank(
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
     activations = _activations(config, on_gpu) + _loss_memory(config, vocab_size, on_gpu)
+    activations += _document_masks(config, vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
@@ -213,6 +214,23 @@ def _activations(config: RunConfig, on_gpu: bool) -> float:
     if train.activation_checkpointing:
         return layer + size * tokens * model.hidden_size * model.num_hidden_layers
     return layer * model.num_hidden_layers
+
+
+def _document_masks(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
+    """Bytes of the masks that keep documents apart: the model's, of bytes, and those of its layers.
+
+    Each rank has all of them, however many share the sequences.
+    """
+    from cat_lm.training.engine import trained_config
+
+    train, pairs = config.train, config.train.micro_batch_size * config.data.context_length**2
+    if not config.data.mask_documents:
+        return 0.0
+    model = trained_config(config, vocab_size)
+    kept = config.architecture.saved_masks(model, on_gpu, train.precision)
+    layers = 1 if train.activation_checkpointing else config.model.num_hidden_layers
+    width = 2 if train.precision == "bf16" else 4
+    return pairs * (kept > 0) + width * pairs * layers * kept
 
 
 def _tokens(config: RunConfig) -> int:

@@ -6,6 +6,7 @@ Each is written out in README.md, beside tables that these functions computed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,27 @@ class Cluster:
             link = min(link, self.interconnect * self.gpus_per_node)
         return LINK_EFFICIENCY * link * 1e9
 
+    def exchange_seconds(self, parts: int, gpus: int) -> float:
+        """Seconds for each byte that GPUs send in all-to-alls of `parts` neighbours.
+
+        Each of the others gets as much: those of the GPU's node over its link, those of other nodes
+        over its own way out, at the same time. The GPU with the longer of the two holds all up.
+        """
+        if parts == 1:
+            return 0.0
+        link, out = self.device.link, min(self.device.link, self.interconnect)
+        together = self._together(parts, gpus)
+        busiest = max(max((n - 1) / link, (parts - n) / out) for n in together)
+        return busiest / (parts - 1) / (LINK_EFFICIENCY * 1e9)
+
+    def _together(self, parts: int, gpus: int) -> set[int]:
+        """Count the GPUs of a group of `parts` neighbours that are on one node: all that occur."""
+        size, found = self.gpus_per_node, set()
+        for start in range(0, gpus, parts):
+            nodes = Counter(gpu // size for gpu in range(start, start + parts))
+            found |= set(nodes.values())
+        return found
+
 
 @dataclass(frozen=True)
 class Run:
@@ -180,7 +202,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     exposed = communication - min(overlap * communication, busy)
     shared = sequence_bytes(config, gpus)
     # Nothing is computed meanwhile: a layer goes on with what it gets.
-    waited = shared / cluster.bandwidth(config.train.sequence_parallel)
+    waited = shared * cluster.exchange_seconds(config.train.sequence_parallel, gpus)
     volume, communication, exposed = volume + shared, communication + waited, exposed + waited
     step = busy + exposed
     saved = checkpoint_bytes(run.parameters)

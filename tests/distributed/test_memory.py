@@ -21,11 +21,20 @@ from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
 
 
-def case(world_size: int, model: dict, length: int, rows: int, vocab: int, **train) -> dict:
+def case(
+    world_size: int,
+    model: dict,
+    length: int,
+    rows: int,
+    vocab: int,
+    documents: bool = False,
+    **train,
+) -> dict:
     values = run_values("unused", "unused", micro_batch_size=rows, max_steps=2, **train)
-    values["train"]["global_batch_size"] = 2 * rows * world_size
+    shares = world_size // values["train"].get("sequence_parallel", 1)
+    values["train"]["global_batch_size"] = 2 * rows * shares
     values["model"] = {"hidden_size": 256, "num_hidden_layers": 6, "vocab_size": vocab} | model
-    values["data"]["context_length"] = length
+    values["data"] |= {"context_length": length, "mask_documents": documents}
     return values
 
 
@@ -49,7 +58,7 @@ def forget_peak() -> None:
 
 def run_steps(engine: Engine, ranks) -> None:
     config = engine.config
-    rows = config.train.global_batch_size // ranks.world_size
+    rows = config.train.global_batch_size // config.row_shares(ranks.world_size)
     shape = (rows, config.data.context_length)
     for seed in range(config.total_steps):
         random = np.random.default_rng(seed)
@@ -57,6 +66,8 @@ def run_steps(engine: Engine, ranks) -> None:
             name: random.integers(0, config.model.vocab_size, shape)
             for name in ("input_ids", "labels")
         }
+        if config.data.mask_documents:
+            batch["document_ids"] = (random.random(shape) < 0.01).cumsum(axis=1)
         assert not engine.train_step(batch, 1e-4).skipped
 
 
@@ -82,6 +93,10 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
 ATTENDING = {"num_attention_heads": 4, "conv_window": 4}
 HEAD = ATTENDING | {"conv_type": "head"}
 LONG = {"num_attention_heads": 4, "conv_type": "head", "conv_filter": "ssm", "conv_state": 16}
+TAUGHT = HEAD | {"attention": "landmark", "attention_options": {"block": 64, "top_k": 2}}
+# Long rows of a narrow model, in which masks are much.
+PACKED = (2048, 1, 4000, True)
+NARROW = {"hidden_size": 128}
 STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf16"}
 
 
@@ -97,6 +112,10 @@ STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf
         (1, {"architecture": "mamba"}, (512, 2, 8000), {"zero_stage": 1}),
         (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
         (1, LONG, (1024, 2, 8000), BF16),
+        (1, HEAD | NARROW, PACKED, {}),
+        (2, HEAD | NARROW, PACKED, {"sequence_parallel": 2}),
+        (1, TAUGHT | NARROW, PACKED, BF16 | {"landmark_loss": "guided"}),
+        (2, TAUGHT | NARROW, PACKED, {"sequence_parallel": 2, "landmark_loss": "guided"}),
         (1, {"architecture": "mixer", "mixer": "gla"}, (512, 2, 8000), BF16),
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ CASES = {
     | {"conv_type": "depthwise", "conv_window": 4, "conv_activation": "silu"}
     | {"attention_bias": True, "qk_norm": "l2", "conv_norm": "l1"},
     "llama, canon": LLAMA | CANON,
+    "canon of one tap": NEOX | CANON | {"canon_window": 1},
     "las": LLAMA
     | {"score_transform": "exponential_decay", "value_transform": "smoothing"}
     | {"attention": "chunk", "attention_options": {"size": 8}},
@@ -112,8 +114,9 @@ def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
     return found
 
 
-# A convolution by heads, one that mixes them, shared keys with Canon layers, and a recurrence.
-USUAL = ("cat", "mh_cat", "llama, canon", "gla")
+# A convolution by heads, one that mixes them, shared keys with Canon layers, Canon layers that read
+# one token, and a recurrence.
+USUAL = ("cat", "mh_cat", "llama, canon", "canon of one tap", "gla")
 
 
 def check_differences(cases: dict[str, dict]) -> None:
@@ -136,33 +139,65 @@ def test_parts_of_every_kind_of_layer():
 
 # Training
 
-RUNS = {  # the model and ZeRO stage of a run
-    "cat": (CASES["cat"], 0),
-    "mh_cat, canon": (CASES["mh_cat"] | CANON, 1),
-    "gla": (CASES["gla"], 2),
-    "llama, canon": (CASES["llama, canon"] | {"conv_type": "head", "conv_window": 4}, 3),
+
+class Training(NamedTuple):
+    """A run's model and ZeRO stage, more of its `train`, and how close parts must come to it."""
+
+    model: dict[str, Any]
+    stage: int
+    train: Mapping[str, Any] = MappingProxyType({})
+    rtol: float = 1e-5
+
+
+# Taught on all queries, so that none are drawn, with shared keys and computed twice.
+TAUGHT = LLAMA | {"conv_type": "head", "conv_window": 4, "attention": "landmark"}
+TAUGHT |= {"attention_options": {"block": 3, "top_k": 1, "local": 1, "filter": "learned"}}
+GUIDED = {"landmark_loss": "guided", "landmark_rows": LENGTH, "activation_checkpointing": True}
+CALIBRATE = GUIDED | {"landmark_loss": "calibrate", "init_from": "unread"}
+RUNS = {
+    "cat": Training(CASES["cat"], 0),
+    "mh_cat, canon": Training(CASES["mh_cat"] | CANON, 1),
+    "gla": Training(CASES["gla"], 2),
+    "llama, canon": Training(CASES["llama, canon"] | {"conv_type": "head", "conv_window": 4}, 3),
+    "guided": Training(TAUGHT, 3, GUIDED),
+    "guided, bf16": Training(TAUGHT, 1, GUIDED | {"precision": "bf16"}, rtol=1e-2),
+    "calibrate": Training(TAUGHT, 2, CALIBRATE),
 }
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4}  # else Adam makes whole steps of rounded zeros
 
 
+def run_config(name: str, parts: int) -> RunConfig:
+    run = RUNS[name]
+    values = make_config(run.model, parts).model_dump()
+    values["train"] |= {"zero_stage": run.stage, "global_batch_size": 4, "micro_batch_size": 1}
+    values["train"] |= run.train
+    values["optimizer"] |= OPTIMIZER | {"weight_decay": 0.0 if name == "calibrate" else 0.1}
+    return RunConfig.model_validate(values)
+
+
 def history(ranks, steps: int, cases: list[tuple[str, int]]) -> list[list[tuple[float, ...]]]:
-    """Losses and gradient norms of steps, and the sums of a validation, of each (name, P)."""
+    """Losses, the layers' own and gradient norms, and a validation's sums, of each (name, P)."""
     found = []
     for name, parts in cases:
-        model, stage = RUNS[name]
-        values = make_config(model, parts).model_dump()
-        values["train"] |= {"zero_stage": stage, "global_batch_size": 4, "micro_batch_size": 1}
-        values["optimizer"] |= OPTIMIZER
-        config = RunConfig.model_validate(values)
-        engine = Engine(build_model(config, VOCAB), config, ranks)
+        config = run_config(name, parts)
+        model = build_model(config, VOCAB)
+        with torch.no_grad():
+            for parameter in landmarks_of(model):  # every head's its own
+                parameter += 0.3 * torch.randn_like(parameter)
+        engine = Engine(model, config, ranks)
         share, shares = ranks.share(parts)
         rows = slice(share * 4 // shares, (share + 1) * 4 // shares)
         given = [{key: x[rows] for key, x in packed_rows(step).items()} for step in range(steps)]
         results = [engine.train_step(batch, 1e-3) for batch in given]
         assert not any(result.skipped for result in results)
         held_out = ranks.sum(*engine.evaluate(given[0]))
-        found.append([*((result.loss, result.grad_norm) for result in results), tuple(held_out)])
+        numbers = [(result.loss, result.auxiliary or 0.0, result.grad_norm) for result in results]
+        found.append([*numbers, tuple(held_out)])
     return found
+
+
+def landmarks_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [weights for name, weights in model.named_parameters() if ".core." in name]
 
 
 def packed_rows(step: int) -> dict[str, np.ndarray]:
@@ -179,12 +214,17 @@ def compare(world_size: int, parts: int, steps: int, names: Iterable[str]) -> No
     for found in run_on_ranks(history, world_size, steps, cases):
         for (name, _), whole, divided in zip(cases[::2], found[::2], found[1::2], strict=True):
             for row, expected in zip(divided, whole, strict=True):
-                np.testing.assert_allclose(row, expected, rtol=1e-5, err_msg=name)
+                np.testing.assert_allclose(row, expected, rtol=RUNS[name].rtol, err_msg=name)
 
 
 def test_training_with_parts_equals_training_without():
     """A few steps, with replicated and with partitioned parameters."""
     compare(2, 2, 4, ("mh_cat, canon", "llama, canon"))
+
+
+def test_landmarks_are_taught_alike():
+    """Their loss, and where they alone learn the norm of their gradients; also in bf16."""
+    compare(2, 2, 3, ("guided", "calibrate", "guided, bf16"))
 
 
 @pytest.mark.long

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cat_lm.model import landmark
+from cat_lm.model.landmark import train_landmarks
+from cat_lm.ops.documents import document_borders
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.segments import why_not
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.runtime.triton_launch import INSTALLED
+from tests.unit.tiny_models import cat_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,3 +68,25 @@ def test_the_kernel_gives_the_same_bits_every_time():
         y, _ = attend_blocks("sdpa", query, key, value, *given)
         runs.append((y, *torch.autograd.grad(y.square().sum(), (query, key, value))))
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_teaching_takes_the_borders_of_documents(monkeypatch):
+    """In bf16 by torch's kernel, with the loss, the landmarks' own and the gradients of a mask."""
+    options = {"block": 16, "top_k": 2, "filter": "learned"}
+    fields = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": TIME}
+    fields |= {"attention": "landmark", "attention_options": options}
+    ids = torch.randint(0, 64, (2, TIME), device="cuda")
+    documents = torch.arange(TIME, device="cuda").expand(2, -1) // 333
+    results = []
+    for obstacle in (None, "a mask instead"):
+        if obstacle:
+            monkeypatch.setattr(landmark, "why_no_kernel", lambda *_, found=obstacle: found)
+        model = cat_model(**fields).cuda().bfloat16().train()
+        train_landmarks(model, "guided", TIME)
+        given = {"document_ids": documents, "document_borders": document_borders(documents)}
+        output = model(ids, labels=ids, **given)
+        (output.loss + output.auxiliary_loss).backward()
+        grads = [weights.grad for weights in model.parameters()]
+        results.append([output.loss.detach(), output.auxiliary_loss.detach(), *grads])
+    for found, wanted in zip(*results, strict=True):
+        assert relative_error(found, wanted.double()) < 5e-2

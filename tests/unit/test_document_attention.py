@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cat_lm.config import load_config
-from cat_lm.model import masks
-from cat_lm.model.attention import documents
+from cat_lm.config import RunConfig, load_config
+from cat_lm.model import landmark, masks
+from cat_lm.model.attention import varlen
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.masks import sequence_layout
 from cat_lm.ops import convolve, head_conv_qkv
 from cat_lm.ops.documents import document_borders, document_positions
 from cat_lm.training import engine as engine_module
 from cat_lm.training.engine import Engine, documents_apart
+from cat_lm.training.estimate import memory_per_rank
+from tests.runs import run_values
 from tests.unit.tiny_models import cat_model, each_model, random_ids
 
 REPOSITORY = Path(__file__).parents[2]
@@ -110,6 +113,7 @@ def test_padding_takes_the_mask(kernel):
 
 
 def chosen(monkeypatch, capability=(9, 0), device="cuda", dtype=torch.bfloat16, **fields):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     return document_attention(cat_model(**fields).config, torch.device(device), dtype)
 
@@ -127,6 +131,101 @@ def test_what_keeps_documents_apart_is_chosen_by_name(monkeypatch):
     ):
         name, reason = chosen(monkeypatch, **fields)
         assert name == "mask" and words in reason, (fields, reason)
+
+
+LANDMARK = {"attention": "landmark", "attention_options": {"block": 4, "top_k": 1}}
+KEEPING = {  # what is trained, how, and the masks that a layer keeps on a CPU
+    "softmax": ({}, "hard", 1),
+    "eager": ({"attn_implementation": "eager"}, "hard", 0),
+    "by rows": ({"score_transform": "exponential_decay"}, "hard", 1),
+    "chunks": ({"attention": "chunk", "attention_options": {"size": 8}}, "hard", 0),
+    "guided": (LANDMARK, "guided", 1),
+    "guided, eager": (LANDMARK | {"attn_implementation": "eager"}, "guided", 1),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", KEEPING)
+def test_masks_that_layers_keep_are_in_the_estimate(case, precision, tmp_path):
+    """Whole however many ranks share the rows, and none where a GPU takes borders."""
+    fields, way, masks = KEEPING[case]
+    fields, width = (
+        fields | {"hidden_size": 32, "num_hidden_layers": 3},
+        2 * 2 ** (precision != "bf16"),
+    )
+    ids, document_ids = random_ids(2, 512), (torch.arange(512) // 300).expand(2, -1)
+    kept = [
+        kept_bytes(cat_model(**fields, max_position_embeddings=512), way, precision, ids, **given)
+        for given in ({}, {"document_ids": document_ids})
+    ]
+    pairs = 2 * 512 * 512
+    assert (kept[1] - kept[0]) / (3 * width * pairs) == pytest.approx(masks, abs=0.2)
+
+    def activations(parts: int = 1, on_gpu: bool = False, **train) -> float:
+        values = run_values(tmp_path, tmp_path, sequence_parallel=parts, precision=precision)
+        values["train"] |= {"landmark_loss": way, "micro_batch_size": 2} | train
+        values["model"] |= fields | {"num_attention_heads": 4}
+        found = []
+        for masked in (True, False):
+            values["data"] |= {"context_length": 512, "mask_documents": masked}
+            config = RunConfig.model_validate(values)
+            found.append(memory_per_rank(config, 1000, 8, 257, on_gpu).activations)
+        return found[0] - found[1]
+
+    expected = masks * pairs * (3 * width + 1)
+    assert activations() == activations(parts=2) == expected
+    assert activations(activation_checkpointing=True) == masks * pairs * (width + 1)
+    assert activations(on_gpu=True) == (0 if precision == "bf16" else expected)
+
+
+def kept_bytes(model, way: str, precision: str, ids, **given) -> int:
+    """Bytes that autograd keeps beside the weights."""
+    model.train().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    train_landmarks(model, way, rows=8)
+    own, kept = {weights.untyped_storage().data_ptr() for weights in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(ids, use_cache=False, **given)
+    return sum(s.nbytes() for at, s in kept.items() if at not in own)
+
+
+@pytest.mark.parametrize("way", ["guided", "hard"])
+def test_landmarks_that_are_taught_attend_within_borders(way, kernel, monkeypatch):
+    """Where the kernel serves, with the loss and gradients that a mask gives; not otherwise."""
+    ids = random_ids(2, 30)
+    document_ids = torch.tensor([[0] * 3 + [1] * 20 + [0] * 7, [2] * 30])
+    results = []
+    for obstacle in ("no kernel", None):
+        monkeypatch.setattr(landmark, "why_no_kernel", lambda *_, found=obstacle: found)
+        model = cat_model(**LANDMARK).train()
+        train_landmarks(model, way, rows=30)
+        given = {"document_ids": document_ids, "document_borders": document_borders(document_ids)}
+        output = model(input_ids=ids, labels=ids, **given)
+        own = output.auxiliary_loss if way == "guided" else 0.0
+        (output.loss + own).backward()
+        results.append([output.loss.detach(), *(p.grad for p in model.parameters())])
+        taken = model.config.num_hidden_layers if way == "guided" and obstacle is None else 0
+        assert len(kernel) == taken
+    for expected, computed in zip(*results, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_that_teaches_landmarks_gives_borders(monkeypatch, tmp_path):
+    """As one of softmax attention, which it computes; else landmarks keep documents apart."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names = {}
+    for way in ("guided", "hard"):
+        values = run_values(tmp_path, tmp_path, landmark_loss=way, precision="bf16")
+        values["model"] |= LANDMARK
+        values["data"]["mask_documents"] = True
+        config, model = RunConfig.model_validate(values), cat_model(**LANDMARK)
+        names[way] = documents_apart(config, model, torch.device("cuda")).name
+    assert names == {"guided": "varlen", "hard": "mask"}
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash", "mask"])
@@ -153,9 +252,9 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
 
 def test_autocast_decides_the_kernel_s_dtype():
     x = torch.zeros(1)
-    assert documents.computing_dtype(x) == torch.float32
+    assert varlen.computing_dtype(x) == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert documents.computing_dtype(x) == torch.bfloat16
+        assert varlen.computing_dtype(x) == torch.bfloat16
 
 
 def test_positions_serve_in_the_place_of_ids():

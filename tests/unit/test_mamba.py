@@ -19,6 +19,7 @@ from cat_lm.errors import UserError
 from cat_lm.mixers.modules import mamba as scan_module
 from cat_lm.model import CatMamba2Config, CatMambaConfig
 from cat_lm.model import modeling_mamba2 as mamba2_module
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.pretrained import load_model, model_config
 from cat_lm.training.engine import build_model, mixer_backend
 from cat_lm.training.estimate import count_parameters, meta_model
@@ -123,6 +124,22 @@ def test_packed_scans_are_bit_for_bit_separate_ones(case, monkeypatch):
         alone = torch.cat([scan(*part, a) for part in parts], dim=1)
         assert torch.equal(packed, alone)
         assert not torch.equal(packed, scan(*streams, a))
+
+
+@pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 4), (3, 2), (4, 2), (4, 12), (12, 3)])
+def test_ranks_copy_no_other_heads_keys(groups, parts):
+    """Among ranks that share sequences: of each head its group's, and room for no other groups."""
+    mixer = model_of("mamba2", hidden_size=48, n_groups=groups).backbone.layers[0].mixer
+    x = torch.randn(2, 5, groups * mixer.config.state_size).bfloat16()
+    whole = x.unflatten(-1, (groups, -1)).repeat_interleave(12 // groups, dim=2).float()
+    assert torch.equal(mixer._for_own_heads(x), whole)
+    for rank in range(parts):
+        mixer.sequence_group = group = SequenceGroup(parts, rank, None)
+        own = mixer._for_own_heads(x)
+        assert torch.equal(own, group.own(whole, 2))
+        read = {head * groups // 12 for head in range(12)[group.span(12)]}
+        heads = 1 if len(read) == 1 else len(read) * 12 // groups
+        assert own.untyped_storage().nbytes() == heads * whole.nbytes // 12
 
 
 # Starts and precision

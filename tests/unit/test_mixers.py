@@ -280,7 +280,7 @@ def test_every_parameter_says_whether_it_decays(specification):
     assert len(decayed) + len(exempt) == len(list(mixer.parameters()))
 
 
-def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int) -> float:
+def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int, **given) -> float:
     """What autograd keeps beside the parameters, in tensors of [B, T, C]."""
     module = mixer.build(setting).train()
     own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
@@ -291,7 +291,7 @@ def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int) -> float
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(torch.randn(count, time, setting.d_model, requires_grad=True))
+        module(torch.randn(count, time, setting.d_model, requires_grad=True), **given)
     size = sum(s.nbytes() for at, s in kept.items() if at not in own)
     return size / (4 * count * time * setting.d_model)
 
@@ -305,6 +305,21 @@ def test_what_training_keeps_is_estimated(specification):
         # A map stands for itself in fp32 and for itself again, rounded: here in fp32 too.
         counted += 2 * mixer.kind.saved_maps(mixer.options, setting) * time / 64
         assert 0.8 < counted / kept_numbers(mixer, setting, 2, time) < 1.25
+
+
+@pytest.mark.parametrize(
+    "specification",
+    [
+        *("attention", "attention:dropout=0", "cat", "cat:dropout=0"),
+        "cat:dropout=0,heads=4,conv_type=multihead,conv_mixing=maps",
+    ],
+)
+def test_masks_of_documents_are_counted(specification):
+    mixer, setting, time = make_mixer(specification), Setting(64, 0, 2), 256
+    documents = (torch.arange(time) // 99).expand(2, -1)
+    kept = kept_numbers(mixer, setting, 2, time, document_ids=documents)
+    found = (kept - kept_numbers(mixer, setting, 2, time)) * 64 / time
+    assert found == pytest.approx(mixer.kind.saved_masks(mixer.options, setting), abs=0.05)
 
 
 def test_flops_grow_with_what_is_mixed():
@@ -494,7 +509,7 @@ from cat_lm.mixers import Setting
 for name in mixers.names():
     mixer = mixers.make_mixer(name)
     mixer.check(Setting(16)), mixer.label, mixer.describe(), mixer.learned_positions
-    for count in ("saved_tensors", "saved_maps"):
+    for count in ("saved_tensors", "saved_maps", "saved_masks"):
         getattr(mixer.kind, count)(mixer.options, Setting(16))
     mixer.kind.mixing_flops(mixer.options, Setting(16), 64)
     mixer.kind.state_numbers(mixer.options, Setting(16), 64)

@@ -162,6 +162,23 @@ def test_what_does_not_go_together_is_one_line(fields, message):
     assert "\n" not in str(raised.value)
 
 
+def test_drafting_is_refused_before_a_token_is_made():
+    """By a model that drafts, one that checks drafts, and one that drafts off its own text."""
+    long, taps, ids = long_model(**SSM), cat_model(), random_ids(1, 9)
+    refused = [
+        (long, {"assistant_model": taps}, "not supported with stateful models"),
+        (long, {"prompt_lookup_num_tokens": 3}, "not supported with stateful models"),
+        (taps, {"assistant_model": long}, "cannot draft tokens for another model"),
+    ]
+    made = []
+    long.register_forward_pre_hook(lambda *_: made.append(1))
+    for model, how, words in refused:
+        with pytest.raises(ValueError, match=words):
+            model.generate(ids, max_new_tokens=9, do_sample=False, **how)
+    assert not made
+    assert long.generate(ids, max_new_tokens=3, num_beams=2).shape == (1, 12)
+
+
 def test_a_window_beyond_the_context_is_no_matter():
     family = architectures.get("gpt_neox")
     section = family.section(cat_model(**SSM).config)

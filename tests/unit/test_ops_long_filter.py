@@ -129,6 +129,7 @@ def test_the_future_changes_no_bit_of_the_past(form, dtype):
 
 
 def test_half_precision_has_states_and_sums_in_fp32():
+    """Of the filter that rounded numbers are; the next test says how far that one is off."""
     numbers, x = inputs("ssm", 200)
     modes = modes_of("ssm", numbers.float().bfloat16())
     assert modes.rate.dtype == torch.float32
@@ -140,6 +141,37 @@ def test_half_precision_has_states_and_sums_in_fp32():
         assert torch.equal(long_conv(x.float(), modes), long_conv(x.float(), modes))
         inside = long_conv(x.float(), modes)
     torch.testing.assert_close(inside, long_conv(x.float(), modes), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual", "most"), [("ssm", 0.1, 0.4), ("exponential", 0.005, 0.05)]
+)
+def test_rounded_numbers_are_other_filters(kind, usual, most):
+    """By as much as cat_lm/README.md says; autocast, which rounds no numbers, changes nothing."""
+    torch.manual_seed(0)
+    known = filters.get(kind)
+    numbers = known.start_as("uniform", 64, 16)
+    whole, rounded = (
+        chunks.taps_of(known.modes_of(given, 16), 2048)[:, 1:]
+        for given in (numbers, numbers.bfloat16())
+    )
+    off = (rounded - whole).norm(dim=1) / whole.norm(dim=1)
+    assert usual / 1.5 < off.median() < usual * 1.5 and off.max() < most
+    with torch.autocast("cpu", torch.bfloat16):
+        again = chunks.taps_of(known.modes_of(numbers, 16), 2048)[:, 1:]
+    assert torch.equal(again, whole)
+
+
+def test_what_is_not_finite_reaches_no_earlier_chunk_and_no_other_row():
+    """As far as `long_conv` says, and no farther."""
+    numbers, x = inputs("ssm", 12)
+    modes = modes_of("ssm", numbers)
+    documents = torch.tensor([[0] * 6 + [1] * 6] * 2)
+    whole = long_conv(x, modes, document_ids=documents, length=4)
+    x[0, 5] = torch.inf
+    y = long_conv(x, modes, document_ids=documents, length=4)
+    assert torch.equal(y[0, :4], whole[0, :4]) and torch.equal(y[1], whole[1])
+    assert not y[0, 4:].isfinite().any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

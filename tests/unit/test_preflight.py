@@ -115,6 +115,23 @@ def test_everything_is_told_at_once():
     assert "of GPU memory are free for each; lower train.micro_batch_size=8" in lines[5]
 
 
+@pytest.mark.parametrize(
+    ("parts", "who"),
+    [
+        (1, None),
+        (4, None),
+        (8, None),
+        (16, "all ranks"),
+        (6, "n000 ranks 6–7, n001 ranks 8–15, n002"),
+    ],
+)
+def test_sequences_shared_between_hosts_are_told(parts, who):
+    found = rules.judge(config(sequence_parallel=parts), sound(24 if parts == 6 else 32))
+    told = [line for line in found.lines() if "share sequences" in line]
+    assert len(told) == (who is not None)
+    assert not told or told[0].startswith(f"preflight: warning: {who}")
+
+
 def test_disk_for_two_checkpoints_or_the_next_one():
     one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
 

@@ -158,6 +158,38 @@ def test_plan():
             plan.with_fitting_micro_batch(run.config, gpus)
 
 
+@pytest.mark.parametrize(
+    ("parts", "gpus", "seconds"),
+    [
+        (8, 32, 1 / 450),  # within nodes of 8
+        (16, 16, 8 / 15 / 25),  # of 15 others 8 are on the other node
+        (32, 64, 24 / 31 / 25),
+        (6, 24, 4 / 5 / 25),  # 6 | 2 4 | 4 2 | 6: two have four others elsewhere
+        (12, 24, 8 / 11 / 25),  # 8 4 | 4 8
+        (3, 3, 1 / 450),
+    ],
+)
+def test_what_crosses_nodes_goes_through_a_gpus_own_way_out(parts, gpus, seconds):
+    """Of a byte to 450 GB/s within a node and 25 GB/s out of it, 70% of them reached."""
+    found = cluster().exchange_seconds(parts, gpus) * plan.LINK_EFFICIENCY * 1e9
+    assert found == pytest.approx(seconds)
+
+
+def test_groups_on_several_nodes_have_a_plan():
+    overrides = [
+        "model.hidden_size=768",
+        "model.num_attention_heads=12",
+        "data.context_length=1536",
+    ]
+    overrides += ["train.global_batch_size=64", "train.precision=bf16"]
+    run = plan.Run.of(config_of("cat_rope", 12, *overrides), 0)
+    found = plan.costs(run, cluster(), 24)
+    shared = plan.sequence_bytes(run.config, 24)
+    ring = plan.communication_bytes(run.config, run.parameters, 24) / cluster().bandwidth(24)
+    waited = shared * 8 / 11 / (plan.LINK_EFFICIENCY * 25e9)
+    assert found.communication_seconds == pytest.approx(ring + waited)
+
+
 def test_dry_run():
     config = config_of("cat_rope", 4, "train.micro_batch_size=2")
     (_, batch) = scale.batch(config, DryRun(64))

@@ -32,6 +32,7 @@ class AttentionCall:
         query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
             transform reads positions.
         losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
+        borders: of the documents, as `cat_lm.ops.documents.document_borders`; None if unknown.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -45,6 +46,7 @@ class AttentionCall:
     query_positions: Tensor | None
     key_positions: Tensor | None
     losses: list[Tensor] | None = None
+    borders: Tensor | None = None
 
 
 class SoftmaxCore(nn.Module):

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
-from cat_lm.model.attention.documents import attend_within_borders, computing_dtype
 from cat_lm.model.attention.rows import attend_by_rows
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
+from cat_lm.model.attention.varlen import attend_within_borders, computing_dtype
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
 from cat_lm.model.qk_norm import QueryKeyNorm
@@ -176,6 +176,7 @@ class AttentionMixin:
             context.padding_mask,
             *positions,
             context.arguments.get("auxiliary_losses"),
+            context.arguments.get("document_borders"),
         )
         output, maps = self.core(query, key, value, extra[0] if extra else None, call)
         return to_tokens(self.sequence_group, output), maps

@@ -33,6 +33,7 @@ class Landmark(Pattern):
     words = "landmark attention"
     implementations = ("eager", "sdpa", "flex_attention")
     takes_transforms = False
+    keeps_mask = False
     masks_keys = True
     takes_any_weights = True
     options: ClassVar[dict[str, Any]] = {

@@ -74,7 +74,9 @@ def long_conv(
 
         y[b,t,h,:] = bias[h,:] + sum_{j≤t} F[h,j] x[b,t−j,h,:]
 
-    Sums and states are in the dtype of `modes`, fp32 at least.
+    Sums and states are in the dtype of `modes`, fp32 at least. (What is not to be read is
+    multiplied by exact zeros: infinities and NaN do spread, to their whole chunk and to all later
+    tokens of the row, whatever the documents.)
 
     Args:
         x: [B, T, H, D].

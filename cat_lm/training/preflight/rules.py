@@ -103,7 +103,7 @@ def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
         f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {_listed(hosts)}; "
         + ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
     )
-    for check in (_versions, _configurations, _batch, _data, _needs, _devices):
+    for check in (_versions, _configurations, _batch, _sequences, _data, _needs, _devices):
         check(verdict, config)
     node.judge(verdict)
     return verdict
@@ -180,6 +180,19 @@ def batch_advice(config: RunConfig, world_size: int) -> str:
     near = [n for n in near if n is not None]
     ways.append(f"{' or '.join(map(str, near))} rank{'' if near == [1] else 's'}")
     return f"right would be {' or '.join(ways)}"
+
+
+def _sequences(verdict: PreflightReport, config: RunConfig) -> None:
+    """Name the ranks that share sequences over the network between hosts."""
+    parts, facts = config.train.sequence_parallel, verdict.facts
+    groups = [facts[start : start + parts] for start in range(0, len(facts), parts)]
+    apart = [group for group in groups if len({fact.host for fact in group}) > 1]
+    if apart:
+        verdict.warnings[
+            f"train.sequence_parallel={parts}: neighbours on several hosts share sequences, and "
+            "every layer waits for the network between them; a number that divides the ranks of "
+            "each host keeps them on one"
+        ] += [fact.rank for group in apart for fact in group]
 
 
 def _data(verdict: PreflightReport, config: RunConfig) -> None:
