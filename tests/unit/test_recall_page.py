@@ -230,6 +230,18 @@ def test_a_pictures_title_stands_clear_of_its_legend(name):
     assert legend.x1 <= drawing.bbox.x1
 
 
+def test_rows_of_one_column_stand_beside_each_other_below_a_broken_title():
+    cell = Cell("mqar", "cat", 16, 16)
+    rows = [(Run(row, "", "cat", cell), {"accuracy": 1.0, "layers": 2}) for row in ("a", "b", "c")]
+    drawing = pictures.draw(rows, accuracies, f"first\n{'control failed, ' * 20}", measure="r2")
+    FigureCanvasAgg(drawing).draw()
+    boxes = [axes.get_window_extent() for axes in drawing.axes]
+    assert [axes.get_title("left") for axes in drawing.axes] == ["a", "b", "c"]
+    assert len({box.y0 for box in boxes}) == 1 and boxes[0].x1 < boxes[1].x0 < boxes[2].x0
+    assert drawing.axes[0].get_ylabel() == "R²"
+    assert drawing.texts[0].get_window_extent().x1 < drawing.legends[0].get_window_extent().x0
+
+
 def test_a_picture_marks_the_trained_length():
     cell = Cell("mqar:vocab_size=64", "cat", 16, 32)
     runs = [Run("MQAR", "d = 16", "cat", cell, across="lengths")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,9 @@ _ROOM = 0.03  # below the least number
 _APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
 
 
+_LETTERS = 12  # of a title, to an inch
 AXES = {"length": "sequence length", "width": "model width"}
+MEASURES = {"r2": "R²"}
 
 
 def draw(
@@ -46,30 +49,36 @@ def draw(
         ceiling: how far one token goes, likewise.
         axis: length or width, or the words of another.
         measure: the name of the number.
+
+    Rows stand below each other, and beside each other where there is one column. The title is broken
+    where panels end: a legend stands at their right.
     """
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
     bottom = _bottom([y for run, record in shown for y in points(run, record).values()])
     down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
     lines = list(dict.fromkeys(run.line for run, _ in shown))
+    places = [[(row, column) for column in across] for row in down]
+    if len(across) == 1:
+        places = [[place for row in places for place in row]]
+    high, wide = len(places), len(places[0])
     with matplotlib.rc_context(STYLE):
-        size = (2.9 + 2.9 * len(across), 0.9 + 2.4 * len(down))
-        drawing = Figure(figsize=size, layout="constrained")
-        panels = drawing.subplots(len(down), len(across), squeeze=False, sharey=True)
+        drawing = Figure(figsize=(2.9 + 2.9 * wide, 0.9 + 2.4 * high), layout="constrained")
+        panels = drawing.subplots(high, wide, squeeze=False, sharey=True)
         limited = False
-        for i, row in enumerate(down):
-            for j, column in enumerate(across):
-                part = [(r, d) for r, d in shown if (r.row, r.column) == (row, column)]
-                _panel(panels[i, j], part, lines, points, bottom)
-                limited |= ceiling is not None and _ceiling(panels[i, j], part, ceiling)
-                panels[i, j].set_title(f"{row}, {column}", loc="left", fontsize=9, color=INK)
+        for axes, place in zip(panels.flat, [p for row in places for p in row], strict=True):
+            part = [(r, d) for r, d in shown if (r.row, r.column) == place]
+            _panel(axes, part, lines, points, bottom)
+            limited |= ceiling is not None and _ceiling(axes, part, ceiling)
+            axes.set_title(", ".join(filter(None, place)), loc="left", fontsize=9, color=INK)
         for axes in panels[-1]:
             axes.set_xlabel(AXES.get(axis, axis))
         for axes in panels[:, 0]:
-            axes.set_ylabel(measure)
+            axes.set_ylabel(MEASURES.get(measure, measure))
         drawing.legend(
             handles=_legend(lines, shown, limited), loc="outside right upper", fontsize=8
         )
-        drawing.suptitle(title, fontsize=10, x=0.01, ha="left")
+        told = [textwrap.fill(line, int(_LETTERS * 2.9 * wide)) for line in title.split("\n")]
+        drawing.suptitle("\n".join(told), fontsize=10, x=0.01, ha="left")
     return drawing
 
 
