@@ -242,10 +242,9 @@ def test_processes_that_start_together_make_one_plan(corpus):
     code += "c = open_corpus(sys.argv[1], 'train')\n"
     code += "print(TrainLoader(c, 16, 4, 0, packing='best_fit').batch(9)['labels'].sum())"
     command = [sys.executable, "-c", code, str(corpus.folder)]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    bars = os.environ | {"TQDM_DISABLE": ""}  # a plan's bar tells who makes it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": bars}
+    started = [subprocess.Popen(command, **pipes) for _ in range(3)]
     outputs = [process.communicate() for process in started]
     assert all(process.returncode == 0 for process in started), outputs
     assert len({out for out, _ in outputs}) == 1

@@ -50,8 +50,8 @@ def draw(
         axis: length or width, or the words of another.
         measure: the name of the number.
 
-    Rows stand below each other, and beside each other where there is one column. The title is broken
-    where panels end: a legend stands at their right.
+    Rows stand below each other, and beside each other where there is one column. The title is
+    broken where panels end: a legend stands at their right.
     """
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
     bottom = _bottom([y for run, record in shown for y in points(run, record).values()])

@@ -31,6 +31,8 @@ def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     from eval.zero_shot import __main__ as zero_shot
 
     monkeypatch.setattr(sys, "argv", ["zero_shot", *map(str, arguments)])
+    for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM"):  # which it sets; later tests go without
+        monkeypatch.setenv(name, "")
     code = 0
     try:
         zero_shot.main()
