@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from cat_lm.model.rules import head_width, key_heads
 from cat_lm.ops import rotate
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
-from cat_lm.ops.landmark.layout import BlockLayout, take_slots
+from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.select import landmark_scores
 from cat_lm.ops.landmark.teaching import block_mass
 from eval.landmark.choices import LEARNED
@@ -104,8 +104,7 @@ class Indexer(nn.Module):
         if streams.rotary is not None:
             query, key = rotate(query, *streams.rotary), rotate(key, *streams.rotary)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, G, T, D] and [B, 1, T, D]
-        is_there = (layout.numbers >= 0)[:, :, None]
-        blocks = take_slots(key, torch.where(is_there, layout.block_slots(), 0))[:, 0]
+        blocks = layout.blocks_of(key)[:, 0]
 
         def scores(rows: Tensor | slice, _: BlockLayout) -> Tensor:
             products = torch.einsum("bgtd,bnwd->bgtnw", query[:, :, rows], blocks)
@@ -157,8 +156,7 @@ def prepared_scores(
 
 
 def _bounds(streams: Streams, layout: BlockLayout) -> Scores:
-    is_there = (layout.numbers >= 0)[:, :, None]
-    blocks = take_slots(streams.key, torch.where(is_there, layout.block_slots(), 0))
+    blocks = layout.blocks_of(streams.key)
     least, largest = blocks.amin(dim=3), blocks.amax(dim=3)
 
     def scores(rows: Tensor | slice, _: BlockLayout) -> Tensor:

@@ -14,8 +14,13 @@ from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
-from cat_lm.ops.landmark.layout import cached_blocks, interior_padding, sequence_blocks
-from cat_lm.ops.landmark.select import Choice, choose_blocks, select_blocks
+from cat_lm.ops.landmark.layout import (
+    cached_blocks,
+    interior_padding,
+    sequence_blocks,
+    take_slots,
+)
+from cat_lm.ops.landmark.select import Choice, choose_blocks, landmark_scores, select_blocks
 from cat_lm.ops.landmark.step import attend_one
 
 BLOCK = 4
@@ -319,6 +324,31 @@ def test_equal_scores_go_to_the_earlier_block():
     selected = select_blocks(scores, layout, Choice(3, 1), 1)[0, 0]
     assert selected[-1].tolist() == [0, 1, 4]
     assert selected[4].tolist() == [0, -1, -1] and selected[3].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slots_are_taken_alike_from_tokens_and_from_heads_side_by_side(rows):
+    by_head = torch.randn(2, 3, 10, 4, dtype=torch.float64).requires_grad_()
+    by_token = by_head.detach().transpose(1, 2).contiguous().requires_grad_()
+    slots = torch.randint(10, (rows, 5, 2))
+    found = [take_slots(x, slots) for x in (by_head, by_token.transpose(1, 2))]
+    expected = torch.stack([by_head[b][:, slots[b % rows]] for b in range(2)])
+    assert all(torch.equal(x, expected) for x in found)
+    weights = torch.randn_like(expected)
+    of_heads, of_tokens = (
+        torch.autograd.grad(x, y, weights)[0]
+        for x, y in zip(found, (by_head, by_token), strict=True)
+    )
+    torch.testing.assert_close(of_tokens.transpose(1, 2), of_heads, rtol=1e-12, atol=1e-12)
+
+
+def test_scores_are_not_rounded_by_autocast():
+    query, landmarks = torch.randn(1, 2, 5, 64), torch.randn(1, 2, 3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = landmark_scores(query.bfloat16(), landmarks.bfloat16())
+    products = query.bfloat16().double() @ landmarks.bfloat16().double().mT
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores.double(), products, rtol=0, atol=1e-4)
 
 
 def test_no_token_changes_what_comes_before_it():

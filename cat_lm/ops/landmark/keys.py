@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cat_lm.ops.landmark.layout import BlockLayout, take_slots
+from cat_lm.ops.landmark.layout import BlockLayout
 
 
 def block_weights(name: str, block: int) -> Tensor:
@@ -57,8 +57,7 @@ def landmark_keys(key: Tensor, weights: Tensor, layout: BlockLayout, carries: bo
         [B, H, n, D], zeros where a row has fewer blocks.
     """
     is_there = (layout.numbers >= 0)[:, None, :, None]
-    slots = torch.where(layout.numbers[:, :, None] >= 0, layout.block_slots(), 0)
-    sums = weighted_sums(take_slots(key, slots), weights) * is_there
+    sums = weighted_sums(layout.blocks_of(key), weights) * is_there
     return carried(sums, layout.numbers) if carries else sums
 
 
@@ -86,7 +85,7 @@ def next_landmarks(
 def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
     """Sum blocks [B, H, n, b, D] with weights [1 or H, b], lag 0 first: [B, H, n, D]."""
     weights = weights.flip(1).to(blocks.dtype).expand(blocks.shape[1], -1)
-    return torch.einsum("bhnwd,hw->bhnd", blocks, weights)
+    return (weights[:, None, None] @ blocks).squeeze(-2)
 
 
 def carried(

@@ -47,6 +47,17 @@ class BlockLayout:
             return self.tokens[0]
         return torch.arange(keys, device=self.slots.device) - self.padding
 
+    def blocks_of(self, x: Tensor) -> Tensor:
+        """Take what tokens x [B, H, S, D] are of each block, [B, H, n, b, D].
+
+        What stands for a block that a row has not is any token's.
+        """
+        if self.documents is None and self.padding is None:  # they lie one after another
+            count = self.numbers.shape[1]
+            return x[:, :, : count * self.block].unflatten(2, (count, self.block))
+        is_there = (self.numbers >= 0)[:, :, None]
+        return take_slots(x, torch.where(is_there, self.block_slots(), 0))
+
     def block_slots(self) -> Tensor:
         """The slots of each block [R, n, b]; those of a block that is not there are none's."""
         return self.starts[:, :, None] + torch.arange(self.block, device=self.starts.device)
@@ -129,8 +140,12 @@ def cached_blocks(past: int, time: int, block: int, padding: Tensor) -> BlockLay
 
 def take_slots(x: Tensor, slots: Tensor) -> Tensor:
     """Take rows of x [B, H, S, D] at slots [R, …], which are alike for all heads: [B, H, …, D]."""
-    batch, heads, _, width = x.shape
-    shape = slots.shape[1:]
+    batch, heads, keys, width = x.shape
+    shape, tokens = slots.shape[1:], x.transpose(1, 2)
+    if tokens.is_contiguous():  # as projections give them: one index is all of a token's heads
+        firsts = keys * torch.arange(batch, device=slots.device)[:, None]
+        taken = tokens.flatten(0, 1).index_select(0, (slots.flatten(1) + firsts).flatten())
+        return taken.view(batch, *shape, heads, width).movedim(-2, 1)
     if slots.shape[0] == 1:
         return x.index_select(2, slots.flatten()).unflatten(2, shape)
     index = slots.flatten(1)[:, None, :, None].expand(batch, heads, -1, width)

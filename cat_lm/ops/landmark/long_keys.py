@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.keys import carried
-from cat_lm.ops.landmark.layout import BlockLayout, take_slots
+from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.long_filter.chunks import powers
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime.precision import without_autocast
@@ -32,9 +32,8 @@ def long_landmark_keys(key: Tensor, modes: Modes, layout: BlockLayout) -> Tensor
         [B, H, n, D], zeros where a row has fewer blocks.
     """
     is_there = (layout.numbers >= 0)[:, None, :, None]
-    slots = torch.where(layout.numbers[:, :, None] >= 0, layout.block_slots(), 0)
     with without_autocast(key):
-        blocks = take_slots(key, slots).to(modes.rate.dtype)
+        blocks = layout.blocks_of(key).to(modes.rate.dtype)
         sums = _own_states(blocks, modes).flatten(3) * is_there
         states = carried(sums, layout.numbers, _fading(modes, layout.block))
         return (_read(states, blocks, modes) * is_there).to(key.dtype)

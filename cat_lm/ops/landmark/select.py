@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.runtime.precision import without_autocast
 
 # Queries whose scores are held at a time.
 QUERY_CHUNK = 256
@@ -35,7 +36,8 @@ def landmark_scores(query: Tensor, landmarks: Tensor) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
     time = query.shape[2]
     grouped = query.unflatten(1, (landmarks.shape[1], -1)).flatten(2, 3).to(dtype)
-    scores = grouped @ landmarks.to(dtype).mT
+    with without_autocast(query):
+        scores = grouped @ landmarks.to(dtype).mT
     return scores.unflatten(2, (-1, time)).flatten(1, 2)
 
 

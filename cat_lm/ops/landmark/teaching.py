@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.reference import for_heads, local_keys
+from cat_lm.ops.landmark.layout import BlockLayout, take_slots
+from cat_lm.ops.landmark.reference import for_heads, local_keys, precise
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
+from cat_lm.ops.runtime.precision import without_autocast
 
 # Of the loss beside the tokens', where nothing else is said.
 USUAL_WEIGHT = 0.3
@@ -44,7 +45,7 @@ def guided_loss(
         sharpness: exp(θ), [H] or one for all.
     """
     drawn = torch.randperm(query.shape[2], device=query.device)[:rows]
-    own, query = layout.of_queries(drawn), query[:, :, drawn]
+    own, query = layout.of_queries(drawn), take_slots(query, drawn[None])
     mass = block_mass(query, key, own, local, scaling)
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[:, None, None]
@@ -65,11 +66,14 @@ def block_mass(
         [B, H, R, n].
     """
     time, count = key.shape[2], layout.numbers.shape[1]
-    logits = (query @ for_heads(key, query.shape[1]).mT).float() * scaling
-    weights = logits.masked_fill(~local_keys(layout, time, time), -torch.inf).softmax(dim=-1)
-    index = layout.key_blocks(time)[:, None, None].expand_as(weights)
-    mass = weights.new_zeros(*weights.shape[:3], count + 1).scatter_add(3, index, weights)
-    return mass[..., :count] * candidates_of(layout, local)
+    logits = (query * scaling).to(key.dtype) @ for_heads(key, query.shape[1]).mT
+    logits = logits.masked_fill_(~local_keys(layout, time, time), -torch.inf)
+    weights = logits.softmax(dim=-1, dtype=precise(logits))
+    blocks = torch.arange(count, device=key.device)
+    is_of = layout.key_blocks(time)[:, :, None] == blocks  # a product with it is a sum by blocks
+    with without_autocast(query):
+        mass = weights.flatten(1, 2) @ is_of.to(weights.dtype)
+    return mass.unflatten(1, weights.shape[1:3]) * candidates_of(layout, local)
 
 
 def divergence(scores: Tensor, mass: Tensor, candidates: Tensor) -> Tensor:
