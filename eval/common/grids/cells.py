@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
+from cat_lm.ops.runtime.memory import keep_freed_memory
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 
@@ -91,6 +92,8 @@ def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dic
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
+        if device == "cpu":
+            keep_freed_memory()
         with told_out_of_memory([cell], device):
             record = cell.run(device, quiet=quiet)
         _keep(folder, cell, record, device)

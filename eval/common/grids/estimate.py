@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from cat_lm.ops.runtime.memory import keep_freed_memory
 from eval.common.grids import cells
 
 if TYPE_CHECKING:
@@ -88,9 +89,11 @@ def _seconds(step: Callable[[int], object], rows: int) -> float:
 
 @contextmanager
 def _one_thread(device: str) -> Iterator[None]:
-    """As in the processes that will run the cells; see execution.py."""
+    """As in the processes that will run the cells; see execution.py and cells.py."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if torch.device(device).type == "cpu" else before)
+    if torch.device(device).type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
     try:
         yield
     finally:
