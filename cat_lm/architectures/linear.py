@@ -18,7 +18,7 @@ from cat_lm.architectures.base import (
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers.shared import LOW_RANK, convolution_flops
 from cat_lm.model.linear_rules import exact
-from cat_lm.model.rules import gated_width
+from cat_lm.model.rules import gated_width, tap_problems
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,8 @@ class LinearArchitecture(Architecture):
 
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Say what does not go together, see `cat_lm.model.linear_rules`."""
-        return section.shape_problems()
+        windows = {"conv_size": section.window}
+        return [*section.shape_problems(), *tap_problems(windows, context_length)]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
         """Say whether heads, or parts shorter than filters, cannot be shared."""

@@ -19,6 +19,7 @@ from cat_lm.architectures.base import (
 from cat_lm.config_sections import number, parse_count, whole
 from cat_lm.mixers.shared import convolution_flops
 from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
+from cat_lm.model.rules import tap_problems
 from cat_lm.ops.recurrence import EVERY
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class StateSpace(Architecture):
 
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Say what does not go together in a section."""
-        return step_problems(section)
+        windows = {"conv_kernel": section.conv_kernel}
+        return [*step_problems(section), *tap_problems(windows, context_length)]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
         """Say whether channels, or parts shorter than filters, cannot be shared."""

@@ -231,11 +231,17 @@ def window_problems(model: Any, context_length: int) -> list[str]:
     """Say whether a filter's last taps would read nothing."""
     has_taps = model.conv_type != "none" and not has_long_filters(model)
     used = {"conv_window": has_taps, "canon_window": bool(canon_places(model))}
+    windows = {key: getattr(model, key) for key, is_used in used.items() if is_used}
+    return tap_problems(windows, context_length)
+
+
+def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
+    """Say, by the key that gives it, which of some filters' windows is longer than a row."""
     return [
-        f"{key}={getattr(model, key)}: is beyond data.context_length={context_length}; its "
-        "last taps would read nothing"
-        for key, is_used in used.items()
-        if is_used and getattr(model, key) > context_length
+        f"{key}={window}: is beyond data.context_length={context_length}; its last taps would "
+        "read nothing"
+        for key, window in windows.items()
+        if window > context_length
     ]
 
 

@@ -142,6 +142,26 @@ def test_what_cannot_be_meant_is_named(overrides, said):
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mamba", "conv_kernel"),
+        ("mamba2", "conv_kernel"),
+        ("gla", "conv_size"),
+        ("delta_net", "conv_size"),
+        ("gated_deltanet", "conv_size"),
+    ],
+)
+def test_taps_beyond_the_rows_are_named_in_every_family(family, key):
+    path = QUICKSTART.parent / "pretrain" / f"{family}.yaml"
+    overrides = ["data.path=x", "data.context_length=3"]
+    if family == "gla":
+        overrides.append("model.use_short_conv=true")
+    with pytest.raises(UserError) as raised:
+        load_config(path, overrides)
+    assert f"model.{key}=4: is beyond data.context_length=3" in str(raised.value)
+
+
 YARN = "rope_type: yarn, factor: 2, original_max_position_embeddings: 32"
 
 
