@@ -10,19 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cat_lm import pretrained
 from cat_lm.export_record import recorded_precision
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("auto", *pretrained.DTYPES)
 BF16_BOUND = 0.01  # nats a token
 HELP = "auto (default): float32; on a GPU bfloat16 for exports of bf16 runs"
 
 
+def evaluation_device(name: str) -> torch.device:
+    """Choose the device of a command that evaluates, and make this process ready for it.
+
+    Products of matrices sum in fp32 from here on, and a CPU's tensors keep their memory.
+
+    Args:
+        name: the value of `--device`.
+
+    Raises:
+        UserError: it is absent.
+    """
+    from cat_lm.ops.runtime.memory import keep_freed_memory
+    from cat_lm.ops.runtime.precision import sum_products_in_fp32
+
+    device = pretrained.choose_device(name)
+    sum_products_in_fp32()
+    if device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
 def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
     """Choose one dtype for models that are compared: `asked`, or what `auto` means for them.
 
-    Products of matrices sum in fp32 in this process from here on.
+    The process is made ready for the device, see `evaluation_device`.
 
     Args:
         asked: of `DTYPES`.
@@ -34,12 +59,9 @@ def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
     """
     import torch
 
-    from cat_lm.ops.runtime.precision import sum_products_in_fp32
-
-    sum_products_in_fp32()
+    chosen = evaluation_device(device)
     if asked != "auto":
         return asked
-    chosen = pretrained.choose_device(device)
     if chosen.type != "cuda" or torch.cuda.get_device_capability(chosen) < (8, 0):
         return "float32"
     trained = {recorded_precision(pretrained.model_folder(folder)) for folder in folders}

@@ -28,9 +28,10 @@ import numpy as np
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
-from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
+from cat_lm.pretrained import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import claim_outputs
+from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import Subject
 from eval.length_sweep.text import sweep_streams
@@ -86,7 +87,7 @@ def diagnose(
     from cat_lm.sparsify import dense_model
     from eval.landmark.cores import add_choosers
 
-    target, folder = choose_device(device), model_folder(model)
+    target, folder = evaluation_device(device), model_folder(model)
     largest = max(questions.blocks)
     if largest * (questions.local + 1) >= questions.length:
         raise UserError(

@@ -22,6 +22,7 @@ from eval.common.cell_store import CellStore, key_hash
 from eval.common.comparison import ratio_error
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
+from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
 from eval.landmark.choices import LEARNED
 from eval.length_sweep.cells import Subject
@@ -93,7 +94,7 @@ def sweep(
     Raises:
         UserError: bad input, before anything is computed where that is possible.
     """
-    choose_device(device)
+    evaluation_device(device)
     _check(grid, lessons)
     folders = [model_folder(path) for path in models]
     refuse_repeated(folders)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
-from cat_lm.pretrained import choose_device, model_config, model_folder, model_label
+from cat_lm.pretrained import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.precision import evaluation_dtype
@@ -120,8 +120,7 @@ def sweep(
     if text == WIKITEXT:
         documents = PAGES
     lengths = sorted(set(lengths))
-    choose_device(device)  # an absent one ends the sweep before anything is read
-    dtype = evaluation_dtype(dtype, models, device)
+    dtype = evaluation_dtype(dtype, models, device)  # before anything is read
     scaling, computing = (factor, temperature_scope), (dtype, device, batch_tokens)
     protocol = Protocol(stride, documents, *scaling, *computing, max_document_tokens)
     subjects = _subjects(models, tuple(methods), protocol, training_length)
