@@ -15,6 +15,7 @@ import torch
 from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
+from cat_lm.host import keep_freed_memory
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.landmark import train_landmarks
@@ -22,7 +23,6 @@ from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
 from cat_lm.ops.landmark.options import CALIBRATE, DENSE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
-from cat_lm.ops.runtime.memory import keep_freed_memory
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights

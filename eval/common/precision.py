@@ -34,7 +34,7 @@ def evaluation_device(name: str) -> torch.device:
     Raises:
         UserError: it is absent.
     """
-    from cat_lm.ops.runtime.memory import keep_freed_memory
+    from cat_lm.host import keep_freed_memory
     from cat_lm.ops.runtime.precision import sum_products_in_fp32
 
     device = pretrained.choose_device(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.ops.runtime.memory import keep_freed_memory
+from cat_lm.host import keep_freed_memory
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from cat_lm.ops.runtime.memory import keep_freed_memory
+from cat_lm.host import keep_freed_memory
 from eval.common.grids import cells
 
 if TYPE_CHECKING:
