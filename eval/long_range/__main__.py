@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, or_word, path, whole
-from cat_lm.errors import command
+from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
 from eval.common.grids.options import add_grid_options, add_seeds, execution_of
@@ -107,6 +107,8 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     from eval.long_range.tasks import make_task
 
     values, task = vars(arguments), arguments.task.partition(":")[0]
+    if arguments.pool is not None and make_task(arguments.task).scored:
+        raise UserError(f"--pool: has no effect on {task}, which has no classes; leave it out")
     options = recipe_of(task).cell_options()
     options |= {name: values[name] for name in options if values.get(name) is not None}
     if "patience" in values:

@@ -109,10 +109,10 @@ def _table(record: dict[str, Any]) -> str:
     rows, seen = [], set()
     for line in record["lines"]:
         paper = printed.get(line["row"], {})
-        name = line["mixer"].partition(":chunk=")[0]
-        model = line["mixer"] if line["mixer"] in paper or "chunk" not in line["mixer"] else name
-        if record["figure"] == "lra":
-            model = line["mixer"]
+        model = line["mixer"]
+        if record["figure"] == "ablation":  # whose numbers are of chunks, and of nothing else
+            model, has_chunk, _ = model.partition(":chunk=")
+            model = model if has_chunk else ""
         number = paper.get(model)
         seen.add((line["row"], model))
         rows.append(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from cat_lm.errors import UserError
 from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
+from eval.long_range.mixers import KIND
 from eval.long_range.model import LongRangeModel
 from eval.long_range.settings import Settings
 from eval.long_range.tasks import SPLITS, Batch, Examples, Exchanged, Task
@@ -31,9 +32,15 @@ _ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
 
 def build_model(cell: Settings, task: Task) -> LongRangeModel:
     """Make a cell's model. Raises UserError for options that do not fit."""
+    mixer = cell.make_mixer()
+    if mixer.kind is KIND and mixer.options.chunk >= task.length:
+        raise UserError(
+            f"mixer {cell.mixer}: chunk={mixer.options.chunk}: cuts no row of {task.name}, which "
+            f"has {task.length:,} positions at most; leave it out"
+        )
     return LongRangeModel(
         task,
-        cell.make_mixer(),
+        mixer,
         d_model=cell.d_model,
         layers=cell.layers,
         norm=cell.norm,

@@ -24,7 +24,9 @@ def read_idx(path: Path, dimensions: int, layout: Layout) -> np.ndarray:
     header = 4 + 4 * dimensions
     magic = int.from_bytes(data[:4], "big")
     expected = _BYTES * 256 + dimensions
-    if len(data) < 4 or magic != expected:
+    if len(data) < 4:
+        layout.refuse(path, f"is truncated: {len(data)} bytes, its header has {header}")
+    if magic != expected:
         layout.refuse(path, f"begins with {magic:#010x}, must be idx of {expected:#010x}")
     if len(data) < header:
         layout.refuse(path, f"is truncated: {len(data):,} bytes, its header has {header}")

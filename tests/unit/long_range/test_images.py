@@ -125,7 +125,8 @@ def test_bit_reversal_reads_bits_backwards():
             lambda d: gzip.compress(idx(MNIST["train"][1])),
             "begins with 0x00000801, must be idx of 0x00000803",
         ),
-        ("train-images-idx3-ubyte.gz", lambda d: gzip.compress(b""), "begins with 0x00000000"),
+        ("train-images-idx3-ubyte.gz", lambda d: gzip.compress(b""), "is truncated: 0 bytes"),
+        ("train-images-idx3-ubyte.gz", lambda d: b"", "is truncated: 0 bytes"),
         (
             "train-images-idx3-ubyte.gz",
             lambda d: gzip.compress(gzip.decompress(d)[:9]),

@@ -183,3 +183,27 @@ def test_the_papers_gap_on_mnist_beside_the_deviation_of_two_tests():
     deviation = math.sqrt(2 * 10_000 * 0.99 * 0.01)
     assert 14 < deviation < 15 and 28 / deviation == pytest.approx(2, abs=0.1)
     assert "about twice" in FIGURES["smnist"].doubts and "15 images" in FIGURES["smnist"].doubts
+
+
+@pytest.mark.parametrize(
+    ("figure", "mixer", "number"),
+    [
+        ("smnist", "las", "0.9918"),
+        ("smnist", "las:chunk=7", ""),  # the paper's reads whole rows
+        ("ablation", "las:chunk=8", "0.6490"),  # and here chunks alone
+        ("ablation", "las", ""),
+        ("lra", "las:chunk=128", "0.6490"),
+        ("lra", "las:chunk=8", ""),
+    ],
+)
+def test_the_papers_number_stands_beside_its_own_model_alone(figure, mixer, number):
+    row = "smnist" if figure == "smnist" else "cifar10"
+    line = {"row": row, "mixer": mixer, "x": 1, "runs": {"0": 0.5}, "steps": {"0": None}}
+    line |= dict.fromkeys(("mean", "min", "max"), 0.5) | {
+        "tried": [],
+        "lr": 1e-3,
+        "lr_on_edge": False,
+    }
+    record = {"figure": figure, "metric": "accuracy", "lines": [line], "tasks": {}}
+    (told,) = page._table(record).splitlines()[2:]
+    assert told.split("|")[-2].strip() == number

@@ -222,6 +222,7 @@ class TestCommand:
             (("figure", "smnist", "--protocol", "lra"), "--protocol lra: has no effect on smnist,"),
             (("figure", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
             (("run", "--task", SUMS, "--mixer", "las", "--data", "."), "no effect on cumsum"),
+            (("run", "--task", SUMS, "--mixer", "las", "--pool", "last"), "--pool: has no effect"),
             (("figure", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
             (("figure", "atomic", "--models", "none"), "--models none: is in every figure"),
             (("figure", "atomic", "--models", "las", "las"), "--models las: is given twice"),
