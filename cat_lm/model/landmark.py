@@ -212,7 +212,8 @@ class LandmarkCore(nn.Module):
                 )  # fmt: skip
                 if output is not None:
                     return output, None
-        layout = cached_blocks(past, time, self.block, padding.to(key.device))
+        least = int(padding.min())  # the cache has no landmarks of blocks that no row has
+        layout = cached_blocks(past, time, self.block, padding.to(key.device), least)
         landmarks = landmarks[:, :, : layout.numbers.shape[1]]
         return self._attend(query, key, value, landmarks, layout, self.choice, call)
 

@@ -136,6 +136,24 @@ def test_left_padded_prompts_go_on_as_if_alone(static, family):
 
 
 @torch.no_grad()
+@each_kind
+@pytest.mark.parametrize("paddings", [(9,), (6, 11)])
+@pytest.mark.parametrize("by", ["sdpa", "eager"])
+def test_prompts_of_which_none_fills_its_row(by, paddings, kind):
+    """As where texts are padded to a fixed length; the first part has no complete block."""
+    model = landmark_model(**KINDS[kind])
+    model.set_attn_implementation(by)
+    rows, mask = random_ids(len(paddings), 40), torch.ones(len(paddings), 40, dtype=torch.long)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    for lengths in ([40], [12, 25, 1, 2]):
+        found, _ = chunks(model, rows, lengths, mask=mask)
+        for row, padding in enumerate(paddings):
+            expected = model(rows[row : row + 1, padding:], use_cache=False).logits[0]
+            torch.testing.assert_close(found[row, padding:], expected, **CLOSE)
+
+
+@torch.no_grad()
 @each_family
 def test_rows_are_reordered_chosen_repeated_and_taken_back(family):
     model, ids = landmark_model(family, filter="exponential"), random_ids(3, 41)

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm.errors import UserError
 from cat_lm.ops.landmark import blocks, flex, reference, segments, select
@@ -22,6 +24,7 @@ from cat_lm.ops.landmark.layout import (
 )
 from cat_lm.ops.landmark.select import Choice, choose_blocks, landmark_scores, select_blocks
 from cat_lm.ops.landmark.step import attend_one
+from cat_lm.ops.landmark.teaching import block_mass
 
 BLOCK = 4
 SCALING = 0.4
@@ -349,6 +352,50 @@ def test_scores_are_not_rounded_by_autocast():
     products = query.bfloat16().double() @ landmarks.bfloat16().double().mT
     assert scores.dtype == torch.float32
     assert torch.allclose(scores.double(), products, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_mass_of_blocks_is_their_keys_weights(rows, few, monkeypatch):
+    monkeypatch.setattr("cat_lm.ops.landmark.teaching.FEW_BLOCKS", few)
+    (documents, padding), local = ROWS[rows], 1
+    query, key, _ = drawn(26)
+    layout = sequence_blocks(26, BLOCK, documents, padding, query.device)
+    mass = block_mass(query, key, layout, local, 0.3)
+    expected = torch.zeros_like(mass)
+    for row, slots in rows_of(documents, padding, 2, 26):
+        starts = layout.starts.expand(2, -1)[row]
+        numbers = layout.numbers.expand(2, -1)[row]
+        for tokens in slots:
+            for t, slot in enumerate(tokens):
+                keys = key[row, :, tokens[: t + 1]].repeat_interleave(2, dim=0)
+                weights = (query[row, :, slot, None] @ keys.mT * 0.3).softmax(dim=-1)[:, 0]
+                for c in range(t // BLOCK):
+                    place = (starts == tokens[c * BLOCK]) & (numbers == c)
+                    sums = weights[:, c * BLOCK : (c + 1) * BLOCK].sum(dim=-1)
+                    expected[row, :, slot, place] = sums[:, None]
+    torch.testing.assert_close(mass, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", ["plain", "documents"])
+def test_the_mass_of_blocks_needs_no_square_of_the_length(rows):
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, Tensor):
+                self.size = max(self.size, made.untyped_storage().nbytes() // made.itemsize)
+            return made
+
+    time = 4096
+    documents = None if rows == "plain" else torch.arange(time)[None] // 1000
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, time, 4)
+    layout = sequence_blocks(time, BLOCK, documents, None, query.device)
+    layout = layout.of_queries(torch.tensor([7, 2000, 4095]))
+    with Largest() as largest:
+        block_mass(query, key, layout, 1, 0.3)
+    assert largest.size <= 2 * key.numel()
 
 
 def test_no_token_changes_what_comes_before_it():

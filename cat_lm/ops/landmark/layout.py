@@ -124,15 +124,16 @@ def sequence_blocks(
     )
 
 
-def cached_blocks(past: int, time: int, block: int, padding: Tensor) -> BlockLayout:
+def cached_blocks(past: int, time: int, block: int, padding: Tensor, least: int = 0) -> BlockLayout:
     """Lay out rows of one document, whose queries are the newest `time` of past + time keys.
 
     Args:
         padding: [R], the slots of padding that rows begin with, where the queries are.
+        least: what of it is known to be in every row; blocks that none has are not listed.
     """
     slots = torch.arange(past, past + time, device=padding.device)
     padding = padding[:, None]
-    numbers = torch.arange((past + time) // block, device=padding.device)[None]
+    numbers = torch.arange((past + time - least) // block, device=padding.device)[None]
     starts = padding + numbers * block
     numbers = torch.where(starts + block <= past + time, numbers, -1)
     return BlockLayout(block, slots, slots - padding, None, starts, numbers, None, None, padding)

@@ -22,6 +22,9 @@ from cat_lm.ops.runtime.precision import without_autocast
 
 # Of the loss beside the tokens', where nothing else is said.
 USUAL_WEIGHT = 0.3
+# Of a row in documents, up to which a product of [B, T, n] sums faster than copies by block do; of
+# more, it would cost the square of the row's length.
+FEW_BLOCKS = 64
 # Weights below it are none.
 _TINY = 1e-20
 
@@ -65,15 +68,26 @@ def block_mass(
     Returns:
         [B, H, R, n].
     """
-    time, count = key.shape[2], layout.numbers.shape[1]
+    time = key.shape[2]
     logits = (query * scaling).to(key.dtype) @ for_heads(key, query.shape[1]).mT
     logits = logits.masked_fill_(~local_keys(layout, time, time), -torch.inf)
     weights = logits.softmax(dim=-1, dtype=precise(logits))
-    blocks = torch.arange(count, device=key.device)
+    return _sums_by_block(weights, layout) * candidates_of(layout, local)
+
+
+def _sums_by_block(weights: Tensor, layout: BlockLayout) -> Tensor:
+    """Sum weights [B, H, R, T] of tokens by their blocks, [B, H, R, n].
+
+    What stands for a block that a row has not is any.
+    """
+    time, count = weights.shape[3], layout.numbers.shape[1]
+    if layout.documents is None or count > FEW_BLOCKS:
+        return layout.blocks_of(weights.mT).sum(dim=3).mT
+    blocks = torch.arange(count, device=weights.device)
     is_of = layout.key_blocks(time)[:, :, None] == blocks  # a product with it is a sum by blocks
-    with without_autocast(query):
-        mass = weights.flatten(1, 2) @ is_of.to(weights.dtype)
-    return mass.unflatten(1, weights.shape[1:3]) * candidates_of(layout, local)
+    with without_autocast(weights):
+        sums = weights.flatten(1, 2) @ is_of.to(weights.dtype)
+    return sums.unflatten(1, weights.shape[1:3])
 
 
 def divergence(scores: Tensor, mass: Tensor, candidates: Tensor) -> Tensor:
