@@ -14,7 +14,7 @@ GIB = 2**30  # bytes
 _GROUPS = Path("/sys/fs/cgroup")
 # Of <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT, _MAPPED = 2**31 - 1, 2**30  # bytes: above them, memory is given back
+_KEPT, _MAPPED = 2**31 - 1, (2**30, 2**25)  # bytes: above them, memory is given back
 _OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -102,4 +102,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _MAPPED) and mallopt(_TRIM_THRESHOLD, _KEPT))
+    # Older ones take at most the second.
+    maps = any(mallopt(_MMAP_THRESHOLD, most) for most in _MAPPED)
+    return bool(maps and mallopt(_TRIM_THRESHOLD, _KEPT))

@@ -276,7 +276,12 @@ def main() -> None:
         out, difference, losses = sparsify(arguments.folder, arguments.out, options, calibration)
     config = model_config(out)
     print(f"{out}: {describe_model(config)}")
-    print(f"with all blocks chosen, logits equal the original's to {difference:.1e} of the largest")
+    equal = f"equal those of all keys to {difference:.1e} of the largest"
+    print(f"with all blocks chosen, logits {equal}")
+    before = _options_of(model_config(model_folder(arguments.folder)))
+    if _learns(before) and not ENTRY.keeps_parameters(before, options):
+        name, block = before["filter"], before["block"]
+        print(f"the model's own landmarks (filter={name}, block={block}) are left out")
     if losses is not None:
         print(f"landmark loss {losses[0]:.4f} at first, {losses[1]:.4f} at last")
     blocks = arguments.top_k + arguments.local + arguments.sink

@@ -94,7 +94,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert named in error and error.count("\n") == 1
 
 
-def test_filters_are_calibrated_alone_and_go_on(tiny_corpus, tmp_path):
+def test_filters_are_calibrated_alone_and_go_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     folder, options = tmp_path / "dense", OPTIONS | {"filter": "learned"}
     fields = {"vocab_size": 257, "max_position_embeddings": 32, "hidden_dropout": 0.5}
     cat_model(**fields).save_pretrained(folder)
@@ -114,3 +114,9 @@ def test_filters_are_calibrated_alone_and_go_on(tiny_corpus, tmp_path):
     assert all(torch.equal(kept[name], after[name]) for name in after)
     box, _, _ = sparsify(out, tmp_path / "box", OPTIONS)
     assert load_file(box / "model.safetensors").keys() == before.keys()
+    words = ["sparsify", str(out), str(tmp_path / "told"), "--block", "4", "--top-k", "1"]
+    for more, is_told in (([], True), (["--filter", "learned"], False)):
+        monkeypatch.setattr("sys.argv", [*words[:2], f"{words[2]}{is_told}", *words[3:], *more])
+        sparsify_module.main()
+        said = "the model's own landmarks (filter=learned, block=4) are left out\n"
+        assert (said in capsys.readouterr().out) == is_told
