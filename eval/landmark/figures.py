@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANEL = (3.6, 3.0)  # inches
+LONG_LABEL = 24  # characters: two columns of longer ones are wider than a panel
 # Names of the columns for people.
 AXES = {"share": "keys read, of all", "bytes": "bytes read by the last token, of dense attention's"}
 
@@ -99,7 +100,9 @@ def summary_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         for axes, (name, draw) in zip(every, panels.items(), strict=False):
             draw(axes, found[name])
             # Below: as many lines as selectors and models would lie on the points.
-            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+            long = max(map(len, axes.get_legend_handles_labels()[1]), default=0) > LONG_LABEL
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+            axes.legend(fontsize=7, ncols=1 if long else 2, **place)
         return figure
 
 
