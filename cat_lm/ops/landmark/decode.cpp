@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "rows.h"
 #include "threads.h"
 
 // What Python hands over; mirrored in decode.py. Strides count numbers; channels lie side by side.
@@ -32,22 +33,6 @@ struct DecodeCall {
 };
 
 namespace {
-
-// Turns numbers into e^(x - their maximum) and gives the sum of these.
-inline float exponentials(float* x, int64_t count) {
-  float highest = x[0], sum = 0;
-  for (int64_t i = 1; i < count; ++i) highest = std::max(highest, x[i]);
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += x[i] = exponential(x[i] - highest);
-  return sum;
-}
-
-template <class E> inline float dot(const float* x, const E* y, int64_t count) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += x[i] * convert<float, E>(y[i]);
-  return sum;
-}
 
 template <class E> class Decode {
   const DecodeCall& c;
@@ -167,13 +152,7 @@ template <class E> class Decode {
       if (c.sharpness) weigh_blocks(b, head, t, place, chosen, weights, whole);
       else total = exponentials(weights.data(), keys);
       std::fill(sum.begin(), sum.end(), 0.0f);
-      each([&](int64_t i, int64_t s) {
-        const E* from = value(b, h, s);
-        const float weight = weights[i];
-        float* to = sum.data();
-#pragma omp simd
-        for (int64_t d = 0; d < c.width; ++d) to[d] += weight * convert<float, E>(from[d]);
-      });
+      each([&](int64_t i, int64_t s) { add_row(weights[i], value(b, h, s), sum.data(), c.width); });
       for (float& x : sum) x /= total;
       convert_row<E, float>(sum.data(), out(b, head, t), c.width);
     }

@@ -6,56 +6,42 @@ One call scores landmarks, chooses blocks and attends to them; it copies nothing
 from __future__ import annotations
 
 import ctypes
-import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cat_lm.ops.landmark import calls
 from cat_lm.ops.landmark.select import Choice
-from cat_lm.ops.runtime import compiler, threads
 
-_SOURCE = Path(__file__).with_name("decode.cpp")
-DECODE = compiler.Sources("landmark", (_SOURCE, *compiler.SHARED))
-# By their numbers in decode.cpp.
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KERNEL = calls.sources("landmark", "decode.cpp"), "decode_run"
 
 # Numbers of keys, values and landmarks read below which one thread is faster than waking others.
 SMALL = 1 << 16
 
-_Strides = ctypes.c_int64 * 3
 _INTEGERS = (
-    *("dtype", "threads", "batch", "heads", "shared", "choices", "time", "width", "past"),
+    *("batch", "heads", "shared", "choices", "time", "width", "past"),
     *("block", "top_k", "local", "sink", "most", "room"),
 )
 _STRIDED = ("query", "key", "value", "landmarks")
-_POINTERS = (*_STRIDED, "padding", "sharpness", "scores", "places", "out", "parallel")
+_POINTERS = ("padding", "sharpness", "scores", "places", "out")
 
 
-class _Call(ctypes.Structure):
+class _Call(calls.Call):
     """`DecodeCall` of decode.cpp."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((f"{name}_strides", _Strides) for name in _STRIDED),
-        ("scaling", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-    ]
+    _fields_ = calls.fields_of(_INTEGERS, _STRIDED, _POINTERS)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether there is a kernel for tensors of a device and dtype; it may be built now."""
-    return torch.device(device).type == "cpu" and dtype in DTYPES and _kernel() is not None
+    return calls.has_kernel(*KERNEL, device, dtype)
 
 
 def can_decode(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs."""
-    return (
-        not torch.compiler.is_compiling()
-        and query.dtype == key.dtype == value.dtype
-        and not (query.requires_grad or key.requires_grad or value.requires_grad)
-        and has_kernel(query.device, query.dtype)
-    )
+    given = query, key, value
+    learns = any(x.requires_grad for x in given)
+    return not learns and calls.serves(*KERNEL, *given)
 
 
 def decode(
@@ -96,25 +82,21 @@ def decode(
     read = most + 2 * (room + choice.local) * block
     small = batch * shared * width * read < SMALL
     call = _Call(
-        DTYPES[query.dtype], 1 if small else torch.get_num_threads(), batch, heads, shared,
-        choices, time, width, past, block, choice.top_k, choice.local, choice.sink, most, room,
+        0, 1 if small else torch.get_num_threads(), batch, heads, shared, choices, time, width,
+        past, block, choice.top_k, choice.local, choice.sink, most, room, scaling=scaling,
     )  # fmt: skip
-    tensors = {
+    others = {
         "padding": padding.expand(batch).contiguous(),
         "scores": torch.empty(batch * heads * time * most),
         "places": torch.empty(batch * choices * time * room, dtype=torch.int32),
         "out": torch.empty(query.shape, dtype=query.dtype),
     }
     if sharpness is not None:
-        tensors["sharpness"] = sharpness.float().contiguous()
-    for name, x in zip(_STRIDED, (query, key, value, landmarks), strict=True):
-        tensors[name] = x if width == 1 or x.stride(3) == 1 else x.contiguous()
-        setattr(call, f"{name}_strides", _Strides(*tensors[name].stride()[:3]))
-    for name, x in tensors.items():
-        setattr(call, name, x.data_ptr())
-    call.scaling, call.parallel = scaling, threads.runtime()
-    _kernel()(ctypes.byref(call))
-    return tensors["out"]
+        others["sharpness"] = sharpness.float().contiguous()
+    kept = call.hand_over(dict(zip(_STRIDED, (query, key, value, landmarks), strict=True)), others)
+    calls.load(*KERNEL)(ctypes.byref(call))
+    del kept
+    return others["out"]
 
 
 def _check(
@@ -143,13 +125,3 @@ def _check(
             f"queries, keys, values and landmarks {shapes} do not fit: {keys} keys and the "
             f"landmarks of {blocks} blocks are read, of one dtype, with at least one local block"
         )
-
-
-@functools.cache
-def _kernel() -> ctypes._CFuncPtr | None:
-    """The kernel's function, or None where it cannot be built; `load_library` says why."""
-    library = compiler.load_library(DECODE).handle
-    if library is None:
-        return None
-    library.decode_run.argtypes, library.decode_run.restype = [ctypes.POINTER(_Call)], None
-    return library.decode_run

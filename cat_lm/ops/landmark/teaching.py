@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from cat_lm.ops.landmark.layout import BlockLayout, take_slots
 from cat_lm.ops.landmark.reference import for_heads, local_keys, precise
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
+from cat_lm.ops.landmark.teaching_cpu import can_teach, teach
 from cat_lm.ops.runtime.precision import without_autocast
 
 # Of the loss beside the tokens', where nothing else is said.
@@ -35,7 +36,7 @@ def guided_loss(
     landmarks: Tensor,
     layout: BlockLayout,
     local: int,
-    scaling: Tensor | float,
+    scaling: float,
     sharpness: Tensor | float,
     rows: int,
 ) -> Tensor:
@@ -48,6 +49,9 @@ def guided_loss(
         sharpness: exp(θ), [H] or one for all.
     """
     drawn = torch.randperm(query.shape[2], device=query.device)[:rows]
+    if can_teach(query, key, landmarks):
+        given = query, key, landmarks, layout, local, scaling, sharpness
+        return teach(*given, drawn)
     own, query = layout.of_queries(drawn), take_slots(query, drawn[None])
     mass = block_mass(query, key, own, local, scaling)
     if isinstance(sharpness, Tensor):
@@ -58,7 +62,7 @@ def guided_loss(
 
 @torch.no_grad()
 def block_mass(
-    query: Tensor, key: Tensor, layout: BlockLayout, local: int, scaling: Tensor | float
+    query: Tensor, key: Tensor, layout: BlockLayout, local: int, scaling: float
 ) -> Tensor:
     """M_j of candidate blocks, 0 of others: query [B, H, R, D], key [B, H or fewer, T, D].
 
