@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from cat_lm.model import attention
 from cat_lm.ops.landmark import calls
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.teaching import guided_loss
 from cat_lm.ops.landmark.teaching_cpu import can_teach, teach
+from tests.unit.test_model_landmark import landmark_model
 from tests.unit.test_ops_landmark import BLOCK, ROWS, SCALING, drawn
 
 TIME = 26
@@ -122,7 +124,12 @@ def test_neither_threads_nor_strides_change_a_bit(monkeypatch):
         assert torch.equal(found, wanted)
         assert all(map(torch.equal, theirs, gradients))
     assert torch.equal(alone, wanted) and all(map(torch.equal, own, gradients))
+    config = landmark_model().config
+    pattern = attention.pattern(config)
+    how = config, torch.device("cpu"), torch.float32
+    assert pattern.describe_backend(*how).endswith("the guided loss by a C++ kernel")
     monkeypatch.setattr(calls, "load", lambda *kernel: None)  # no compiler: torch's operators
+    assert pattern.describe_backend(*how).endswith("the guided loss by operators of torch")
     without, theirs = loss_and_gradients(inputs, layout, 1, TIME)
     assert not torch.equal(theirs[0], gradients[0])
     torch.testing.assert_close(without, wanted, rtol=1e-5, atol=1e-7)

@@ -127,9 +127,10 @@ class Landmark(Pattern):
         return True
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Name the backends of whole rows and of decoding, see `cat_lm.ops.landmark.dispatch`."""
+        """Name what computes whole rows, decoding and the landmarks' loss."""
         from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
         from cat_lm.ops.landmark.segments import why_not
+        from cat_lm.ops.landmark.teaching_cpu import has_kernel
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
         block = self.resolved(config.attention_options)["block"]
@@ -138,7 +139,8 @@ class Landmark(Pattern):
         step = choose_decoder(by, 1, length, device, dtype)
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
-            f"{step} ({MEANINGS[step]})"
+            f"{step} ({MEANINGS[step]}), the guided loss by "
+            f"{'a C++ kernel' if has_kernel(device, dtype) else 'operators of torch'}"
         )
 
     def cache_layers(self) -> tuple[type, type]:

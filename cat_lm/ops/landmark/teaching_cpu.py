@@ -32,6 +32,11 @@ class _Call(calls.Call):
     _fields_ = calls.fields_of(_INTEGERS, _STRIDED, _POINTERS)
 
 
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether there is a kernel for tensors of a device and dtype; it may be built now."""
+    return calls.has_kernel(*KERNEL, device, dtype)
+
+
 def can_teach(query: Tensor, key: Tensor, landmarks: Tensor) -> bool:
     """Tell whether the kernel serves; it may be built now."""
     return calls.serves(*KERNEL, query, key, landmarks)
