@@ -57,7 +57,8 @@ def prepare(arguments: argparse.Namespace) -> None:
 def _describe(file: Path, sizes: list[int]) -> dict:
     """Describe the file for the manifest, and check that it has so many bytes."""
     if not file.is_file():
-        raise UserError(f"--path {file}: no such file; raw-bytes reads one, such as text8")
+        what = "is a folder" if file.is_dir() else "no such file"
+        raise UserError(f"--path {file}: {what}; raw-bytes reads one file, such as text8")
     try:
         there, digest = file.stat().st_size, sha256(file)
     except OSError as error:

@@ -22,6 +22,7 @@ from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
 from eval.long_range.mixers import KIND
 from eval.long_range.model import LongRangeModel
+from eval.long_range.options import Options
 from eval.long_range.settings import Settings
 from eval.long_range.tasks import SPLITS, Batch, Examples, Exchanged, Task
 
@@ -30,14 +31,24 @@ _DRAW = 0  # the seed of chosen rows
 _ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
 
 
+def _check_lengths(mixer: str, options: Options, task: Task) -> None:
+    """Refuse a chunk that cuts no row, and a smoother that reaches beyond all of one."""
+    wrong = ""
+    if options.chunk >= task.length:
+        wrong = f"chunk={options.chunk}: cuts no row; leave it out"
+    elif options.values != "none" and options.width > task.length:
+        wrong = f"width={options.width}: reaches beyond every row; give fewer"
+    if wrong:
+        raise UserError(
+            f"mixer {mixer}: {wrong} ({task.name} has {task.length:,} positions at most)"
+        )
+
+
 def build_model(cell: Settings, task: Task) -> LongRangeModel:
     """Make a cell's model. Raises UserError for options that do not fit."""
     mixer = cell.make_mixer()
-    if mixer.kind is KIND and mixer.options.chunk >= task.length:
-        raise UserError(
-            f"mixer {cell.mixer}: chunk={mixer.options.chunk}: cuts no row of {task.name}, which "
-            f"has {task.length:,} positions at most; leave it out"
-        )
+    if mixer.kind is KIND:
+        _check_lengths(cell.mixer, mixer.options, task)
     return LongRangeModel(
         task,
         mixer,

@@ -104,7 +104,7 @@ class ListOps(GeneratedTask):
 
     def _read(self, work: Work, files: Files) -> dict[str, Any]:
         for split, path in files.paths.items():
-            rows = list(read_rows(path, encode, self.length))
+            rows = list(read_rows(path, encode, answer, self.length))
             save_sequences(work, split, [ids for _, ids in rows], [label for label, _ in rows])
         return files.origin()
 
@@ -196,6 +196,26 @@ def _apply(operator: str, values: list[int]) -> int:
         return sum(values) % 10
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) // 2
+
+
+def answer(ids: bytes) -> int | None:
+    """Compute what the operations of a row, a byte for each id less one, give; None if it is no
+    whole tree.
+    """
+    *tree, _ = ids
+    open_nodes: list[list[Any]] = [[]]
+    for place in tree:
+        token = TOKENS[place + 1]
+        if token in OPERATORS:
+            open_nodes.append([token])
+        elif token.isdigit():
+            open_nodes[-1].append(int(token))
+        elif token != "X" or len(open_nodes) == 1 or len(open_nodes[-1]) == 1:
+            return None
+        else:
+            operator, *values = open_nodes.pop()
+            open_nodes[-1].append(_apply(operator, values))
+    return open_nodes[0][0] if len(open_nodes) == 1 == len(open_nodes[0]) else None
 
 
 def encode(source: str) -> bytes:

@@ -16,13 +16,16 @@ FILES = {
 
 
 def read_rows(
-    path: Path, encode: Callable[[str], bytes], max_tokens: int
+    path: Path,
+    encode: Callable[[str], bytes],
+    answer: Callable[[bytes], int | None],
+    max_tokens: int,
 ) -> Iterator[tuple[int, bytes]]:
     """Read a file: for each row its class and its ids.
 
     Raises:
-        UserError: another header, a row without both columns, another token or class; a row of
-            more than `max_tokens` ids.
+        UserError: another header, a row without both columns, another token, no whole tree or
+            another answer than its; a row of more than `max_tokens` ids.
     """
     lines = read_text(path, limit=MAX_FILE_BYTES).splitlines()
     if not lines or lines[0].split("\t") != ["Source", "Target"]:
@@ -42,6 +45,9 @@ def read_rows(
             LAYOUT.refuse(where, f"has the token {clipped(str(error.args[0]))!r}")
         if len(ids) > max_tokens:
             LAYOUT.refuse(where, f"has {len(ids):,} tokens, must have at most {max_tokens:,}")
+        if (found := answer(ids)) != int(target):
+            is_tree = f"gives {found}, and has the answer {target}"
+            LAYOUT.refuse(where, "is no whole tree" if found is None else is_tree)
         yield int(target), ids
     if len(lines) == 1:
         LAYOUT.refuse(path, "has no row")

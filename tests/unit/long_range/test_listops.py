@@ -219,6 +219,11 @@ def write_files(folder, rows, left_out=()):
         ([("[MAX 4 ]", "")], (), "line 2: is truncated or another file"),
         ([("[MAX 4 ]", 12)], (), "line 2: is truncated or another file"),
         ([("[MAX 4 ]", 4), ("[MUX 4 ]", 4)], (), "line 3: has the token '[MUX'"),
+        ([("[MAX 4 ]", 4), ("[MAX 4 ]", 5)], (), "line 3: gives 4, and has the answer 5"),
+        ([("[MAX 4 [MIN 2 ]", 4)], (), "line 2: is no whole tree"),
+        ([("4 ]", 4)], (), "line 2: is no whole tree"),
+        ([("[MAX ]", 4)], (), "line 2: is no whole tree"),
+        ([("4 4", 4)], (), "line 2: is no whole tree"),
         ([("1 " * 2_000, 4)], (), "line 2: has 2,001 tokens, must have at most 2,000"),
     ],
 )
@@ -261,3 +266,11 @@ def test_trees_that_never_fit_are_one_line(monkeypatch):
 def test_files_without_a_folder_are_one_line(place):
     with pytest.raises(UserError, match=r"^task listops: give --data DIR, where DIR/listops-1000/"):
         make_task("listops:source=official").load("train", place)
+
+
+def test_files_are_held_to_the_values_that_rows_are_made_with():
+    rows = rows_of("min_length=20,max_length=90")
+    for label, text in rows:
+        source = text.removesuffix(" <eos>")
+        assert listops.answer(listops.encode(source)) == value(source) == label
+    assert len({label for label, _ in rows}) > 5

@@ -156,7 +156,8 @@ def test_two_towers_and_the_last_position():
         ("l:bound=1", "must be between 1e-06 and 1"),
         ("las:chunk=-1", "chunk=-1"),
         ("las:heads=3", "must divide d_model=16"),
-        ("las:chunk=14", "chunk=14: cuts no row of listops, which has 14 positions at most"),
+        ("las:chunk=14", "chunk=14: cuts no row; leave it out (listops has 14 positions"),
+        ("s:width=15", "width=15: reaches beyond every row; give fewer (listops has 14"),
     ],
 )
 def test_what_does_not_fit_is_one_line(mixer, message):
