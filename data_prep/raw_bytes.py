@@ -57,7 +57,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 def _describe(file: Path, sizes: list[int]) -> dict:
     """Describe the file for the manifest, and check that it has so many bytes."""
     if not file.is_file():
-        what = "is a folder" if file.is_dir() else "no such file"
+        what = "is no file" if file.exists() else "no such file"
         raise UserError(f"--path {file}: {what}; raw-bytes reads one file, such as text8")
     try:
         there, digest = file.stat().st_size, sha256(file)

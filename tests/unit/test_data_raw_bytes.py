@@ -135,7 +135,7 @@ def test_the_current_folder_and_a_link_are_folders(file, tmp_path, monkeypatch):
         ({"splits": None}, "--source raw-bytes needs --splits: bytes of each split"),
         ({"path": None}, "--source raw-bytes needs --path: a file"),
         ({"path": "/nowhere/enwik8"}, "--path /nowhere/enwik8: no such file; raw-bytes reads one"),
-        ({"path": "/"}, "--path /: is a folder; raw-bytes reads one file"),
+        ({"path": "/"}, "--path /: is no file; raw-bytes reads one file"),
         ({"tokenizer": "train:sentencepiece:300"}, "has bytes for ids; give bytes"),
         ({"seed": 3}, "--seed: says nothing with --source raw-bytes; leave it out"),
         ({"max-documents": 3}, "--max-documents: says nothing with --source raw-bytes"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.model import attention
 from cat_lm.ops.landmark import calls
@@ -10,7 +11,7 @@ from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.teaching import guided_loss
 from cat_lm.ops.landmark.teaching_cpu import can_teach, teach
 from tests.unit.test_model_landmark import landmark_model
-from tests.unit.test_ops_landmark import BLOCK, ROWS, SCALING, drawn
+from tests.unit.test_ops_landmark import BLOCK, DOCUMENTS, ROWS, SCALING, drawn
 
 TIME = 26
 
@@ -93,6 +94,59 @@ def test_half_precision_rounds_what_comes_in_and_goes_out_alone(dtype):
         assert ((ours.double() - theirs).abs() <= allowed).all()
 
 
+def test_a_scaled_loss_saves_small_gradients_in_half_precision():
+    inputs = inputs_of(scale=0.3)
+    layout = sequence_blocks(TIME, BLOCK, None, None, torch.device("cpu"))
+
+    def gradients(tensors, scale):
+        query, key, sharpness = (x.detach().requires_grad_() for x in tensors)
+        marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+        loss = guided_loss(query, key, marks, layout, 1, SCALING, sharpness, TIME)
+        return torch.autograd.grad(loss * 1e-5 * scale, query)[0].double() / scale
+
+    half = [x.half() for x in inputs[:2]] + [inputs[2].float()]
+    wanted = gradients([x.double() for x in half], 1.0)
+    off = [(gradients(half, scale) - wanted).norm() / wanted.norm() for scale in (1.0, 2.0**17)]
+    assert off[0] > 0.1 and off[1] < 2e-3
+    assert gradients(half, 2.0**17).isfinite().all()
+
+
+def test_tensors_that_stand_for_others_go_to_torch():
+    """In stacked models and where shapes alone are computed: a kernel would read their memory."""
+    layout = sequence_blocks(TIME, BLOCK, None, None, torch.device("cpu"))
+    query, key, sharpness = (x.float() for x in inputs_of())
+
+    def loss(query, key):
+        marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+        return guided_loss(query, key, marks, layout, 1, SCALING, sharpness, TIME)
+
+    wanted = torch.stack([loss(query, key), loss(2 * query, key)])
+    stacked = torch.stack([query, 2 * query]), torch.stack([key, key])
+    found = torch.vmap(loss, randomness="different")(*stacked)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(loss(query.requires_grad_(), key), query)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(query.detach(), key), ours)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert loss(mode.from_tensor(query), mode.from_tensor(key)).shape == ()
+
+
+def test_gradients_that_nobody_asks_for_are_none_and_second_ones_an_error():
+    layout = sequence_blocks(TIME, BLOCK, None, None, torch.device("cpu"))
+    query, key, sharpness = (x.float().requires_grad_() for x in inputs_of())
+    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
+
+    def gradients(query, marks, sharpness, of, **how):
+        given = query, key.detach(), marks, layout, 1, SCALING, sharpness, TIME
+        return torch.autograd.grad(guided_loss(*given), of, **how)
+
+    whole = gradients(query, marks, sharpness, (query, marks, sharpness), retain_graph=True)
+    for place, alone in enumerate((query, marks, sharpness)):
+        own = [x if i == place else x.detach() for i, x in enumerate((query, marks, sharpness))]
+        assert torch.equal(gradients(*own, alone, retain_graph=True)[0], whole[place])
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        gradients(query, marks, sharpness, query, create_graph=True)
+
+
 def test_large_logits_and_what_is_no_number():
     layout = sequence_blocks(TIME, BLOCK, None, None, torch.device("cpu"))
     inputs = inputs_of(scale=30.0)
@@ -127,9 +181,11 @@ def test_neither_threads_nor_strides_change_a_bit(monkeypatch):
     config = landmark_model().config
     pattern = attention.pattern(config)
     how = config, torch.device("cpu"), torch.float32
-    assert pattern.describe_backend(*how).endswith("the guided loss by a C++ kernel")
+    assert pattern.describe_backend(*how).endswith(
+        "the guided loss by a C++ kernel, if not compiled"
+    )
     monkeypatch.setattr(calls, "load", lambda *kernel: None)  # no compiler: torch's operators
-    assert pattern.describe_backend(*how).endswith("the guided loss by operators of torch")
+    assert pattern.describe_backend(*how).endswith("the guided loss by torch")
     without, theirs = loss_and_gradients(inputs, layout, 1, TIME)
     assert not torch.equal(theirs[0], gradients[0])
     torch.testing.assert_close(without, wanted, rtol=1e-5, atol=1e-7)
@@ -140,9 +196,17 @@ def test_it_reads_nothing_that_is_not_there():
     layout = sequence_blocks(TIME, BLOCK, None, None, torch.device("cpu"))
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
 
-    def call(query=query, key=key, marks=marks, local=1):
-        queries = torch.arange(TIME)
-        return teach(query, key, marks, layout, local, SCALING, sharpness, queries)
+    def call(
+        query=query,
+        key=key,
+        marks=marks,
+        local=1,
+        layout=layout,
+        sharpness=sharpness,
+        queries=range(TIME),
+    ):
+        drawn = torch.tensor(queries, dtype=torch.long)
+        return teach(query, key, marks, layout, local, SCALING, sharpness, drawn)
 
     assert call().isfinite()
     for wrong in (
@@ -153,6 +217,11 @@ def test_it_reads_nothing_that_is_not_there():
         {"marks": marks[:, :, 1:]},
         {"marks": marks[:, :1]},
         {"local": 0},
+        {"queries": ()},
+        {"sharpness": sharpness[:3]},
+        {"layout": sequence_blocks(TIME - 1, BLOCK, None, None, query.device)},
+        {"layout": sequence_blocks(TIME, BLOCK, DOCUMENTS[[0, 1, 1]], None, query.device)},
     ):
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises((ValueError, RuntimeError), match=r"do not fit|must match"):
             call(**wrong)
+    assert torch.equal(call(sharpness=sharpness[:1]), call(sharpness=float(sharpness[0])))

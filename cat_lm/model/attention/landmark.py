@@ -140,7 +140,7 @@ class Landmark(Pattern):
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
             f"{step} ({MEANINGS[step]}), the guided loss by "
-            f"{'a C++ kernel' if has_kernel(device, dtype) else 'operators of torch'}"
+            f"{'a C++ kernel, if not compiled' if has_kernel(device, dtype) else 'torch'}"
         )
 
     def cache_layers(self) -> tuple[type, type]:

@@ -7,7 +7,8 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from cat_lm.ops.runtime import compiler, threads
 
@@ -74,9 +75,13 @@ def has_kernel(
 
 
 def serves(kernel: compiler.Sources, function: str, *tensors: Tensor) -> bool:
-    """Tell whether a kernel computes with these tensors: of one dtype, outside of graphs."""
+    """Tell whether a kernel computes with these tensors: of one dtype, outside of graphs.
+
+    It reads memory: not of tensors that stand for others, as in torch.func and FakeTensorMode.
+    """
     return (
         not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, nn.Parameter) and not is_wrapped(x) for x in tensors)
         and len({x.dtype for x in tensors}) == 1
         and has_kernel(kernel, function, tensors[0].device, tensors[0].dtype)
     )

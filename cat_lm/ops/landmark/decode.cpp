@@ -21,7 +21,7 @@ struct DecodeCall {
   int64_t time, width, past;                      // T, D, the first query's slot
   int64_t block, top_k, local, sink;
   int64_t most, room;                             // of candidates, and of a choice
-  int64_t query_strides[3], key_strides[3], value_strides[3], landmark_strides[3];
+  int64_t query_strides[3], key_strides[3], value_strides[3], landmarks_strides[3];
   float scaling;
   const void *query, *key, *value, *landmarks;    // [B,H,T,D], [B,shared,S,D] twice, [B,shared,n,D]
   const int64_t* padding;                         // [B], slots of padding that rows begin with
@@ -85,7 +85,7 @@ template <class E> class Decode {
       last = std::max(last, wanted[i]);
     }
     for (int64_t j = 0; j < last; ++j) {
-      const E* landmark = row(c.landmarks, c.landmark_strides, b, h, j);
+      const E* landmark = row(c.landmarks, c.landmarks_strides, b, h, j);
       for (int64_t i = 0; i < queries; ++i)
         if (j < wanted[i]) to[i][j] = dot(&query[i * c.width], landmark, c.width);
     }

@@ -90,7 +90,8 @@ def sequence_blocks(
     """Lay out rows whose queries are their keys.
 
     Args:
-        documents: [B, T] numbers that change where a document starts; None for one a row.
+        documents: [B, T] numbers that change where a document starts and do not come back, as
+            `document_runs` gives them; None for one a row.
         padding_mask: [B, T] bool, False at padding, which is never between tokens of a document.
     """
     slots = torch.arange(time, device=device)

@@ -22,7 +22,7 @@ struct TeachCall {
   int64_t dtype, threads;                         // 0 fp32, 1 bf16, 2 fp16
   int64_t batch, heads, shared;                   // B, H, heads of keys
   int64_t rows, count, width, block, layouts;     // queries, n, D, b, rows of places: 1 or B
-  int64_t query_strides[3], key_strides[3], landmark_strides[3];
+  int64_t query_strides[3], key_strides[3], landmarks_strides[3];
   float scaling;
   const void *query, *key, *landmarks;            // [B,H,T,D], [B,shared,T,D], [B,shared,n,D]
   const int64_t* slots;                           // [rows], of the queries, ascending
@@ -30,8 +30,8 @@ struct TeachCall {
   const int64_t *firsts, *first_blocks, *counts;  // [layouts, rows]: key, block, blocks to choose
   const float* factors;                           // [H]
   float* losses;                                  // [B, H], each its share of the mean
-  void* query_gradient;                           // [B, rows, H, D]
-  float* landmark_gradient;                       // [B, shared, n, D], zeros
+  float* query_gradient;                          // [B, rows, H, D]; null if nobody asks for it
+  float* landmark_gradient;                       // [B, shared, n, D], zeros; or null
   float* factor_gradient;                         // [B, H]
   void* parallel;                                 // GOMP_parallel, or null
 };
@@ -105,7 +105,7 @@ template <class E> class Teach {
     const int64_t b = item / c.shared, h = item % c.shared, group = c.heads / c.shared;
     Workspace w;
     take_rows(c.key, c.key_strides, b, h, c.slots[c.rows - 1] + 1, w.keys);
-    take_rows(c.landmarks, c.landmark_strides, b, h, c.count, w.marks);
+    take_rows(c.landmarks, c.landmarks_strides, b, h, c.count, w.marks);
     for (int64_t head = h * group; head < (h + 1) * group; ++head) {
       w.of_marks.assign(w.marks.size(), 0.0f);
       w.of_query.assign(c.rows * c.width, 0.0f);
@@ -122,12 +122,12 @@ template <class E> class Teach {
     c.losses[b * c.heads + head] = float(w.loss) * share;
     c.factor_gradient[b * c.heads + head] = float(w.of_factor) * share;
     const int64_t marks = c.count * c.width;
-    add_row(share, w.of_marks.data(), c.landmark_gradient + item * marks, marks);
-    E* to = static_cast<E*>(c.query_gradient);
-    for (int64_t r = 0; r < c.rows; ++r)
+    if (c.landmark_gradient)
+      add_row(share, w.of_marks.data(), c.landmark_gradient + item * marks, marks);
+    for (int64_t r = 0; c.query_gradient && r < c.rows; ++r)
       for (int64_t d = 0; d < c.width; ++d)
-        to[((b * c.rows + r) * c.heads + head) * c.width + d] =
-            convert<E, float>(w.of_query[r * c.width + d] * share);
+        c.query_gradient[((b * c.rows + r) * c.heads + head) * c.width + d] =
+            w.of_query[r * c.width + d] * share;
   }
 
   // What the queries of all lanes may read: keys [first, last), blocks [begin, end).
@@ -188,8 +188,10 @@ template <class E> class Teach {
         const float gradient = weight[l] * guess[j][l] / total[l] - mass[j][l];
         const int64_t mark = (at.least + j) * c.width;
         w.of_factor += gradient * scores[j][l];
-        add_row(gradient * factor, &w.marks[mark], &w.of_query[(r + l) * c.width], c.width);
-        add_row(gradient * factor, &w.queries[l * c.width], &w.of_marks[mark], c.width);
+        if (c.query_gradient)
+          add_row(gradient * factor, &w.marks[mark], &w.of_query[(r + l) * c.width], c.width);
+        if (c.landmark_gradient)
+          add_row(gradient * factor, &w.queries[l * c.width], &w.of_marks[mark], c.width);
       }
   }
 
@@ -220,7 +222,9 @@ template <class E> class Teach {
     const int64_t* starts = c.starts + (c.layouts > 1 ? b * c.count : 0);
     for (int64_t j = at.least; j < at.most; ++j) {
       Lanes sum = {};
-      for (int64_t i = starts[j] - at.low; i < starts[j] - at.low + c.block; ++i)
+      const int64_t begin = std::max<int64_t>(0, starts[j] - at.low);
+      const int64_t end = std::min(keys, starts[j] + c.block - at.low);
+      for (int64_t i = begin; i < end; ++i)
         each_lane([&](int64_t l) { sum[l] += weights[i][l]; });
       each_lane([&](int64_t l) {
         const float own = j >= at.begin[l] && j < at.end[l] ? sum[l] / total[l] : 0.0f;

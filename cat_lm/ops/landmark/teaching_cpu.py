@@ -59,9 +59,8 @@ def teach(
     Raises:
         ValueError: tensors that do not fit together.
     """
-    _check(query, key, landmarks, layout, local)
-    if not isinstance(sharpness, Tensor):
-        sharpness = torch.full((query.shape[1],), sharpness)
+    _check(query, key, landmarks, layout, local, drawn)
+    sharpness = torch.as_tensor(sharpness).expand(query.shape[1])
     drawn = drawn.sort().values  # side by side are those that read about the same keys
     own = layout.of_queries(drawn)
     candidates = candidates_of(own, local)[:, 0]
@@ -78,16 +77,29 @@ def teach(
     )
 
 
-def _check(query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, local: int) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    landmarks: Tensor,
+    layout: BlockLayout,
+    local: int,
+    drawn: Tensor,
+) -> None:
     """Check what the kernel, which looks at no shape, would read beyond."""
     batch, heads, time, width = query.shape
     shared, count = key.shape[1], layout.starts.shape[1]
-    fits = key.shape == (batch, shared, time, width) and heads % shared == 0
-    if not fits or landmarks.shape != (batch, shared, count, width) or local < 1:
+    fits = (
+        key.shape == (batch, shared, time, width)
+        and heads % shared == 0
+        and landmarks.shape == (batch, shared, count, width)
+        and len(layout.positions) in (1, batch)
+        and layout.positions.shape[1] == len(layout.slots) == time
+    )
+    if not fits or local < 1 or not len(drawn):
         shapes = [list(x.shape) for x in (query, key, landmarks)]
         raise ValueError(
-            f"queries, keys and landmarks {shapes} do not fit: there are {count} blocks, and at "
-            f"least one local block"
+            f"queries, keys and landmarks {shapes} do not fit rows of {len(layout.slots)} tokens "
+            f"with {count} blocks, of which at least one is local, or no query was drawn"
         )
 
 
@@ -109,27 +121,39 @@ class _Taught(torch.autograd.Function):
             0, torch.get_num_threads(), batch, heads, shared, rows, count, width, block,
             len(places["counts"]), scaling=scaling,
         )  # fmt: skip
-        made = {
-            "losses": torch.empty(batch, heads),
-            "query_gradient": query.new_empty(batch, rows, heads, width),
-            "landmark_gradient": torch.zeros(batch, shared, count, width),
-            "factor_gradient": torch.empty(batch, heads),
-        }
+        of_query, _, of_landmarks, of_factors, *_ = ctx.needs_input_grad
+        losses, factor_gradient = torch.empty(2, batch, heads)
+        made = {"losses": losses, "factor_gradient": factor_gradient}
+        if of_query:
+            made["query_gradient"] = torch.empty(batch, rows, heads, width)
+        if of_landmarks:
+            made["landmark_gradient"] = torch.zeros(batch, shared, count, width)
         strided = dict(zip(_STRIDED, (query, key, landmarks), strict=True))
         others = {name: x.contiguous() for name, x in places.items()}
         kept = call.hand_over(strided, others | made | {"factors": factors.contiguous()})
         calls.load(*KERNEL)(ctypes.byref(call))
         del kept
-        ctx.time, ctx.dtype = query.shape[2], landmarks.dtype
-        ctx.save_for_backward(places["slots"], *list(made.values())[1:])
-        return made["losses"].sum()
+        ctx.time, ctx.dtypes = query.shape[2], (query.dtype, landmarks.dtype)
+        ctx.save_for_backward(
+            places["slots"],
+            made.get("query_gradient"),
+            made.get("landmark_gradient"),
+            factor_gradient.sum(dim=0) if of_factors else None,
+        )
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("the guided loss has no second derivative on a CPU")
         slots, of_query, of_landmarks, of_factors = ctx.saved_tensors
-        batch, _, heads, width = of_query.shape
-        whole = of_query.new_zeros(batch, ctx.time, heads, width)
-        whole.index_copy_(1, slots, of_query * gradient.to(of_query.dtype))
-        of_landmarks = (of_landmarks * gradient).to(ctx.dtype)
-        of_factors = of_factors.sum(dim=0) * gradient
-        return whole.transpose(1, 2), None, of_landmarks, of_factors, None, None, None
+        if of_query is not None:
+            batch, _, heads, width = of_query.shape
+            whole = of_query.new_zeros(batch, ctx.time, heads, width, dtype=ctx.dtypes[0])
+            whole.index_copy_(1, slots, (of_query * gradient).to(whole.dtype))
+            of_query = whole.transpose(1, 2)
+        if of_landmarks is not None:
+            of_landmarks = (of_landmarks * gradient).to(ctx.dtypes[1])
+        if of_factors is not None:
+            of_factors = of_factors * gradient
+        return of_query, None, of_landmarks, of_factors, None, None, None

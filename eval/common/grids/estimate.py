@@ -34,7 +34,7 @@ def hours_by_mixer(groups: Sequence[Sequence[AnyCell]], device: str) -> dict[str
     timed: dict[tuple[AnyCell, int], tuple[float, float]] = {}
     hours: dict[str, float] = defaultdict(float)
     kinds = len({(group[0].timed(), len(group)) for group in groups})
-    print(f"timing the steps of {kinds} kinds of model", flush=True)
+    print(f"timing steps, of {kinds} different ones", flush=True)
     with _one_thread(device):
         for group in tqdm(groups, desc="timing steps", disable=None, leave=False):
             cell = group[0]
