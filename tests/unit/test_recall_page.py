@@ -222,7 +222,9 @@ def test_a_pictures_title_stands_clear_of_its_legend(name):
     title = grid.picture_title(record | {"controls": {"positive": failed + passed}})
     run = Run("MQAR", "d = 16", "attention:position=rope", Cell("mqar", "attention", 16, 16))
     rows = [(run, {"accuracy": 1.0, "layers": 2})]
-    drawing = pictures.draw(rows, accuracies, f"{title}\nas many keys as trained")
+    drawing = pictures.draw(
+        rows, lambda *_: {16: 1.0, 32: 1.0}, f"{title}\nas many keys as trained"
+    )
     FigureCanvasAgg(drawing).draw()
     legend, (words,) = drawing.legends[0].get_window_extent(), drawing.texts
     assert "control failed: MQAR, hard MQNAR\n" in words.get_text()
@@ -233,13 +235,20 @@ def test_a_pictures_title_stands_clear_of_its_legend(name):
 def test_rows_of_one_column_stand_beside_each_other_below_a_broken_title():
     cell = Cell("mqar", "cat", 16, 16)
     rows = [(Run(row, "", "cat", cell), {"accuracy": 1.0, "layers": 2}) for row in ("a", "b", "c")]
-    drawing = pictures.draw(rows, accuracies, f"first\n{'control failed, ' * 20}", measure="r2")
-    FigureCanvasAgg(drawing).draw()
-    boxes = [axes.get_window_extent() for axes in drawing.axes]
-    assert [axes.get_title("left") for axes in drawing.axes] == ["a", "b", "c"]
+    title = f"first\n{'control failed, ' * 20}"
+    curves = pictures.draw(rows, lambda *_: {16: 1.0, 32: 1.0}, title, measure="r2")
+    FigureCanvasAgg(curves).draw()
+    boxes = [axes.get_window_extent() for axes in curves.axes]
+    assert [axes.get_title("left") for axes in curves.axes] == ["a", "b", "c"]
     assert len({box.y0 for box in boxes}) == 1 and boxes[0].x1 < boxes[1].x0 < boxes[2].x0
-    assert drawing.axes[0].get_ylabel() == "R²"
-    assert drawing.texts[0].get_window_extent().x1 < drawing.legends[0].get_window_extent().x0
+    assert curves.axes[0].get_ylabel() == "R²"
+    assert curves.texts[0].get_window_extent().x1 < curves.legends[0].get_window_extent().x0
+    strips = pictures.draw(rows, accuracies, title)
+    FigureCanvasAgg(strips).draw()
+    boxes = [axes.get_window_extent() for axes in strips.axes]
+    assert len({box.y0 for box in boxes}) == 1 and boxes[0].x1 < boxes[1].x0 < boxes[2].x0
+    assert strips.texts[0].get_window_extent().x1 < strips.bbox.x1
+    assert strips.legends[0].get_window_extent().y1 < boxes[0].y0
 
 
 def test_a_picture_marks_the_trained_length():

@@ -13,10 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.common.grids.strips import strip
 from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
     Rows = Sequence[tuple[Run, dict[str, Any]]]
     Points = Callable[[Run, dict[str, Any]], dict[int, float]]
@@ -51,35 +53,74 @@ def draw(
         measure: the name of the number.
 
     Rows stand below each other, and beside each other where there is one column. The title is
-    broken where panels end: a legend stands at their right.
+    broken where panels end: a legend stands at their right. Where no panel has more than one
+    length, its lines are named rows and the number goes across.
     """
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
-    bottom = _bottom([y for run, record in shown for y in points(run, record).values()])
-    down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
-    lines = list(dict.fromkeys(run.line for run, _ in shown))
-    places = [[(row, column) for column in across] for row in down]
-    if len(across) == 1:
-        places = [[place for row in places for place in row]]
+    names = {line: _label(line, shown) for line in dict.fromkeys(run.line for run, _ in shown)}
+    places = _places(shown)
     high, wide = len(places), len(places[0])
+    parts = [[x for x in shown if (x[0].row, x[0].column) == p] for row in places for p in row]
+    single = all(len(_ticks(part, points)) < 2 for part in parts)
+    bottom = _bottom([y for run, record in shown for y in points(run, record).values()])
     with matplotlib.rc_context(STYLE):
-        drawing = Figure(figsize=(2.9 + 2.9 * wide, 0.9 + 2.4 * high), layout="constrained")
+        size = (1.6, 1.2, max(1.3, 0.6 + 0.2 * len(names))) if single else (2.9, 0.9, 2.4)
+        size = (size[0] + 2.9 * wide, size[1] + size[2] * high)
+        drawing = Figure(figsize=size, layout="constrained")
         panels = drawing.subplots(high, wide, squeeze=False, sharey=True)
         limited = False
-        for axes, place in zip(panels.flat, [p for row in places for p in row], strict=True):
-            part = [(r, d) for r, d in shown if (r.row, r.column) == place]
-            _panel(axes, part, lines, points, bottom)
-            limited |= ceiling is not None and _ceiling(axes, part, ceiling)
-            axes.set_title(", ".join(filter(None, place)), loc="left", fontsize=9, color=INK)
-        for axes in panels[-1]:
-            axes.set_xlabel(AXES.get(axis, axis))
-        for axes in panels[:, 0]:
-            axes.set_ylabel(MEASURES.get(measure, measure))
-        drawing.legend(
-            handles=_legend(lines, shown, limited), loc="outside right upper", fontsize=8
-        )
+        for axes, part in zip(panels.flat, parts, strict=True):
+            if single:
+                strip(axes, _numbers(part, points), names, _style)
+            else:
+                _panel(axes, part, list(names), points, bottom)
+            limited |= ceiling is not None and _ceiling(axes, part, ceiling, across=not single)
+        ticks = [_ticks(part, points) for part in parts] if single else None
+        _words(panels, places, AXES.get(axis, axis), MEASURES.get(measure, measure), ticks)
+        where = "outside lower right" if single else "outside right upper"
+        handles = _legend({} if single else names, shown, limited)
+        drawing.legend(handles=handles, loc=where, fontsize=8)
         told = [textwrap.fill(line, int(_LETTERS * 2.9 * wide)) for line in title.split("\n")]
         drawing.suptitle("\n".join(told), fontsize=10, x=0.01, ha="left")
     return drawing
+
+
+def _places(shown: Rows) -> list[list[tuple[str, str]]]:
+    """The grid of panels; some may have no run."""
+    down, across = (list(dict.fromkeys(getattr(r, k) for r, _ in shown)) for k in ("row", "column"))
+    places = [[(row, column) for column in across] for row in down]
+    return [[place for row in places for place in row]] if len(across) == 1 else places
+
+
+def _ticks(part: Rows, points: Points) -> list[int]:
+    """Where the panel has numbers."""
+    return sorted({x for run, record in part for x in points(run, record)})
+
+
+def _numbers(part: Rows, points: Points) -> dict[str, list[float]]:
+    """Each line's numbers, wherever they are."""
+    numbers: dict[str, list[float]] = {}
+    for run, record in part:
+        numbers.setdefault(run.line, []).extend(points(run, record).values())
+    return numbers
+
+
+def _words(
+    panels: NDArray[Any],
+    places: Sequence[Sequence[tuple[str, str]]],
+    axis: str,
+    number: str,
+    ticks: Sequence[Sequence[int]] | None,
+) -> None:
+    """Writes titles and axes; with ticks, the number goes across and titles have the axis."""
+    for index, place in enumerate(place for row in places for place in row):
+        at = [f"{axis} {x}" for x in ticks[index]] if ticks else []
+        told = ", ".join([*filter(None, place), *at])
+        panels.flat[index].set_title(told, loc="left", fontsize=9, color=INK)
+    for axes in panels[-1]:
+        axes.set_xlabel(number if ticks else axis)
+    for axes in [] if ticks else panels[:, 0]:
+        axes.set_ylabel(number)
 
 
 def _style(index: int, line: str) -> dict[str, Any]:
@@ -105,7 +146,7 @@ def _bottom(values: Sequence[float]) -> float:
 def _panel(axes: Axes, part: Rows, lines: Sequence[str], points: Points, bottom: float) -> None:
     """Draws lines. What is below the lower edge, as a run that diverged, stands on it."""
     middle = (len(lines) - 1) / 2
-    ticks = sorted({x for run, record in part for x in points(run, record)})
+    ticks = _ticks(part, points)
     apart = _APART if len(ticks) > 1 else 1.2 ** (1 / len(lines))
     for index, line in enumerate(lines):
         every = [p for run, d in part if run.line == line for p in points(run, d).items()]
@@ -138,24 +179,24 @@ def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
     return {place: statistics.fmean(y for x, y in points if x == place) for place in places}
 
 
-def _ceiling(axes: Axes, part: Rows, ceiling: Points) -> bool:
+def _ceiling(axes: Axes, part: Rows, ceiling: Points, *, across: bool) -> bool:
     """Draws how far one token goes, if the panel has that; whether it has."""
     mean = _means([p for run, record in part for p in ceiling(run, record).items()])
     # A single length is a line across the panel.
     if len(mean) == 1:
-        axes.axhline(*mean.values(), **CEILING)
+        (axes.axhline if across else axes.axvline)(*mean.values(), **CEILING)
     elif mean:
         axes.plot(list(mean), list(mean.values()), **CEILING)
     return bool(mean)
 
 
-def _legend(lines: Sequence[str], shown: Rows, limited: bool) -> list[Line2D]:
+def _legend(names: dict[str, str], shown: Rows, limited: bool) -> list[Line2D]:
     handles = []
-    for index, line in enumerate(lines):
-        style = {"markersize": 4.5, **_style(index, line)}
-        handles.append(Line2D([], [], label=_label(line, shown), **style))
+    for index, (line, name) in enumerate(names.items()):
+        handles.append(Line2D([], [], label=name, **{"markersize": 4.5, **_style(index, line)}))
     point = {"linestyle": "none", "marker": "o", "markersize": 3, "alpha": 0.5, "color": MUTED}
-    handles.append(Line2D([], [], label="every run (line: the mean)", **point))
+    told = f"every run ({'line' if names else 'bar'}: the mean)"
+    handles.append(Line2D([], [], label=told, **point))
     if limited:
         handles.append(Line2D([], [], label="one token matched alone", **CEILING))
     if any(run.across == "lengths" for run, _ in shown):

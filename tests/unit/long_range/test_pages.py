@@ -119,16 +119,60 @@ def test_steps_are_counted_to_one_level_for_all_models_of_a_task():
     ],
 )
 def test_a_picture_shows_what_is_below_0_and_what_diverged(values, bottom, lowest):
-    found = runs("atomic", {"nope": values}, None)
-    points = {id(record): record["value"] for _, record, _ in found}
-    rows = [(run, record) for run, record, _ in found]
-    drawing = pictures.draw(rows, lambda _, record: {32: points[id(record)]}, "", measure="r2")
+    rows, points = drawn_of({"nope": values})
+    drawing = pictures.draw(rows, lambda *each: dict.fromkeys((32, 64), points(*each)), "")
     (axes,) = drawing.axes
     assert axes.get_ylim() == pytest.approx((bottom, 1.05))
     (every,) = axes.collections
     assert sorted(every.get_offsets()[:, 1])[0] == pytest.approx(lowest)
-    (mean,) = axes.lines[0].get_ydata()
-    assert mean == pytest.approx(max(bottom, sum(values) / 2))
+    assert set(axes.lines[0].get_ydata()) == {max(bottom, sum(values) / 2)}
+
+
+def drawn_of(values):
+    """What `pictures.draw` takes of a figure's models with their numbers."""
+    found = runs("atomic", values, None)
+    numbers = {id(record): record["value"] for _, record, _ in found}
+    return [(run, record) for run, record, _ in found], lambda _, record: numbers[id(record)]
+
+
+@pytest.mark.parametrize(
+    ("values", "edges", "lowest", "mean"),
+    [
+        ((0.5, 0.25), (0.23, 0.52), 0.25, 0.375),
+        ((0.5, 0.5), (0.4884, 0.5116), 0.5, 0.5),  # never as narrow as rounding
+        ((0.5, 0.3, -math.inf), (0.284, 0.516), 0.284, 0.284),
+        ((0.5, -7.0), (-1.12, 0.62), -1.12, -1.12),
+        ((math.nan, math.nan), (-0.08, 1.08), -0.08, -0.08),
+    ],
+)
+def test_a_figure_of_one_length_is_a_strip_with_named_rows(values, edges, lowest, mean):
+    rows, points = drawn_of({"nope": values, NEGATIVE: (-2.0,)})
+    drawing = pictures.draw(rows, lambda *each: {32: points(*each)}, "", measure="r2")
+    (axes,) = drawing.axes
+    assert axes.get_title("left") == "select, sequence length 32"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("R²", "")
+    assert [x.get_text() for x in axes.get_yticklabels()] == [
+        "nope (1 layer)",
+        f"{NEGATIVE} (control)",
+    ]
+    assert axes.get_xlim() == pytest.approx(edges)
+    (every,) = axes.collections
+    assert min(every.get_offsets()[:, 0]) == pytest.approx(lowest)
+    assert set(every.get_offsets()[:, 1]) == {0}
+    assert axes.lines[0].get_xdata() == pytest.approx([mean])
+    # The control is a number at the edge, so that the others are not squeezed together.
+    assert [text.get_text() for text in axes.texts] == ["← -2.000"]
+    (told,) = [text.get_text() for text in drawing.legends[0].get_texts()]
+    assert told == "every run (bar: the mean)"
+
+
+def test_a_control_within_the_strip_is_drawn_and_one_above_it_told():
+    rows, points = drawn_of({"nope": (0.5, 0.25), NEGATIVE: (0.4,)})
+    (axes,) = pictures.draw(rows, lambda *each: {32: points(*each)}, "").axes
+    assert len(axes.collections) == 2 and not axes.texts
+    rows, points = drawn_of({"nope": (0.5, 0.25), NEGATIVE: (0.9,)})
+    (axes,) = pictures.draw(rows, lambda *each: {32: points(*each)}, "").axes
+    assert [text.get_text() for text in axes.texts] == ["0.900 →"]
 
 
 def test_every_pair_is_of_models_that_some_figure_has():
