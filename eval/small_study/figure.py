@@ -14,7 +14,7 @@ from eval.common.style import INK, MUTED, PAPER, STYLE, run_colour, run_marker
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# As in the paper's Figure 1: YaRN's temperature, and PI where positions are rotary.
+# As in CAT's Figure 1: YaRN's temperature, and PI where positions are rotary.
 SCALED = ("pi+temperature", "temperature")
 OUTLIER = 4.0  # loss differences, in those of half of the models, beyond which a model is cut off
 
@@ -38,7 +38,7 @@ def study_figure(summary: dict[str, Any]) -> Figure:
             summary,
             models,
             SCALED,
-            "scaled to the length, as in the paper's Figure 1",
+            "scaled to the length, as in CAT's Figure 1",
         )
         axes["none"].set_ylabel("perplexity per token")
         axes["scaled"].tick_params(axis="y", which="both", labelleft=False)

@@ -71,14 +71,15 @@ def draw(
         limited = False
         for axes, part in zip(panels.flat, parts, strict=True):
             if single:
-                strip(axes, _numbers(part, points), names, _style)
+                limits = list(_limits(part, ceiling).values())
+                strip(axes, _numbers(part, points), names, _style, limits)
             else:
                 _panel(axes, part, list(names), points, bottom)
-            limited |= ceiling is not None and _ceiling(axes, part, ceiling, across=not single)
+            limited |= _ceiling(axes, _limits(part, ceiling), across=not single)
         ticks = [_ticks(part, points) for part in parts] if single else None
         _words(panels, places, AXES.get(axis, axis), MEASURES.get(measure, measure), ticks)
         where = "outside lower right" if single else "outside right upper"
-        handles = _legend({} if single else names, shown, limited)
+        handles = _legend({} if single else names, shown, limited, len(parts))
         drawing.legend(handles=handles, loc=where, fontsize=8)
         told = [textwrap.fill(line, int(_LETTERS * 2.9 * wide)) for line in title.split("\n")]
         drawing.suptitle("\n".join(told), fontsize=10, x=0.01, ha="left")
@@ -179,27 +180,33 @@ def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
     return {place: statistics.fmean(y for x, y in points if x == place) for place in places}
 
 
-def _ceiling(axes: Axes, part: Rows, ceiling: Points, *, across: bool) -> bool:
+def _limits(part: Rows, ceiling: Points | None) -> dict[int, float]:
+    """How far one token goes, by the place on the axis; empty if the panel has no such thing."""
+    return _means([p for run, d in part for p in ceiling(run, d).items()]) if ceiling else {}
+
+
+def _ceiling(axes: Axes, limits: dict[int, float], *, across: bool) -> bool:
     """Draws how far one token goes, if the panel has that; whether it has."""
-    mean = _means([p for run, record in part for p in ceiling(run, record).items()])
-    # A single length is a line across the panel.
-    if len(mean) == 1:
-        (axes.axhline if across else axes.axvline)(*mean.values(), **CEILING)
-    elif mean:
-        axes.plot(list(mean), list(mean.values()), **CEILING)
-    return bool(mean)
+    # A single length is a line through the panel.
+    if len(limits) == 1:
+        (axes.axhline if across else axes.axvline)(*limits.values(), **CEILING)
+    elif limits:
+        axes.plot(list(limits), list(limits.values()), **CEILING)
+    return bool(limits)
 
 
-def _legend(names: dict[str, str], shown: Rows, limited: bool) -> list[Line2D]:
+def _legend(names: dict[str, str], shown: Rows, limited: bool, panels: int) -> list[Line2D]:
+    """Explains marks; names of lines there are none in strips, which have them at the left."""
     handles = []
     for index, (line, name) in enumerate(names.items()):
         handles.append(Line2D([], [], label=name, **{"markersize": 4.5, **_style(index, line)}))
     point = {"linestyle": "none", "marker": "o", "markersize": 3, "alpha": 0.5, "color": MUTED}
     told = f"every run ({'line' if names else 'bar'}: the mean)"
+    told += "; each panel has its own range" if panels > 1 and not names else ""
     handles.append(Line2D([], [], label=told, **point))
     if limited:
         handles.append(Line2D([], [], label="one token matched alone", **CEILING))
-    if any(run.across == "lengths" for run, _ in shown):
+    if names and any(run.across == "lengths" for run, _ in shown):
         trained = {"linestyle": (0, (4, 3)), "color": MUTED, "linewidth": 1}
         handles.append(Line2D([], [], label="trained length", **trained))
     return handles

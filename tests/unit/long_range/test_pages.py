@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -136,16 +137,20 @@ def drawn_of(values):
 
 
 @pytest.mark.parametrize(
-    ("values", "edges", "lowest", "mean"),
+    ("values", "edges", "inside", "mean", "told"),
     [
-        ((0.5, 0.25), (0.23, 0.52), 0.25, 0.375),
-        ((0.5, 0.5), (0.4884, 0.5116), 0.5, 0.5),  # never as narrow as rounding
-        ((0.5, 0.3, -math.inf), (0.284, 0.516), 0.284, 0.284),
-        ((0.5, -7.0), (-1.12, 0.62), -1.12, -1.12),
-        ((math.nan, math.nan), (-0.08, 1.08), -0.08, -0.08),
+        ((0.5, 0.25), (0.23, 0.52), [0.5, 0.25], 0.375, []),
+        ((0.5, 0.5), (0.4884, 0.5116), [0.5, 0.5], 0.5, []),  # never as narrow as rounding
+        ((1.0, 0.5), (0.46, 1.04), [1.0, 0.5], 0.75, []),
+        ((1.0, 1.0), (0.9784, 1.0016), [1.0, 1.0], 1.0, []),  # R² and accuracy end at 1
+        ((0.5, 0.3, -math.inf), (0.284, 0.516), [0.5, 0.3], 0.4, ["1 diverged"]),
+        ((0.5, -7.0), (0.4884, 0.5116), [0.5], None, ["← -7.000"]),
+        ((0.5, -7.0, math.inf), (0.4884, 0.5116), [0.5], None, ["← -7.000, 1 diverged"]),
+        ((-3.0, -50.0), (-53.76, 0.76), [-3.0, -50.0], -26.5, None),
+        ((math.inf, -math.inf, math.nan), (-0.08, 1.08), [], None, ["3 diverged"]),
     ],
 )
-def test_a_figure_of_one_length_is_a_strip_with_named_rows(values, edges, lowest, mean):
+def test_a_figure_of_one_length_is_a_strip_with_named_rows(values, edges, inside, mean, told):
     rows, points = drawn_of({"nope": values, NEGATIVE: (-2.0,)})
     drawing = pictures.draw(rows, lambda *each: {32: points(*each)}, "", measure="r2")
     (axes,) = drawing.axes
@@ -155,24 +160,42 @@ def test_a_figure_of_one_length_is_a_strip_with_named_rows(values, edges, lowest
         "nope (1 layer)",
         f"{NEGATIVE} (control)",
     ]
-    assert axes.get_xlim() == pytest.approx(edges)
-    (every,) = axes.collections
-    assert min(every.get_offsets()[:, 0]) == pytest.approx(lowest)
-    assert set(every.get_offsets()[:, 1]) == {0}
-    assert axes.lines[0].get_xdata() == pytest.approx([mean])
-    # The control is a number at the edge, so that the others are not squeezed together.
-    assert [text.get_text() for text in axes.texts] == ["← -2.000"]
-    (told,) = [text.get_text() for text in drawing.legends[0].get_texts()]
-    assert told == "every run (bar: the mean)"
+    assert axes.get_xlim() == pytest.approx(edges, abs=2e-3)
+    runs_of = axes.lines[0]
+    assert runs_of.get_xdata().tolist() == inside
+    assert len({*runs_of.get_ydata()}) == len(inside)  # equal ones are seen beside each other
+    bars = [x.get_xdata()[0] for x in axes.lines if x.get_marker() == "|"]
+    control_is_inside = told is None
+    assert bars == [mean] * (mean is not None) + [-2.0] * control_is_inside
+    # Elsewhere it is a number at the edge, so that the others are not squeezed together.
+    words = [] if control_is_inside else [*told, "← -2.000"]
+    assert [text.get_text() for text in axes.texts] == words
+    (legend,) = [text.get_text() for text in drawing.legends[0].get_texts()]
+    assert legend == "every run (bar: the mean)"
 
 
 def test_a_control_within_the_strip_is_drawn_and_one_above_it_told():
-    rows, points = drawn_of({"nope": (0.5, 0.25), NEGATIVE: (0.4,)})
+    rows, points = drawn_of({"nope": (0.5, 0.25), NEGATIVE: (0.4, 0.9)})
     (axes,) = pictures.draw(rows, lambda *each: {32: points(*each)}, "").axes
-    assert len(axes.collections) == 2 and not axes.texts
-    rows, points = drawn_of({"nope": (0.5, 0.25), NEGATIVE: (0.9,)})
-    (axes,) = pictures.draw(rows, lambda *each: {32: points(*each)}, "").axes
+    assert [x.get_xdata().tolist() for x in axes.lines if x.get_marker() == "x"] == [[0.4]]
     assert [text.get_text() for text in axes.texts] == ["0.900 →"]
+
+
+def test_a_ceiling_widens_the_strip_and_stands_in_it():
+    rows, points = drawn_of({"nope": (0.95, 0.9)})
+    drawing = pictures.draw(rows, lambda *each: {32: points(*each)}, "", lambda *_: {32: 0.5})
+    (axes,) = drawing.axes
+    assert axes.get_xlim()[0] < 0.5 < axes.get_xlim()[1]
+    assert [0.5, 0.5] in [list(x.get_xdata()) for x in axes.lines]
+    assert "one token matched alone" in [x.get_text() for x in drawing.legends[0].get_texts()]
+
+
+def test_strips_of_several_panels_say_that_their_ranges_differ():
+    rows, _ = drawn_of({"nope": (0.5,)})
+    rows += [(replace(run, row="cumsum"), record) for run, record in rows]
+    drawing = pictures.draw(rows, lambda *_: {32: 0.5}, "")
+    (told,) = [text.get_text() for text in drawing.legends[0].get_texts()]
+    assert len(drawing.axes) == 2 and told.endswith("; each panel has its own range")
 
 
 def test_every_pair_is_of_models_that_some_figure_has():
