@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cat_lm.errors import UserError
+from cat_lm.host import keep_freed_memory
 from cat_lm.pretrained import choose_device
 from eval.speed.timing import time_in_turn
 
@@ -22,6 +23,9 @@ _OPENMP_VARIABLES += ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 def open_device(name: str, threads: int | None) -> torch.device:
     """The device by its option's value, with `threads` CPU threads where that is given.
 
+    A CPU's tensors keep their memory, as in training and evaluation: the system's clearing of pages
+    would be timed else.
+
     Raises `UserError` for a device that is absent or of a kind that is not measured.
     """
     if threads is not None:
@@ -29,6 +33,8 @@ def open_device(name: str, threads: int | None) -> torch.device:
     device = choose_device(name)
     if device.type not in _LARGE_COPY_BYTES:
         raise UserError(f"--device {name}: only CPUs and CUDA GPUs are measured")
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
 

@@ -54,6 +54,13 @@ def speed(monkeypatch, capsys, tmp_path):
     return run
 
 
+def test_a_cpus_tensors_keep_their_memory_while_they_are_timed(monkeypatch):
+    kept = []
+    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("kept"))
+    assert machine.open_device("cpu", None) == CPU
+    assert kept == ["kept"]
+
+
 def conv_arguments(**changes: str) -> list[str]:
     options = {"shape": "2,40,3,8", "windows": "3", "dtype": "float32", "repeats": "2"} | changes
     return ["conv", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
