@@ -99,7 +99,7 @@ def _by_length(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]
 
 def _by_count(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:
     recall = summary["recall"]
-    length = recall["lengths"][0]
+    length = recall["length"]
     losses: dict[tuple[str, str], dict[int, float]] = {}
     for row in recall["rows"]:
         if row["length"] == length and row["loss"] is not None:
@@ -129,7 +129,7 @@ def _by_count(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]])
 
 
 def _frontier(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:
-    length = summary["recall"]["lengths"][-1]
+    length = summary["recall"]["length"]
     perplexities = recall_perplexities(summary, length)
     for index, model in enumerate(models):
         values = perplexities.get(model["model"])
@@ -148,7 +148,7 @@ def _frontier(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]])
     axes.grid(True, which="both", axis="y")
     axes.set_xlabel(f"decoding state at {length:,} tokens")
     axes.set_ylabel("perplexity of recalled rare pairs")
-    panel_title(axes, f"(d) window of {length:,}, positions as trained; bars: range over seeds")
+    panel_title(axes, f"(d) window of {length:,}, as trained; bars: range over seeds")
 
 
 def recall_perplexities(

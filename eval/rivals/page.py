@@ -15,7 +15,16 @@ from eval.rivals.figure import recall_perplexities, rivals_figure
 from eval.rivals.rows import TOLERANCE
 from eval.rivals.text_recall import BINS, LAST, RARE, RECALL, REST
 from eval.small_study.plan import TUNING_SEED
-from eval.small_study.tables import EDGES, comparison_lines, rule, scaled_lines, setting, value
+from eval.small_study.questions import YARN
+from eval.small_study.tables import (
+    EDGES,
+    comparison_columns,
+    comparison_lines,
+    rule,
+    scaled_lines,
+    setting,
+    value,
+)
 
 TEMPLATE = Path(__file__).with_name("templates") / "rivals.html"
 TITLE = "CAT and its rivals at equal parameters, tokens and care"
@@ -64,30 +73,29 @@ def introduction(summary: dict[str, Any]) -> list[str]:
 def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
     """Make all tables: title, head and lines, note."""
     found = [("Rows", main_lines(summary), _main_note(summary))]
-    if pairs := comparison_columns(summary):
+    if pairs := all_differences(summary):
         found.append(("Differences", comparison_lines(summary, pairs), rule(summary)))
     if scaled := scaled_lines(summary, summary):
         note = "Rows without positions to scale have no line; their perplexity is in the picture."
         found.append(("Beyond the training length, scaled", scaled, note))
-    for length in summary["recall"]["lengths"]:
-        title = f"Loss on pairs seen earlier in a window of {length:,}"
-        found.append((title, recall_lines(summary, length), _recall_note(summary)))
-    return found
+    title = f"Loss on pairs seen earlier in a window of {summary['recall']['length']:,}"
+    return [*found, (title, recall_lines(summary), _recall_note(summary))]
 
 
 def main_lines(summary: dict[str, Any]) -> Table:
     """What each row is, costs and reaches."""
-    trained, longest = summary["training_length"], summary["recall"]["lengths"][-1]
+    trained = summary["training_length"]
+    longest = max(int(n) for n in summary["models"][0]["state_bytes"])
     head = ["row", "parameters", "FLOPs a token", "tokens/s", "rate", f"loss at {trained:,}"]
-    head += [f"ppl at {longest:,}", f"recall ppl at {trained:,}", f"recall ppl at {longest:,}"]
-    head += [f"other ppl at {trained:,}", f"state at {longest:,}"]
-    cells = {(c["model"], c["length"]): c for c in summary["cells"] if c["method"] == "none"}
-    recalled = {n: recall_perplexities(summary, n) for n in (trained, longest)}
-    rest = recall_perplexities(summary, trained, REST)
+    head += [f"ppl at {longest:,}", "with YaRN", f"recall ppl at {trained:,}"]
+    head += [f"other ppl at {trained:,}", f"state at {trained:,}", f"at {longest:,}"]
+    cells = {(c["model"], c["length"], c["method"]): c for c in summary["cells"]}
+    recalled, rest = (recall_perplexities(summary, trained, name) for name in (RECALL, REST))
     lines = []
     for model in summary["models"]:
         name = model["model"]
-        at = [cells.get((name, length)) for length in (trained, longest)]
+        at, far = (cells.get((name, length, "none")) for length in (trained, longest))
+        scaled = cells.get((name, longest, YARN))
         speed = model["tokens_per_second"]
         lines.append(
             [
@@ -96,11 +104,12 @@ def main_lines(summary: dict[str, Any]) -> Table:
                 short_count(model["flops_per_token"]),
                 f"{speed:,.0f}" if speed else "n/a",
                 f"{EDGES[model['tuned']['edge']]}{model['rate']:g}",
-                value(at[0] and at[0]["loss"], 3),
-                value(at[1] and at[1]["perplexity"], 2),
-                *(_spread(recalled[n].get(name)) for n in (trained, longest)),
+                value(at and at["loss"], 3),
+                value(far and far["perplexity"], 2),
+                value(scaled["perplexity"], 2) if scaled else "",
+                _spread(recalled.get(name)),
                 _spread(rest.get(name)),
-                f"{model['state_bytes'][str(longest)] / 1024:,.1f} KiB",
+                *(f"{model['state_bytes'][str(n)] / 1024:,.1f} KiB" for n in (trained, longest)),
             ]
         )
     return head, lines
@@ -112,33 +121,28 @@ def _main_note(summary: dict[str, Any]) -> str:
         "steps and seeds, as many runs at a time as the command says. Recall: tokens whose pair "
         f"with the one before stands earlier in the window and at most {RARE} times in the "
         "training text; other: all the others. State: of one sequence in decoding, in bf16 with "
-        "recurrent states in fp32. Positions are not scaled."
+        "recurrent states in fp32. Mamba's and Mamba-2's residual stream is in fp32, that of the "
+        "others in bf16. Positions are as trained but where YaRN is named."
     )
 
 
-def comparison_columns(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def all_differences(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Gather all comparisons made on the data's own text: head of a column -> differences."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for words, pairs in (
-        ("loss", summary["comparisons"]),
-        ("recall", summary["recall"]["comparisons"]),
-    ):
-        for pair in pairs:
-            found.setdefault(f"{words} at {pair['length']:,}", []).append(pair)
-    return found
+    recalled = comparison_columns(summary, summary["recall"], "recall")
+    return comparison_columns(summary, summary, "loss") | recalled
 
 
-def recall_lines(summary: dict[str, Any], length: int) -> Table:
+def recall_lines(summary: dict[str, Any]) -> Table:
     """Losses by slice, with those of counts alone and the tokens of each."""
     recall = summary["recall"]
     names = (*BINS, RECALL, LAST, REST)
     heads = {RECALL: f"0–{RARE}", LAST: "last one", REST: "all others"}
-    cells = {(c["model"], c["slice"]): c["loss"] for c in recall["cells"] if c["length"] == length}
+    cells = {(c["model"], c["slice"]): c["loss"] for c in recall["cells"]}
     lines = [
         [model["label"], *(value(cells.get((model["model"], name)), 3) for name in names)]
         for model in summary["models"]
     ]
-    counted = {row["slice"]: row for row in recall["bigram"] if row["length"] == length}
+    counted = {row["slice"]: row for row in recall["bigram"]}
     losses = [counted[name]["loss"] for name in names]
     lines.append(["bigram counts", *("n/a" if x is None else f"{x:.3f}" for x in losses)])
     lines.append(["tokens", *(f"{counted[name]['tokens']:,}" for name in names)])
@@ -157,7 +161,7 @@ def _recall_note(summary: dict[str, Any]) -> str:
 
 def conclusions(summary: dict[str, Any]) -> list[str]:
     """Say what the differences carry, and what they do not."""
-    pairs = [p for column in comparison_columns(summary).values() for p in column]
+    pairs = [p for column in all_differences(summary).values() for p in column]
     for text in summary["held_out"].values():
         pairs += text["comparisons"]
     said = sum(pair["verdict"] in ("lower", "higher") for pair in pairs)

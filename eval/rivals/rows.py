@@ -12,24 +12,29 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from eval.small_study.arguments import add_options, chosen_models, common_values, from_root
 from eval.small_study.plan import ROOT, SIZES, Job, Study
-from eval.small_study.questions import Question
+from eval.small_study.questions import YARN, Question
 
-BASE = "tfpp"  # whom everyone is compared with
-WITHOUT = {"cat_rope": "pythia", "mh_cat_rope": "pythia", "kv_shift": "pythia"}
+BASE = "tfpp"  # whose loss panel (c) is taken from
 REFERENCE = "pythia"  # whose number of parameters all have
 TOLERANCE = 0.02  # of that number
+SEEDS = (0, 1, 2, 3, 4, 5)  # words are read at six: adding more after a look is no test
 TUNING_SHARE = 2  # a run that chooses a rate has one of this many parts of the tokens
 TOKENS = {"cpu": 1_024_000, "gpu": 10_485_760}  # of a run that is reported
-DOCUMENTS = 100  # held out, each scored at all lengths and by every scaling
+DOCUMENTS = 100  # held out, each scored at all lengths
 RATES = {"cpu": (1e-3, 3e-3, 1e-2), "gpu": (3e-4, 1e-3, 3e-3)}
-RECALLED = (1, 8)  # windows of recall, of the training length
-_OTHERS = ("tfpp_cat", "tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet")
+_RIVALS = ("tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet")
 QUESTION = Question(
     "how do CAT and its rivals compare at equal parameters, tokens and care?",
     (
-        *((model, BASE) for model in (REFERENCE, *WITHOUT, *_OTHERS)),
-        *WITHOUT.items(),
+        # What filters give to the same model without them, and the two kinds of transformer.
+        *((model, "pythia") for model in ("cat_rope", "mh_cat_rope", "kv_shift", "tfpp")),
+        ("tfpp_cat", "tfpp"),
+        ("cat_rope", "kv_shift"),
+        # The rivals beside the better transformer, without and with CAT's filters.
+        *((model, "tfpp") for model in _RIVALS),
+        *(("tfpp_cat", model) for model in _RIVALS),
     ),
+    beyond=(YARN,),
 )
 
 
@@ -48,23 +53,28 @@ class Comparison(Study):
         """Give the training tokens of a run: a part of them where it only chooses a rate."""
         return self.tokens if job.rate is None else self.tokens // TUNING_SHARE
 
-    def recall_lengths(self) -> list[int]:
-        """Windows in which tokens are recalled, in tokens."""
-        return [factor * self.trained_length for factor in RECALLED]
+    @property
+    def recall_length(self) -> int:
+        """The window in which tokens are recalled, in tokens.
+
+        It is the one that is trained: in a longer one attention would be judged by positions that
+        it has never seen.
+        """
+        return self.trained_length
 
     def comparisons(self) -> int:
-        """Count those of losses, and those of recall at each window."""
-        return super().comparisons() + len(self.contrasts) * len(RECALLED)
+        """Count those of losses, and those of recall."""
+        return super().comparisons() + len(self.contrasts)
 
     def scored_tokens(self) -> int:
         """Count what is read of the text for recall, too: windows overlap by half."""
-        return super().scored_tokens() + 2 * len(RECALLED) * self.sweep_tokens()
+        return super().scored_tokens() + 2 * self.sweep_tokens()
 
     def settings(self, fingerprints: Mapping[str, str]) -> dict[str, Any]:
         """Gather what decides the numbers."""
         return super().settings(fingerprints) | {
             "tuning_share": TUNING_SHARE,
-            "recall_lengths": self.recall_lengths(),
+            "recall_length": self.recall_length,
         }
 
 
@@ -85,6 +95,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         rates=words,
         tokens="; ".join(f"{size}: {count:,}" for size, count in TOKENS.items()),
         documents=str(DOCUMENTS),
+        seeds=SEEDS,
     )
     return parser.parse_args(argv)
 
@@ -96,8 +107,7 @@ def comparison_of(arguments: argparse.Namespace) -> Comparison:
     # Always said, so that runs that choose rates have the same share of warm-up.
     arguments.tokens = arguments.tokens or TOKENS[size.name]
     return Comparison(
-        # Every scaling that there is for rotary positions, not the paper's alone.
-        size=dataclasses.replace(size, methods="all", documents=DOCUMENTS),
+        size=dataclasses.replace(size, documents=DOCUMENTS),
         models=chosen_models(arguments, QUESTION, "the comparison"),
         out=from_root(arguments.out or ROOT / f"runs/rivals-{size.name}"),
         **common_values(arguments),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.common import comparison
 from eval.common.precision import evaluation_dtype
 from eval.rivals.measure import HeldOut, held_out, measured
-from eval.rivals.rows import BASE, TUNING_SHARE, WITHOUT, Comparison
+from eval.rivals.rows import BASE, TUNING_SHARE, Comparison
 from eval.rivals.text_recall import RECALL, SLICES
 from eval.small_study.collect import collect, compared
 from eval.small_study.execute import read_result
@@ -32,13 +32,12 @@ def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     folders = [ROOT / job.folder / "model" for job in scored]
     dtype = evaluation_dtype("auto", folders, "auto")
     documents = study.documents or study.size.documents
-    text = held_out(ROOT / study.data, documents, max(study.lengths()), study.recall_lengths())
+    text = held_out(ROOT / study.data, documents, max(study.lengths()), [study.recall_length])
     found = {job: measured(ROOT / job.folder, text, dtype) for job in scored}
     for model in summary["models"]:
         model |= costs(study, model["model"], text.counts.vocabulary)
     return summary | {
         "base": BASE,
-        "without": WITHOUT,
         "tuning_tokens": summary["training_tokens"] // TUNING_SHARE,
         "recall": recall_summary(study, text, found),
     }
@@ -74,7 +73,7 @@ def recall_summary(
     ]
     counted = text.counts.bigram_nlls()
     return {
-        "lengths": list(text.lengths),
+        "length": study.recall_length,
         "slices": list(SLICES),
         "training_split_tokens": text.counts.total + 1,
         "bigram": [_short(row) for length in text.lengths for row in text.rows(length, counted)],

@@ -48,6 +48,7 @@ def add_options(
     rates: str,
     tokens: str,
     documents: str,
+    seeds: tuple[int, ...] = SEEDS,
 ) -> None:
     """Add what every comparison on the study's machinery has.
 
@@ -55,6 +56,7 @@ def add_options(
         cpu: how long the size takes.
         out, rates, tokens, documents: their defaults, in words.
         models: what --models names.
+        seeds: the default.
     """
     add = parser.add_argument
     add("--size", choices=SIZES, default="cpu", help=f"cpu: {cpu}; gpu: larger")
@@ -80,17 +82,19 @@ def add_options(
         help=f"held-out documents that are scored of each text (default: {documents})",
     )
     add("--models", help=f"{models} (default: all)")
-    _add_training(parser, rates, tokens)
+    _add_training(parser, rates, tokens, seeds)
 
 
-def _add_training(parser: argparse.ArgumentParser, rates: str, tokens: str) -> None:
+def _add_training(
+    parser: argparse.ArgumentParser, rates: str, tokens: str, seeds: tuple[int, ...]
+) -> None:
     add = parser.add_argument
     add(
         "--seeds",
         type=whole_numbers(limits.SEED, "0,1,2", distinct=True),
-        default=SEEDS,
+        default=seeds,
         metavar="N,N,…",
-        help=f"default: {','.join(map(str, SEEDS))}",
+        help=f"default: {','.join(map(str, seeds))}",
     )
     add(
         "--rates",

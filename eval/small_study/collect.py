@@ -18,7 +18,7 @@ from eval.common.runs import Run, read_run, unigram_loss
 from eval.small_study.attention import attention_of
 from eval.small_study.execute import commands, read_result, result_path, sweep_folder, unfinished
 from eval.small_study.plan import TUNING_SEED, Job, Study
-from eval.small_study.questions import MODELS
+from eval.small_study.questions import MODELS, NONE
 
 if TYPE_CHECKING:
     from eval.small_study.tune import Tuned
@@ -178,15 +178,19 @@ def _tuned(found: Tuned) -> dict[str, Any]:
 def _comparisons(
     study: Study, swept: Mapping[Job, Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The question's differences at the training length and the longest, positions not scaled."""
-    cells: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # by seed
+    """The question's differences, at the lengths and by the methods that it is compared by."""
+    cells: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}  # by seed
     for job, rows in swept.items():
         for row in rows:
-            if row["method"] == "none" and row["loss"] is not None:
-                cells.setdefault((job.model, row["length"]), {})[job.seed] = row
+            if row["loss"] is not None:
+                place = (job.model, row["length"], row["method"])
+                cells.setdefault(place, {})[job.seed] = row
     found = []
-    for length in study.compared_lengths():
-        at = {model: cells.get((model, length), {}) for model in study.models}
+    for length, method in study.columns():
+        # Models without positions to scale are read as they are.
+        read = {j.model for j, rows in swept.items() if method in {row["method"] for row in rows}}
+        by = {model: method if model in read else NONE for model in study.models}
+        at = {model: cells.get((model, length, by[model]), {}) for model in study.models}
         sides = [(a, b, at[a], at[b]) for a, b in study.contrasts]
         # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
         sides += [
@@ -195,7 +199,8 @@ def _comparisons(
         ]
         for a, b, ours, theirs in sides:
             if difference := compared(ours, theirs, study.comparisons()):
-                found.append({"model": a, "minus": b, "length": length, **difference})
+                where = {"model": a, "minus": b, "length": length, "method": method}
+                found.append(where | difference)
     return found
 
 

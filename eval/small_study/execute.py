@@ -36,7 +36,7 @@ def commands(study: Study, job: Job) -> dict[str, list[str]]:
         return found
     found["export"] = ["-m", "cat_lm.export", folder, f"{folder}/model"]
     largest = max(study.lengths())
-    sweep = ["--lengths", ",".join(map(str, study.lengths())), "--methods", study.size.methods]
+    sweep = ["--lengths", ",".join(map(str, study.lengths())), "--methods", study.methods_of(job)]
     # As much of every document, so that many of them can be scored.
     sweep += ["--documents", "per-document", "--max-document-tokens", str(largest)]
     sweep += ["--max-tokens", str(study.sweep_tokens())]

@@ -12,13 +12,15 @@ from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import read_object, read_yaml
-from eval.small_study.questions import QUESTIONS, Question
+from eval.small_study.questions import NONE, QUESTIONS, YARN, Question
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
 CONFIGS = Path("configs/study")  # a file for each model, and bases for each size
 SEEDS = (0, 1, 2)
 TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
-METHODS = {"paper": 1, "all": 3}  # of eval.length_sweep -> those beside none for rotary positions
+WITH_YARN = f"{NONE},{YARN}"
+# Of eval.length_sweep -> those beside none for rotary positions.
+METHODS = {"paper": 1, "all": 3, WITH_YARN: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Size:
 
     Attributes:
         vocabulary: of the sentencepiece tokenizer that is trained on the text.
-        methods: position scaling of the sweep, in the words of eval.length_sweep.
+        methods: position scaling of the sweep where the question names none, in the words of
+            eval.length_sweep.
         documents: held-out ones that are scored, where no number is given.
         parallel: whether several runs share the machine, a thread each.
     """
@@ -172,14 +175,29 @@ class Study:
         """Held-out tokens that are scored of a text at every length."""
         return (self.documents or self.size.documents) * max(self.lengths())
 
-    def compared_lengths(self) -> list[int]:
-        """Lengths at which losses are compared: the one that is trained at, and the longest."""
-        return list(dict.fromkeys((self.trained_length, max(self.lengths()))))
+    @property
+    def methods(self) -> str:
+        """Name the position scaling of the sweeps, in the words of eval.length_sweep."""
+        return WITH_YARN if YARN in self.asked.beyond else self.size.methods
+
+    def methods_of(self, job: Job) -> str:
+        """Name those of a run, which may have no rotary positions to scale."""
+        if self.methods != WITH_YARN:
+            return self.methods
+        config = self.config(job)
+        facts = config.architecture.facts(config.model)
+        return WITH_YARN if facts.get("position_embedding") == "rope" else NONE
+
+    def columns(self) -> list[tuple[int, str]]:
+        """Give lengths at which losses are compared, each with how positions are read there."""
+        longest = max(self.lengths())
+        beyond = self.asked.beyond if longest > self.trained_length else ()
+        return [(self.trained_length, NONE), *((longest, method) for method in beyond)]
 
     def comparisons(self) -> int:
         """Count all that are made together, which intervals are corrected for."""
         asked = len(self.contrasts) + len(self.interactions)
-        return asked * len(self.compared_lengths()) * len(self.texts())
+        return asked * len(self.columns()) * len(self.texts())
 
     def scored_tokens(self) -> int:
         """Held-out tokens that a finished run is scored on, over all lengths, methods and texts."""
@@ -188,7 +206,7 @@ class Study:
     def cells(self) -> int:
         """Those that a sweep of a model with rotary positions computes."""
         scaled = [factor for factor in self.asked.factors if factor > 1]
-        return len(self.asked.factors) + len(scaled) * METHODS[self.size.methods]
+        return len(self.asked.factors) + len(scaled) * METHODS[self.methods]
 
     def settings(self, fingerprints: Mapping[str, str]) -> dict[str, Any]:
         """Gather what decides the numbers; one folder holds runs of one such setting only.
@@ -218,7 +236,8 @@ class Study:
             "configs": configs,
             "data_fingerprint": fingerprint,
             "lengths": self.lengths(),
-            "methods": self.size.methods,
+            "methods": self.methods,
+            "beyond": list(self.asked.beyond),
             "sweep_tokens": self.sweep_tokens(),
             "held_out": held_out,
         }

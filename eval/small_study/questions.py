@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+NONE, YARN = "none", "yarn"  # methods of eval.length_sweep
+
 # File in configs/study -> what tables and figures call the model, in the order they show.
 MODELS = {
     "pythia": "Pythia (RoPE)",
@@ -24,6 +26,8 @@ MODELS = {
     "cat_qk_nope": "CAT on q and k, NoPE",
     "cat_kv": "CAT on k and v, RoPE",
     "cat_kv_nope": "CAT on k and v, NoPE",
+    "cat_qv": "CAT on q and v, RoPE",
+    "cat_qv_nope": "CAT on q and v, NoPE",
     "mh_cat_v": "MH-CAT on v only, RoPE",
     "mh_cat_v_nope": "MH-CAT on v only, NoPE",
     "mh_maps": "MH-CAT, maps mixed, RoPE",
@@ -32,13 +36,16 @@ MODELS = {
     "mh_maps_v_nope": "maps mixed, v only, NoPE",
     "cat_w4": "CAT, W=4, RoPE",
     "cat_w4_nope": "CAT, W=4, NoPE",
+    "cat_w128": "CAT, W=128, RoPE",
+    "cat_w128_nope": "CAT, W=128, NoPE",
     "canon_b": "depthwise W=4, RoPE",
     "canon_acd": "Canon ACD, RoPE",
     "canon_abcd": "Canon ABCD, RoPE",
     "cat_canon_acd": "CAT + Canon ACD, RoPE",
-    "kv_shift": "CAT on k and v, W=2 (as KV shifting), RoPE",
+    "kv_shift": "CAT on k and v, W=2, RoPE",
     "tfpp": "TF++",
     "tfpp_cat": "TF++ + CAT",
+    "tfpp_canon_acd": "TF++ + Canon ACD",
     "tfpp_canon_abcd": "TF++ + Canon ABCD",
     "tfpp_cat_canon_acd": "TF++ + CAT + Canon ACD",
     "qk_l2": "Pythia, l2 norm of q and k",
@@ -59,6 +66,8 @@ MODELS = {
     "cat_l1": "CAT, filters of l1 norm 1",
     "cat_qk_r2": "CAT on q and k, rank 2",
     "cat_qk_r4": "CAT on q and k, rank 4",
+    "cat_qk_r2_nope": "CAT on q and k, rank 2, NoPE",
+    "cat_qk_r4_nope": "CAT on q and k, rank 4, NoPE",
     **{
         f"{name}{suffix}": f"{words}, {positions}"
         for name, words in (
@@ -81,6 +90,7 @@ MODELS = {
     },
     "mta": "multi-token attention",
     "mta_kernel": "multi-token attention, heads not mixed",
+    "mta_kernel_nope": "multi-token attention, heads not mixed, NoPE",
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
     "gla": "GLA",
@@ -104,6 +114,9 @@ class Question:
         contrasts: (model, minus): one's loss minus the other's.
         factors: lengths at which models are read, of the training length.
         interactions: pairs of differences, one of which is taken from the other.
+        beyond: how positions are read where losses are compared at the longest length too: `NONE`,
+            as trained, or `YARN`, for models with rotary positions, the others as trained. Empty:
+            losses are compared at the training length alone.
         attention: whether the entropy of attention and its largest logit are measured.
     """
 
@@ -111,6 +124,7 @@ class Question:
     contrasts: tuple[tuple[str, str], ...]
     factors: tuple[float, ...] = (0.5, 1, 2, 4, 8)
     interactions: tuple[tuple[tuple[str, str], tuple[str, str]], ...] = ()
+    beyond: tuple[str, ...] = ()
     attention: bool = False
 
     @property
@@ -129,7 +143,15 @@ def _pairs(*contrasts: tuple[tuple[str, str], tuple[str, str]]) -> tuple[tuple[s
     return tuple((a[side], b[side]) for side in (0, 1) for a, b in contrasts)
 
 
-_V, _K, _QK, _KV, _W4 = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_w4"))
+def _interactions(
+    *contrasts: tuple[tuple[str, str], tuple[str, str]],
+) -> tuple[tuple[tuple[str, str], tuple[str, str]], ...]:
+    """Take each contrast without positions from that with rotary ones."""
+    return tuple(((a[0], b[0]), (a[1], b[1])) for a, b in contrasts)
+
+
+_V, _K, _QK, _KV, _QV = map(_both, ("cat_v", "cat_k", "cat_qk", "cat_kv", "cat_qv"))
+_W4, _W128 = map(_both, ("cat_w4", "cat_w128"))
 _SSM, _EXPONENTIAL = map(_both, ("cat_ssm", "cat_exp"))
 _VANILLA, _DECAY, _AVERAGE, _LAS, _FILTER, _DECAY_FILTER = map(
     _both, ("las_vanilla", "las_l", "las_s", "las", "las_filter", "las_l_filter")
@@ -152,13 +174,16 @@ QUESTIONS = {
             ("mh_cat_nope", "cat_nope"),
             ("canon_b", "cat_rope"),
         ),
+        beyond=(NONE,),
     ),
     "streams": Question(
         "which of q, k and v needs the filter, with and without positions?",
         _pairs(
-            *((model, _PLAIN) for model in (_V, _K, _QK, _KV, _CAT)),
-            *((_CAT, model) for model in (_V, _K, _QK, _KV)),
+            *((model, _PLAIN) for model in (_V, _K, _QK, _CAT)),
+            # What q and k add to v, and each stream to the other two.
+            *((_CAT, model) for model in (_V, _QK, _KV, _QV)),
         ),
+        interactions=_interactions((_V, _PLAIN), (_QK, _PLAIN)),
     ),
     "maps": Question(
         "do filters that mix attention maps differ from those that mix embeddings?",
@@ -171,10 +196,12 @@ QUESTIONS = {
     "length": Question(
         "what keeps perplexity at 32 times the training length: positions, windows, streams?",
         (
-            *((none, rope) for rope, none in (_PLAIN, _CAT, _W4, _V)),
-            *_pairs((_CAT, _PLAIN), (_CAT, _W4), (_CAT, _V)),
+            *((none, rope) for rope, none in (_PLAIN, _CAT, _MULTIHEAD, _W4, _V)),
+            *_pairs((_CAT, _PLAIN), (_MULTIHEAD, _CAT), (_CAT, _W4), (_CAT, _V)),
         ),
         factors=(1, 2, 4, 8, 16, 32),
+        interactions=_interactions((_CAT, _PLAIN)),
+        beyond=(NONE, YARN),
     ),
     "canon": Question(
         "do Canon layers differ from CAT, and does either add to the other, in both families?",
@@ -183,13 +210,15 @@ QUESTIONS = {
             ("canon_abcd", "cat_rope"),
             ("canon_abcd", "canon_acd"),
             ("cat_canon_acd", "cat_rope"),
+            ("cat_canon_acd", "canon_acd"),
             ("cat_canon_acd", "canon_abcd"),
-            ("cat_rope", "kv_shift"),
+            ("cat_kv", "kv_shift"),
             ("tfpp_cat", "tfpp"),
+            ("tfpp_canon_acd", "tfpp"),
             ("tfpp_canon_abcd", "tfpp"),
             ("tfpp_canon_abcd", "tfpp_cat"),
             ("tfpp_cat_canon_acd", "tfpp_cat"),
-            ("tfpp_cat_canon_acd", "tfpp_canon_abcd"),
+            ("tfpp_cat_canon_acd", "tfpp_canon_acd"),
         ),
     ),
     "qk_norm": Question(
@@ -199,37 +228,50 @@ QUESTIONS = {
             ("qk_rms", "pythia"),
             *((plain, "pythia") for plain in _NORMED),
             *(
-                (f"{name}_{norm}", plain)
-                for plain, name in _NORMED.items()
-                for norm in ("l2", "rms", "rms_before")
+                (f"{name}_{norm}", f"qk_{norm}")
+                for name in _NORMED.values()
+                for norm in ("l2", "rms")
             ),
+            *((f"{name}_rms_before", f"{name}_rms") for name in _NORMED.values()),
             ("cat_l1", "cat_rope"),
         ),
+        # What a convolution gives with a norm, minus what it gives without.
         interactions=tuple(
-            ((f"{name}_{norm}", plain), (f"qk_{norm}", "pythia"))
+            ((f"{name}_{norm}", f"qk_{norm}"), (plain, "pythia"))
             for plain, name in _NORMED.items()
             for norm in ("l2", "rms")
         ),
         attention=True,
     ),
     "rank": Question(
-        "what does a kernel of scores gain with its rank, and is full rank better?",
+        "what does a kernel of scores gain with its rank, and how far is multi-token attention?",
         (
             *((model, "pythia") for model in ("cat_qk", *_RANKS, "mta_kernel", "mta")),
-            *((model, "cat_qk") for model in (*_RANKS, "mta_kernel")),
-            ("cat_qk_r4", "cat_qk_r2"),
+            *((model, "cat_qk") for model in _RANKS),
             ("mta_kernel", "cat_qk_r4"),
             ("mta", "mta_kernel"),
+            # Without positions alone a kernel of rank R is the convolution of scores.
+            ("cat_qk_nope", "nope"),
+            *((f"{model}_nope", "cat_qk_nope") for model in _RANKS),
+            ("mta_kernel_nope", "cat_qk_r4_nope"),
         ),
         factors=(0.5, 1, 2, 4),  # rows of multi-token attention have at most 512 tokens
     ),
     "filters": Question(
         "do filters as long as the text give what 21 taps give, at 8 times the length too?",
-        _pairs(
-            (_CAT, _PLAIN),
-            *((model, other) for model in (_SSM, _EXPONENTIAL) for other in (_PLAIN, _CAT)),
+        (
+            *((none, rope) for rope, none in (_CAT, _SSM, _EXPONENTIAL)),
+            *_pairs(
+                (_CAT, _PLAIN),
+                *((model, other) for model in (_SSM, _EXPONENTIAL) for other in (_PLAIN, _CAT)),
+                (_SSM, _EXPONENTIAL),
+                # Length and form apart: as many free taps as a row of training.
+                (_W128, _CAT),
+                (_SSM, _W128),
+            ),
         ),
         factors=(1, 2, 4, 8),
+        beyond=(NONE, YARN),
     ),
     "las": Question(
         "what do decayed logits and averaged values give, and do learned filters of values more?",
@@ -240,5 +282,6 @@ QUESTIONS = {
             (_DECAY_FILTER, _LAS),
         ),
         factors=(0.5, 1, 2, 4),
+        beyond=(NONE,),
     ),
 }

@@ -109,13 +109,27 @@ def _main_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
 
 def _comparison_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
     """The question's differences in loss, with corrected intervals."""
-    lengths = list(dict.fromkeys(pair["length"] for pair in text["comparisons"]))
-    if not lengths:
+    if not text["comparisons"]:
         return ""
-    found = {
-        f"at {n:,}": [pair for pair in text["comparisons"] if pair["length"] == n] for n in lengths
-    }
-    return markdown_table(*comparison_lines(summary, found))
+    return markdown_table(*comparison_lines(summary, comparison_columns(summary, text)))
+
+
+def comparison_columns(
+    summary: dict[str, Any], text: dict[str, Any], words: str = ""
+) -> dict[str, list[dict[str, Any]]]:
+    """Gather a text's differences by length and method: head of a column -> differences.
+
+    Args:
+        words: before the length, such as what the differences are of.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for pair in text["comparisons"]:
+        head = f"{words} at {pair['length']:,}".strip()
+        if pair["length"] > summary["training_length"]:
+            read = {"none": "positions as trained", "yarn": "RoPE by YaRN"}
+            head += f", {read[pair['method']]}"
+        found.setdefault(head, []).append(pair)
+    return found
 
 
 def comparison_lines(

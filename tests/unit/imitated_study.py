@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -51,7 +51,9 @@ class Imitation:
             write_json(Path(arguments[3]) / "config.json", config)
             save_file({"weight": np.zeros(1)}, Path(arguments[3]) / "model.safetensors")
             return 0
-        self.sweep(Path(arguments[2]), Path(arguments[-1]))
+        asked = arguments[arguments.index("--methods") + 1]
+        methods = ("none", "pi+temperature") if asked == "paper" else asked.split(",")
+        self.sweep(Path(arguments[2]), Path(arguments[-1]), methods)
         return 0
 
     def validation(self, config) -> float:
@@ -84,12 +86,13 @@ class Imitation:
         own = 0.02 if model == "canon_b" else 0.0
         return [1024 * (loss + number / 8 + own * (-1) ** number) for number in range(8)]
 
-    def sweep(self, run: Path, out: Path) -> None:
+    def sweep(self, run: Path, out: Path, methods: Sequence[str]) -> None:
         model, seed = run.name.split("-seed")
         rows = []
-        for method in ("none", "pi+temperature"):
+        for method in methods:
+            slope = 0.05 if method == "yarn" else 0.1
             for length in LENGTHS:
-                loss = self.LOSS[model] + 0.01 * int(seed) + 0.1 * math.log2(length / 128)
+                loss = self.LOSS[model] + 0.01 * int(seed) + slope * math.log2(length / 128)
                 row = {"label": run.name, "length": length, "method": method, "loss": loss}
                 row |= {"perplexity": math.exp(loss), "bits_per_byte": loss / 3, "tokens": 4096}
                 row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}

@@ -56,13 +56,23 @@ class TestRows:
             assert tokens[0] == (study.tokens, study.tokens // 20)
             assert tokens[1] == (study.tokens // 2, study.tokens // 40)
 
-    def test_each_is_compared_with_the_base_and_with_itself_without_convolutions(self):
-        assert len(QUESTION.contrasts) == 14
-        assert {minus for model, minus in QUESTION.contrasts} == {"tfpp", "pythia"}
-        assert {a for a, b in QUESTION.contrasts if b == "tfpp"} == {*QUESTION.models} - {"tfpp"}
+    def test_filters_are_compared_with_the_same_model_without_them_and_rivals_with_both(self):
+        filters = {("cat_rope", "pythia"), ("mh_cat_rope", "pythia"), ("kv_shift", "pythia")}
+        filters |= {("tfpp_cat", "tfpp"), ("cat_rope", "kv_shift"), ("tfpp", "pythia")}
+        rivals = {"tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet"}
+        both = {pair for name in rivals for pair in ((name, "tfpp"), ("tfpp_cat", name))}
+        assert len(QUESTION.contrasts) == 18 and {*QUESTION.contrasts} == filters | both
         study = comparison_of(parse_arguments(["--held-out", "a/b"]))
-        # Losses at two lengths of two texts, recall in two windows of one.
-        assert study.comparisons() == 14 * 2 * 2 + 14 * 2
+        assert study.seeds == (0, 1, 2, 3, 4, 5)
+        # Losses at the trained length and, by YaRN, the longest of two texts; recall of one.
+        assert study.columns() == [(128, "none"), (1024, "yarn")]
+        assert study.comparisons() == 18 * 2 * 2 + 18
+        assert study.recall_length == 128, "no positions that were never trained"
+        methods = {job.model: study.methods_of(job) for job in study.jobs()}
+        assert {m for m, found in methods.items() if found == "none"} == rivals - {
+            "tfpp_canon_abcd"
+        }
+        assert {*methods.values()} == {"none", "none,yarn"}
 
     def test_a_row_of_another_size_is_refused(self):
         check_sizes({"a": 1_019_000, "b": 981_000}, 1_000_000, 300)
@@ -274,6 +284,7 @@ class TestComparison:
     @pytest.fixture
     def arguments(self, long_corpus, tmp_path) -> list[object]:
         chosen = ["--models", "tfpp,tfpp_cat,gla", "--documents", 4, "--parallel", 1]
+        chosen += ["--seeds", "0,1,2"]
         return ["--data", long_corpus, "--out", tmp_path / "out", *chosen]
 
     def test_numbers_tables_and_page(self, arguments, tmp_path, monkeypatch, capsys):
@@ -287,17 +298,23 @@ class TestComparison:
         reported = [c for c in first.calls if "train.py" in c and "/runs/" in c]
         assert len(reported) == 9
         assert all("train.max_tokens=1024000 " in call and "lr=0.003 " in call for call in reported)
-        assert all("--methods all" in call for call in first.calls if "length_sweep" in call)
+        swept = [call for call in first.calls if "length_sweep" in call]
+        assert all(("--methods none " in call) == ("/gla-" in call) for call in swept)
+        assert all(("--methods none,yarn " in call) == ("/tfpp" in call) for call in swept)
         folder = tmp_path / "out"
         summary = json.loads((folder / "summary.json").read_text())
-        assert {pair["comparisons"] for pair in summary["comparisons"]} == {2 * 4}
+        assert {pair["comparisons"] for pair in summary["comparisons"]} == {3 * 3}
+        assert {(p["length"], p["method"]) for p in summary["comparisons"]} == {
+            (128, "none"),
+            (1024, "yarn"),
+        }
         recall = summary["recall"]
-        assert recall["lengths"] == [128, 1024] and recall["training_split_tokens"] == 19_200
-        verdicts = {(p["model"], p["length"]): p["verdict"] for p in recall["comparisons"]}
-        assert verdicts["tfpp_cat", 128] == "lower"
-        worse = [p for p in recall["comparisons"] if p["model"] == "gla"]
-        assert [p["verdict"] for p in worse] == ["unclear"] * 2, "large, but seeds disagree"
-        assert all(p["mean"] == pytest.approx(0.501, abs=1e-3) for p in worse)
+        assert recall["length"] == 128 and recall["training_split_tokens"] == 19_200
+        verdicts = {(p["model"], p["minus"]): p["verdict"] for p in recall["comparisons"]}
+        assert verdicts["tfpp_cat", "tfpp"] == "lower"
+        (worse,) = [p for p in recall["comparisons"] if p["model"] == "gla"]
+        assert worse["verdict"] == "unclear", "large, but seeds disagree"
+        assert worse["mean"] == pytest.approx(0.501, abs=1e-3)
         cost = {model["model"]: model for model in summary["models"]}
         # Two heads of 32 x 64 in four layers, in fp32, whatever the length.
         assert set(cost["gla"]["state_bytes"].values()) == {4 * 4 * 2 * 32 * 64}
@@ -305,11 +322,18 @@ class TestComparison:
         assert caches == {"128": 4 * 2 * 128 * 128 * 2, "1024": 4 * 2 * 128 * 1024 * 2}
         table = (folder / "rivals.md").read_text(encoding="utf-8")
         lines = [line for line in table.splitlines() if line.startswith("| GLA | TF++ |")]
-        unclear = "+0.501 [-2.406, +3.408] | unclear |"
-        assert len(lines) == 1 and lines[0].endswith(f"| {unclear} {unclear}")
+        higher = (
+            "+0.001 [+0.001, +0.001] | **higher** |",
+            "+0.151 [+0.151, +0.151] | **higher** |",
+        )
+        # Beyond the trained length TF++ is read by YaRN, GLA as it is.
+        assert len(lines) == 1
+        assert lines[0].startswith(f"| GLA | TF++ | {' '.join(higher)} +0.501 [")
+        head = "| loss at 128 |  | loss at 1,024, RoPE by YaRN |  | recall at 128 |"
+        assert head in table
         assert "| TF++ + CAT | TF++ | -0.200 [-0.200, -0.200] | **lower** |" in table
-        assert "corrected for 8 comparisons" in table and "| bigram counts |" in table
-        assert "6 of 8 differences are carried by their intervals" in table
+        assert "corrected for 9 comparisons" in table and "| bigram counts |" in table
+        assert "7 of 9 differences are carried by their intervals" in table
         page = (folder / "rivals.html").read_text(encoding="utf-8")
         assert "<svg role=" in page and '<td class="best">lower</td>' in page
         for label in ("TF++ + CAT", "GLA", "What may be concluded"):

@@ -44,7 +44,7 @@ DEFINITION = {
     "mh_cat_rope": ("multihead", "qkv", 21, "rope"),
     "mh_cat_nope": ("multihead", "qkv", 21, "none"),
     **dict.fromkeys(("canon_b", "canon_abcd", "tfpp_canon_abcd"), ("depthwise", "qkv", 4, "rope")),
-    **dict.fromkeys(("canon_acd", "tfpp"), ("none", None, None, "rope")),
+    **dict.fromkeys(("canon_acd", "tfpp", "tfpp_canon_acd"), ("none", None, None, "rope")),
     **dict.fromkeys(
         ("cat_canon_acd", "tfpp_cat", "tfpp_cat_canon_acd"), ("head", "qkv", 21, "rope")
     ),
@@ -56,7 +56,12 @@ DEFINITION = {
         for norm in ("l2", "rms", "rms_before")
     },
     "cat_l1": ("head", "qkv", 21, "rope"),
-    **dict.fromkeys(("cat_qk_r2", "cat_qk_r4"), ("head", "qk", 21, "rope")),
+    **{
+        f"cat_qk_r{rank}{suffix}": ("head", "qk", 21, positions)
+        for rank in (2, 4)
+        for suffix, positions in (("", "rope"), ("_nope", "none"))
+    },
+    "mta_kernel_nope": ("none", None, None, "none"),
     **{
         f"{name}{suffix}": ("head", "qkv", 21, positions)
         for name in ("cat_ssm", "cat_exp")
@@ -74,7 +79,7 @@ DEFINITION = {
     **{
         f"cat_{streams}{suffix}": ("head", streams, 21, positions)
         for suffix, positions in (("", "rope"), ("_nope", "none"))
-        for streams in ("v", "k", "qk", "kv")
+        for streams in ("v", "k", "qk", "kv", "qv")
     },
     **{
         f"{name}{suffix}": (kind, streams, window, positions)
@@ -84,6 +89,7 @@ DEFINITION = {
             ("mh_maps", "multihead", "qkv", 21),
             ("mh_maps_v", "multihead", "v", 21),
             ("cat_w4", "head", "qkv", 4),
+            ("cat_w128", "head", "qkv", 128),
         )
     },
 }
@@ -122,7 +128,7 @@ class TestPlan:
             assert config.model.qk_norm == (norm[1] if norm else "none")
             assert (config.model.qk_norm_place == "before") == model.endswith("_before")
             assert (config.model.conv_norm == "l1") == model.endswith("_l1")
-            rank = re.search("_r([24])$", model)
+            rank = re.search("_r([24])(_nope)?$", model)
             assert config.model.conv_rank == (int(rank[1]) if rank else 1)
             long = {"cat_ssm": ("ssm", 16), "cat_exp": ("exponential", 1)}
             filters = long.get(model.removesuffix("_nope"), ("taps", 0))
@@ -160,18 +166,39 @@ class TestPlan:
             "las",
         ]
         sizes = {name: len(question.models) for name, question in QUESTIONS.items()}
-        first = {"variants": 9, "streams": 12, "maps": 10, "length": 8}
-        assert sizes == {**first, "canon": 10, "qk_norm": 16, "rank": 6, "filters": 8, "las": 12}
+        first = {"variants": 9, "streams": 14, "maps": 10, "length": 10}
+        assert sizes == {**first, "canon": 12, "qk_norm": 16, "rank": 11, "filters": 10, "las": 12}
         for question in QUESTIONS.values():
             assert len(set(question.contrasts)) == len(question.contrasts)
             assert set(question.models) <= MODELS.keys()
-        for name in ("streams", "maps", "filters", "las"):
+        for name in ("streams", "maps", "canon", "qk_norm", "rank", "las"):
             for a, b in QUESTIONS[name].contrasts:
                 assert DEFINITION[a][3] == DEFINITION[b][3], "the same positions"
-        positions = [pair for pair in QUESTIONS["length"].contrasts if "nope" not in pair[1]]
-        for a, b in positions[:4]:
-            assert DEFINITION[a][:3] == DEFINITION[b][:3] and DEFINITION[a][3] == "none"
+        # Of the two questions on positions, a difference is of positions or of the rest.
+        for name, count in (("length", 5), ("filters", 3)):
+            other = [
+                (a, b) for a, b in QUESTIONS[name].contrasts if DEFINITION[a][3] != DEFINITION[b][3]
+            ]
+            assert len(other) == count
+            for a, b in other:
+                assert DEFINITION[a][:3] == DEFINITION[b][:3] and DEFINITION[a][3] == "none"
+            assert QUESTIONS[name].beyond == ("none", "yarn")
         assert QUESTIONS["length"].factors[-1] == 32
+        ((with_rope, without),) = QUESTIONS["length"].interactions
+        assert [DEFINITION[x][3] for x in (*with_rope, *without)] == ["rope"] * 2 + ["none"] * 2
+
+    def test_losses_are_compared_as_positions_were_trained_and_as_they_are_best_read(
+        self, tmp_path
+    ):
+        models = ("pythia", "nope")
+        study = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="length")
+        assert study.columns() == [(128, "none"), (4096, "none"), (4096, "yarn")]
+        assert study.comparisons() == 3, "of one difference"
+        assert [study.methods_of(job) for job in study.jobs()] == ["none,yarn", "none"]
+        assert study.cells() == 6 + 5
+        streams = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="streams")
+        assert streams.columns() == [(128, "none")]
+        assert {streams.methods_of(job) for job in streams.jobs()} == {"paper"}
 
     def test_the_readme_has_the_questions(self):
         text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
@@ -376,11 +403,11 @@ class TestStudy:
         folder = tmp_path / "out"
         summary = json.loads((folder / "summary.json").read_text())
         pairs = {(p["model"], p["minus"]): p for p in summary["comparisons"] if p["length"] == 128}
-        assert len(pairs) == 4 and {p["comparisons"] for p in pairs.values()} == {8}
-        difference = pairs["cat_l2 − cat_rope", "qk_l2 − pythia"]
+        assert len(pairs) == 4 and {p["comparisons"] for p in pairs.values()} == {4}
+        difference = pairs["cat_l2 − qk_l2", "cat_rope − pythia"]
         assert difference["mean"] == pytest.approx(-0.09) and difference["verdict"] == "lower"
         table = (folder / "small_study.md").read_text(encoding="utf-8")
-        label = "| CAT, l2 norm after − CAT, RoPE | Pythia, l2 norm of q and k − Pythia (RoPE) |"
+        label = "| CAT, l2 norm after − Pythia, l2 norm of q and k | CAT, RoPE − Pythia (RoPE) |"
         assert f"{label} -0.090 [" in table
         assert "| CAT, RoPE | 0.550 ± 0.071 | 7.0 ± 0.0 |" in table
         # Weights that were measured are not measured again.
