@@ -54,7 +54,8 @@ def added_at_the_start(config):
     rows = torch.randint(2048, (2, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(rows)
-    return float(found[0].std() / model.get_input_embeddings().weight.std())
+    embedded = model.get_input_embeddings().weight.detach()
+    return float(found[0].std() / embedded.std())
 
 
 class TestRows:
