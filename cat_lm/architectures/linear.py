@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,10 @@ class LinearSection(ModelSection):
     )
     norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-6
     initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = 0.02
+    conv_init: Literal["normal", "uniform"] = Field(
+        "normal",
+        description="start of the short convolutions: std initializer_range, or within ±1/sqrt(W)",
+    )
 
     @property
     def inner_size(self) -> int:
@@ -57,7 +61,7 @@ class LinearArchitecture(Architecture):
     embedding = "model.embeddings.weight"
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
     recurrent = True
-    free_keys = frozenset({"initializer_range"})
+    free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
     classes_named: ClassVar[str]
     package_classes: ClassVar[str]
 

@@ -20,10 +20,11 @@ from cat_lm.limits import (
     VOCABULARY,
     WINDOW,
 )
-from cat_lm.model.linear_rules import DeltaNetShape, GatedDeltaNetShape, GlaShape
+from cat_lm.model.linear_rules import CONV_INITS, DeltaNetShape, GatedDeltaNetShape, GlaShape
 from cat_lm.model.rules import gated_width
 from cat_lm.model.settings import (
     RecurrentSettings,
+    check_choice,
     check_numbers,
     check_switches,
     check_tokens,
@@ -66,8 +67,12 @@ class LinearConfig(RecurrentSettings, PreTrainedConfig):
         to a multiple of 256.
     conv_size (`int`): W of the short depthwise convolutions of queries, keys and values.
     max_position_embeddings (`int`): tokens of a training sequence.
-    initializer_range (`float`): the standard deviation of linear layers, short convolutions and
-        embeddings at the start.
+    initializer_range (`float`): the standard deviation of linear layers and embeddings at the
+        start.
+    conv_init (`str`, defaults to `"normal"`): what the filters of short convolutions start from:
+        `"normal"`, with initializer_range, as flash-linear-attention's models do, or `"uniform"`,
+        ±1/sqrt(W) as torch draws a convolution and Mamba's filters start. Of the start alone, so
+        that it is no part of a trained model.
 
     flash-linear-attention's other fields are read and left out where they say what the model is
     anyway. Wrong values raise a `ValueError` that says what is supported.
@@ -87,6 +92,7 @@ class LinearConfig(RecurrentSettings, PreTrainedConfig):
     max_position_embeddings: int = 2048
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    conv_init: str = "normal"
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -195,6 +201,7 @@ def check_fields(kind: type[LinearConfig], config: Any, others: Mapping[str, Any
     check_numbers(config, numbers, whole=False)
     switches = ("tie_word_embeddings", "use_cache", "use_short_conv")
     check_switches(config, tuple(name for name in switches if hasattr(kind, name)))
+    check_choice("conv_init", config.conv_init, CONV_INITS)
     check_tokens(config)
     refuse(config.shape_problems())
     for key, allowed in (_PACKAGE | kind.package).items():

@@ -1,4 +1,4 @@
-"""Initial weights: GPT-NeoX's small-init and wang-init, and the filters.
+"""Initial weights of models with attention: GPT-NeoX's small-init and wang-init, and the filters.
 
 C is the model width, L the number of layers, W the window, H the number of heads:
 
@@ -24,7 +24,10 @@ C is the model width, L the number of layers, W the window, H the number of head
 | Canon filters, `canon_init: zero`            | 0                           |            |
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
-GPT-NeoX uses them for Pythia; all families start so, that under one recipe only they differ.
+GPT-NeoX uses them for Pythia; GPT-NeoX and Llama both start so. Recurrent families start as in
+their libraries, see `cat_lm.model.recurrent`: from a standard deviation of 0.02 at any width, which
+small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
+sqrt(2 / (5 C)), as in configs/study; what writes to the residual stream starts in their own ways.
 `uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
 the convolution would start.
 """

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,22 +49,18 @@ class LinearMixer(nn.Module):
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
-        self.mixer_backend, self.std = "auto", config.initializer_range
+        self.mixer_backend = "auto"
         self.heads, width = config.num_heads, config.hidden_size
         keys, values = config.key_channels, config.value_channels
+        std = config.initializer_range if config.conv_init == "normal" else None
         for stream, channels in zip(STREAMS, (keys, keys, values), strict=True):
             self.add_module(f"{stream}_proj", nn.Linear(width, channels, bias=False))
             if config.window:
-                convolution = ShortConvolution(channels, config.window, bias=False)
+                convolution = ShortConvolution(channels, config.window, bias=False, std=std)
                 self.add_module(f"{stream}_conv1d", convolution)
         if config.gated_output:
             self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
-
-    def initial_values(self) -> dict[str, Tensor]:
-        """Draw the filters as flash-linear-attention's models do, as if they were matrices."""
-        names = [f"{stream}_conv1d.weight" for stream in STREAMS if hasattr(self, "q_conv1d")]
-        return {name: torch.randn_like(self.get_parameter(name)) * self.std for name in names}
 
     def streams(self, x: Tensor, **how: Any) -> list[Tensor]:
         """Make queries, keys and values [B, T, H, D] of x [B, T, C]."""
@@ -183,8 +178,8 @@ class GatedDeltaRule(DeltaRule):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Draw the filters, and the rates as they are published."""
-        return super().initial_values() | initial_decay(self.heads)
+        """Draw the rates as they are published, by name."""
+        return initial_decay(self.heads)
 
     def rates(self, x: Tensor) -> list[Tensor]:
         return [*super().rates(x), log_decay(self.a_proj(x), self.dt_bias, self.A_log)]

@@ -11,6 +11,9 @@ from typing import ClassVar
 
 from cat_lm.ops.recurrence import DELTA_FLOPS, GATED_DELTA_FLOPS, GLA_FLOPS
 
+# What the filters of short convolutions start from.
+CONV_INITS = ("normal", "uniform")
+
 
 class LinearShape:
     """What a layer's mixer is made of, by the keys of a section or a configuration.

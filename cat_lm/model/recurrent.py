@@ -52,7 +52,8 @@ class RecurrentPreTrained:
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
     from 1. A module whose parameters start otherwise gives them by name in `initial_values()`; its
-    parts are initialised before it, so that it may also give theirs.
+    parts are initialised before it, so that it may also give theirs. It must have a parameter of
+    its own: transformers passes over a module that has none.
     """
 
     supports_gradient_checkpointing = True

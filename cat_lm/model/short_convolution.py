@@ -18,20 +18,25 @@ from cat_lm.ops import BACKENDS, choose_backend
 class ShortConvolution(nn.Conv1d):
     """SiLU(bias + sum over j < W of F_j x_{t−j}), in the names and the layout of `nn.Conv1d`.
 
-    `weight` is [C, 1, W] with the oldest lag first. Starts as torch draws it, its bias at 0.
+    `weight` is [C, 1, W] with the oldest lag first. Its bias starts at 0.
+
+    Args:
+        std: of the normal distribution that the filters start from; none: uniform in ±1/√W, as
+            torch draws a convolution.
     """
 
     no_decay = ("weight", "bias")
     sequence_group: SequenceGroup | None = None
 
-    def __init__(self, channels: int, window: int, bias: bool) -> None:
+    def __init__(self, channels: int, window: int, bias: bool, std: float | None = None) -> None:
         super().__init__(channels, channels, window, groups=channels, bias=bias)
-        self.conv_backend = "auto"
+        self.conv_backend, self.std = "auto", std
 
     def initial_values(self) -> dict[str, Tensor]:
         """Give what the parameters start from, by name."""
-        bound = 1 / math.sqrt(self.kernel_size[0])
-        values = {"weight": torch.empty_like(self.weight).uniform_(-bound, bound)}
+        weight, bound = torch.empty_like(self.weight), 1 / math.sqrt(self.kernel_size[0])
+        drawn = weight.uniform_(-bound, bound) if self.std is None else weight.normal_(0, self.std)
+        values = {"weight": drawn}
         return values if self.bias is None else values | {"bias": torch.zeros_like(self.bias)}
 
     def forward(self, x: Tensor, name: str = "inputs", **how: Any) -> Tensor:

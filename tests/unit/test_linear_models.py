@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gla", "delta_net", "gated_deltanet")
 CASES = (*FAMILIES, "gla: short convolutions")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+convolving = pytest.mark.parametrize("case", CASES[1:])  # not GLA, which has no filters
 each_family = pytest.mark.parametrize("family", FAMILIES)
 needs_definitions = pytest.mark.skipif(PACKAGE is None, reason="fla-core is not installed")
 
@@ -219,6 +221,7 @@ def test_an_export_for_the_package_is_the_same_tensors(case, tiny_corpus, tmp_pa
         ("gated_deltanet", {"num_v_heads": 4}, "num_v_heads=4"),
         ("gated_deltanet", {"head_dim": 0}, "head_dim=0: must be from 1"),
         ("gated_deltanet", {"conv_size": 0}, "conv_size=0: must be from 1"),
+        ("delta_net", {"conv_init": "identity"}, "conv_init='identity' is not supported; choose"),
     ],
 )
 def test_models_of_the_package_that_are_not_ours_are_refused(family, changes, said, tmp_path):
@@ -250,7 +253,62 @@ def test_rates_and_filters_start_as_published():
     steps, rates = F.softplus(layer.dt_bias), layer.A_log.exp()
     assert 0.9e-3 < steps.min() < 0.01 < steps.max() < 0.101
     assert 0 < rates.min() < 4 < 12 < rates.max() <= 16
-    assert 0.015 < layer.q_conv1d.weight.std() < 0.025 and layer.g_proj.weight.std() < 0.025
+    assert 0.015 < layer.g_proj.weight.std() < 0.025
+
+
+def start_with(model: nn.Module, std: float) -> bool:
+    """Tell whether filters, hundreds of numbers, have this standard deviation within a tenth."""
+    taps = torch.cat([p.flatten() for name, p in model.named_parameters() if "conv1d" in name])
+    return abs(float(taps.detach().std()) / std - 1) < 0.1
+
+
+@convolving
+def test_filters_start_as_the_packages_or_as_torchs(case):
+    for keys, std in (({}, 0.02), ({"initializer_range": 0.05}, 0.05)):
+        model = model_of(case, moved=False, **keys)
+        assert start_with(model, std) and not start_with(model, 1 / math.sqrt(12))
+    model = model_of(case, moved=False, conv_init="uniform")
+    assert start_with(model, 1 / math.sqrt(12)) and not start_with(model, 0.02)  # W = 4: ±1/2
+    weight = model.model.layers[0].attn.q_conv1d.weight.detach().abs()
+    assert 0.45 < weight.max() <= 0.5
+
+
+@pytest.mark.parametrize("case", ["gla: short convolutions", "delta_net"])
+def test_mixers_without_parameters_cannot_give_their_filters_start(case, monkeypatch):
+    """The control: transformers asks no such module, so that a convolution must say it itself."""
+
+    def given(self: nn.Module) -> dict[str, Tensor]:
+        return {f"{s}_conv1d.weight": torch.zeros_like(self.q_conv1d.weight) for s in "qk"}
+
+    monkeypatch.setattr(linear_mixers.LinearMixer, "initial_values", given, raising=False)
+    assert start_with(model_of(case, moved=False), 0.02)
+    # One parameter, whatever it is, and it is asked.
+    build = linear_mixers.LinearMixer.__init__
+
+    def with_one(self: nn.Module, config: Any) -> None:
+        build(self, config)
+        self.extra = nn.Parameter(torch.ones(1))
+
+    monkeypatch.setattr(linear_mixers.LinearMixer, "__init__", with_one)
+    assert not start_with(model_of(case, moved=False), 0.02)
+
+
+@convolving
+@pytest.mark.parametrize("library", [False, True])
+def test_the_start_of_filters_is_exported_and_differs_in_no_weight(
+    case, library, tiny_corpus, tmp_path
+):
+    family, model = architectures.get(case.partition(":")[0]), model_of(case, conv_init="uniform")
+    checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
+    out = export_checkpoint(tmp_path / "run", tmp_path / "out", library=library)
+    again = load_model(out, device="cpu").config
+    assert (
+        json.loads((out / "config.json").read_text())["conv_init"] == again.conv_init == "uniform"
+    )
+    theirs, plain = (family.section_values(c) for c in (again, model_of(case).config))
+    assert (theirs["conv_init"], plain["conv_init"]) == ("uniform", "normal")
+    assert family.differences(theirs, plain) == []
+    assert family.differences(theirs, plain | {"conv_size": 3})
 
 
 # Backends
@@ -433,6 +491,10 @@ def test_the_packages_operators_get_documents_padding_and_states(family, monkeyp
         ({"model.num_heads": 3}, "model.num_heads=3: must divide 16 channels"),
         ({"model.num_attention_heads": 4}, "model.num_attention_heads: unknown key"),
         ({"model.expand_k": 0.3}, "model.expand_k=0.3: hidden_size=32 times it is 9.6 channels"),
+        (
+            {"model.conv_init": "identity"},
+            "model.conv_init='identity': should be 'normal' or 'uniform'",
+        ),
         ({"model.conv_size": 8}, "model.conv_size=8: has no effect without use_short_conv"),
         ({"model.architecture": "delta_net"}, "model.num_heads: is missing"),
         (

@@ -41,6 +41,23 @@ from tests.unit.imitated_study import LENGTHS, Imitation, run_command
 run = functools.partial(run_command, main)
 
 
+def added_at_the_start(config):
+    """The deviation of what the first mixer adds, in parts of that of the embeddings."""
+    import torch
+
+    from cat_lm.training.engine import build_model
+
+    model, found = build_model(config, 2048).eval(), []
+    mixer = r"(gpt_neox|model|backbone)\.layers\.0\.(attention|self_attn|attn|mixer)"
+    (first,) = (m for name, m in model.named_modules() if re.fullmatch(mixer, name))
+    first.register_forward_hook(lambda _, __, y: found.append(y[0] if isinstance(y, tuple) else y))
+    rows = torch.randint(2048, (2, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(rows)
+    embedded = model.get_input_embeddings().weight.detach()
+    return float(found[0].std() / embedded.std())
+
+
 class TestRows:
     @pytest.mark.parametrize("size", ["cpu", "gpu"])
     def test_all_have_the_same_size_and_tokens(self, size):
@@ -73,6 +90,28 @@ class TestRows:
             "tfpp_canon_abcd"
         }
         assert {*methods.values()} == {"none", "none,yarn"}
+
+    @pytest.mark.parametrize("size", ["cpu", "gpu"])
+    def test_rows_without_attention_start_as_wide_as_the_others(self, size):
+        study = comparison_of(parse_arguments(["--size", size]))
+        for job in study.jobs()[: len(study.models)]:
+            model = study.config(job).model
+            if model.architecture in ("gpt_neox", "llama"):
+                continue  # they have no other start
+            rule = math.sqrt(2 / (5 * model.hidden_size))
+            assert model.initializer_range == pytest.approx(rule, rel=1e-5)
+            default = type(model).model_fields["initializer_range"].default
+            assert default != pytest.approx(rule, rel=0.1), "the control: it is set"
+            assert getattr(model, "conv_init", "uniform") == "uniform"
+
+    def test_no_row_starts_with_a_mixer_that_does_next_to_nothing(self):
+        study = comparison_of(parse_arguments([]))
+        for job in study.jobs()[: len(study.models)]:
+            config = study.config(job)
+            assert 0.1 < added_at_the_start(config) < 20, job.model
+            if job.model == "mamba":  # the control: the library's own start
+                library = config.model.model_copy(update={"initializer_range": 0.02})
+                assert added_at_the_start(config.model_copy(update={"model": library})) < 0.1
 
     def test_a_row_of_another_size_is_refused(self):
         check_sizes({"a": 1_019_000, "b": 981_000}, 1_000_000, 300)
