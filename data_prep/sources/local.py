@@ -83,6 +83,7 @@ class Files(Source):
     """Text, markdown, JSON lines and parquet files: one file, a folder, or a glob pattern.
 
     A document's set is what it names under the set key, or else the kind of its file ("jsonl").
+    Files that a pattern of `exclude` matches are left out, see `left_in`.
     With `validation_fraction`, a single document is divided: that share of it, at its end, is the
     validation split. Several documents are left to the hash of their texts.
     """

@@ -177,9 +177,9 @@ class Study:
 
     @functools.cached_property
     def skip_tokens(self) -> int:
-        """The beginning of the data's held-out text, which rates are chosen on and none scored on.
+        """Count the data's first held-out tokens, which rates are chosen on and none is scored on.
 
-        Raises UserError where a model's configuration validates on all of that text.
+        Raises UserError where a model's configuration validates on all held-out tokens.
         """
         found = []
         for model in self.asked.models:
