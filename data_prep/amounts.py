@@ -46,12 +46,17 @@ def _match(pattern: str, text: str) -> re.Match[str] | None:
     return re.fullmatch(pattern, text.strip()) if len(text) <= _MOST_CHARACTERS else None
 
 
-def names(flag: str, text: str) -> list[str]:
-    """NAME,NAME as a sorted list without repetitions."""
+def names(flag: str, text: str, what: str = "the names of sets") -> list[str]:
+    """NAME,NAME as a sorted list without repetitions. Raises UserError where there is none."""
     found = sorted({name.strip() for name in text.split(",")} - {""})
     if not found:
-        raise UserError(f"{flag} {text!r}: give the names of sets, with commas between them")
+        raise UserError(f"{flag} {text!r}: give {what}, with commas between them")
     return found
+
+
+def patterns(flag: str, text: str) -> list[str]:
+    """Read GLOB,GLOB, as `names` does."""
+    return names(flag, text, "patterns such as encodings/*")
 
 
 def numbers_by_set(flag: str, text: str) -> dict[str, str]:

@@ -43,6 +43,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         reading,
         arguments.validation_path,
         arguments.validation_fraction,
+        arguments.exclude or (),
     )
     identity = _identity(arguments, source)
     if _is_complete(arguments, identity):  # finished data may lie where nothing can be written
@@ -137,7 +138,7 @@ def _identity(arguments: argparse.Namespace, source: Source) -> dict:
     names = (
         *("tokenizer", "eod_token", "text_key", "document_separator", "validation_path"),
         *("validation_fraction", "seed", "max_documents", "max_bytes", "shard_tokens"),
-        *("sets", "exclude_sets", "tokens", "mixture", "repeat"),
+        *("exclude", "sets", "exclude_sets", "tokens", "mixture", "repeat"),
     )
     values = {name: getattr(arguments, name) for name in names}
     # None where it is as it always was, so that data of earlier versions still count as made so.

@@ -17,6 +17,7 @@ KINDS = ("python-stdlib", "files", "slimpajama", RAW)
 # What raw-bytes reads; it chooses nothing and has one document a split.
 RAW_OPTIONS = {"source", "path", "splits", "tokenizer", "out"}
 STAGES = ("all", "encode", "assemble")
+WITH_PATHS = ("python-stdlib", "files")  # whose files --exclude can name
 LIMITS = ("max_documents", "max_bytes")
 # The first so many documents are no uniform subset: a budget among them would mean nothing.
 EXCLUSIVE = (
@@ -127,6 +128,12 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         help="decides which documents are held out, and which ones a part of a set consists of "
         "(default: 0)",
     )
+    add(
+        "--exclude",
+        metavar="GLOB,GLOB",
+        help="files, python-stdlib: no files whose path below --path or the library's folder "
+        "matches, such as 'encodings/*'; * stands for / too",
+    )
     add("--sets", metavar="NAME,NAME", help="only documents of these sets")
     add("--exclude-sets", metavar="NAME,NAME", help="no documents of these sets")
     add(
@@ -222,6 +229,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     for name, convert in (
         ("shard_tokens", amounts.amount),
         ("tokens", amounts.amount),
+        ("exclude", amounts.patterns),
         ("sets", amounts.names),
         ("exclude_sets", amounts.names),
         ("mixture", amounts.numbers_by_set),
@@ -252,6 +260,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, times in (arguments.repeat or {}).items():
         if float(times) > REPEATS.high:
             raise UserError(f"--repeat {name}={times}: must be at most {REPEATS.high:,} times")
+    if arguments.exclude is not None and arguments.source not in WITH_PATHS:
+        flag = f"--exclude {amounts.cut(','.join(arguments.exclude))}"
+        raise UserError(f"{flag}: only with --source {' or '.join(WITH_PATHS)}")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"--out {arguments.out}: is a file, a folder is needed")
     if arguments.task is not None and arguments.stage != "encode":

@@ -129,13 +129,15 @@ def some_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., Path]) -> Path:
-    """A prepared folder: 40 documents of 1,200 tokens, `bytes` tokenizer, half of them held out.
+    """A prepared folder: 100 documents of 1,200 tokens, `bytes` tokenizer, half of them held out.
 
+    So many that some are held out behind the 32,768 tokens that studies choose rates on.
     Shared by all tests of a session: read it, do not change it.
     """
     folder = tmp_path_factory.mktemp("long_corpus")
     text = "\n".join(generated_text(800, seed=1))
-    texts = [text[start : start + 1199] for start in range(0, 40 * 1199, 1199)]
+    texts = [text[start : start + 1199] for start in range(0, 100 * 1199, 1199)]
+    assert len(texts[-1]) == 1199
     rows = write_jsonl(folder / "text.jsonl", texts)
     return prepare(
         folder / "prepared",

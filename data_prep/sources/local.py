@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import os
@@ -9,10 +10,11 @@ import platform
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error
+from data_prep.amounts import cut
 from data_prep.sources.base import Part, Source, in_natural_order, set_name
 from data_prep.sources.documents import (
     TEXT_PER_FILE_BYTE,
@@ -47,7 +49,7 @@ class PythonStdlib(Source):
 
     kind = "python-stdlib"
 
-    def __init__(self) -> None:
+    def __init__(self, exclude: Sequence[str] = ()) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         files = (path.relative_to(root) for path in root.rglob("*.py"))
         chosen = sorted(
@@ -62,6 +64,7 @@ class PythonStdlib(Source):
         self.parts = [
             Part(root / name, name, size=size) for name, size in zip(chosen, sizes, strict=True)
         ]
+        (self.parts,) = left_in([self.parts], exclude)
 
     def read(self, part: Part) -> Iterator[Document]:
         try:
@@ -80,6 +83,7 @@ class Files(Source):
     """Text, markdown, JSON lines and parquet files: one file, a folder, or a glob pattern.
 
     A document's set is what it names under the set key, or else the kind of its file ("jsonl").
+    Files that a pattern of `exclude` matches are left out, see `left_in`.
     With `validation_fraction`, a single document is divided: that share of it, at its end, is the
     validation split. Several documents are left to the hash of their texts.
     """
@@ -92,21 +96,21 @@ class Files(Source):
         reading: Reading,
         validation_path: str | None = None,
         validation_fraction: float | None = None,
+        exclude: Sequence[str] = (),
     ) -> None:
         self.path = path
         self.reading = reading
         self.division: Division | None = None
         if validation_path is None:
-            self.parts = find_files(path, "--path")
+            (self.parts,) = left_in([find_files(path, "--path")], exclude)
             if validation_fraction is not None:
                 self.division = divide(self.parts, reading, validation_fraction)
             if self.division is not None:
                 self.parts = self.division.parts()
             return
-        found = {
-            "train": find_files(path, "--path"),
-            "validation": find_files(validation_path, "--validation-path"),
-        }
+        both_paths = (path, "--path"), (validation_path, "--validation-path")
+        wanted = left_in([find_files(*where) for where in both_paths], exclude)
+        found = dict(zip(("train", "validation"), wanted, strict=True))
         held_out = {part.path.resolve() for part in found["validation"]}
         if both := [part.path for part in found["train"] if part.path.resolve() in held_out]:
             raise UserError(
@@ -138,6 +142,31 @@ class Files(Source):
         return (
             {**description, "divided": self.division.describe()} if self.division else description
         )
+
+
+def left_in(found: Sequence[list[Part]], exclude: Sequence[str]) -> list[list[Part]]:
+    """Leave the files out that a pattern matches by their names, in which * stands for / too.
+
+    Args:
+        found: what each path stands for; a pattern is to match a file of any of them.
+
+    Raises:
+        UserError: a pattern matches no file, since it is mistyped, or a path is left without any.
+    """
+    names = [part.name for parts in found for part in parts]
+    for pattern in exclude:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            example = max(names, key=lambda name: "/" in name)  # the first below a folder
+            raise UserError(
+                f"--exclude {cut(pattern)}: matches no file; they have names such as {example}"
+            )
+    kept = [
+        [part for part in parts if not any(fnmatch.fnmatchcase(part.name, p) for p in exclude)]
+        for parts in found
+    ]
+    if not all(kept):
+        raise UserError(f"--exclude {cut(','.join(exclude))}: leaves no file")
+    return kept
 
 
 def _below(root: Path) -> Iterator[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cat_lm.errors import UserError
 from data_prep.sources.base import Source
 from data_prep.sources.documents import Reading
@@ -22,19 +24,23 @@ def open_source(
     reading: Reading,
     validation_path: str | None = None,
     validation_fraction: float | None = None,
+    exclude: Sequence[str] = (),
 ) -> Source:
     """Opens the source; with `validation_fraction`, one of a single document is divided for it.
 
-    Raises `UserError` where there is no such thing.
+    Args:
+        exclude: patterns of files that are left out; of python-stdlib and files only.
+
+    Raises `UserError` where there is no such thing, and for a pattern that no file matches.
     """
     if kind == "python-stdlib":
         if path or validation_path:
             raise UserError("--source python-stdlib takes no --path: it reads the interpreter's")
-        return PythonStdlib()
+        return PythonStdlib(exclude)
     if not path:
         raise UserError(f"--source {kind} needs --path: {LACKING_PATH[kind]}")
     if kind == "files":
-        return Files(path, reading, validation_path, validation_fraction)
+        return Files(path, reading, validation_path, validation_fraction, exclude)
     if validation_path:
         raise UserError("--validation-path goes with --source files")
     if path.startswith(HUB_PREFIX):

@@ -69,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
     )
+    parser.add_argument(
+        "--skip-tokens",
+        type=whole(limits.SCORED_TOKENS),
+        default=0,
+        metavar="N",
+        help="of --data: leave out the first N tokens of the split, on which training validates; "
+        "per-document: all documents that begin there (default: none)",
+    )
     _add_protocol(parser.add_argument_group("protocol"))
     _add_scaling(parser.add_argument_group("scaling"))
     _add_computing(parser.add_argument_group("computing"))
@@ -173,6 +181,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--data-dir {arguments.data_dir}: only with --text {WIKITEXT}")
     if arguments.split is not None and arguments.data is None:
         raise UserError(f"--split {arguments.split}: only with --data")
+    if arguments.skip_tokens and arguments.data is None:
+        raise UserError(f"--skip-tokens {arguments.skip_tokens}: only with --data")
     if arguments.stride is not None and arguments.stride > largest:
         raise UserError(
             f"--stride {arguments.stride}: does nothing, the largest of --lengths is {largest}"

@@ -70,6 +70,8 @@ class Protocol:
         documents: `concatenated` (windows cross the ends of documents), `per-document`, or `pages`
             (per document, none of whose ends is scored).
         max_document_tokens: of longer documents only the beginning is among the tokens.
+        skip_tokens: at the beginning of prepared data's split that are not among the tokens, nor
+            are documents that begin there, where windows do not cross their ends.
         factor: of every scaling; None for test length over training length, at least 1.
         temperature_scope: `logits` or `rotary`, see cat_lm.model.rope_scaling.
         dtype: of weights and activations; softmax is in fp32, sums over tokens in fp64.
@@ -83,6 +85,7 @@ class Protocol:
     device: str = "auto"
     batch_tokens: int = 8192
     max_document_tokens: int | None = None
+    skip_tokens: int = 0
 
     def describe(self) -> dict[str, str]:
         """For people, beside the numbers."""
@@ -94,12 +97,13 @@ class Protocol:
         )
         most = self.max_document_tokens
         cut = f"of each the first {most} tokens" if most else "none is truncated"
+        skipped = {"skipped": f"the split's first {self.skip_tokens} tokens"}
         return {
             "scored": f"{scored}, once; the same ones at every length",
             "windows": f"{stride} their whole length; the last one reaches back to be full",
             "documents": f"{self.documents}; {cut}",
             "factor": str(self.factor or "test length over training length, at least 1"),
-        }
+        } | (skipped if self.skip_tokens else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +149,8 @@ class Cells:
             "device": choose_device(protocol.device).type,
             "protocol": PROTOCOL_VERSION,
         }
+        if protocol.skip_tokens:  # else the key is that of cells of earlier versions
+            key["skip_tokens"] = protocol.skip_tokens
         name = key_hash(key)
         values = self.store.read_intact(name, lambda values: key.items() <= values.items())
         if values is None:
@@ -157,6 +163,7 @@ class Cells:
             "method": method,
             "factor": factor,
             "temperature_scope": protocol.temperature_scope,
+            "skip_tokens": protocol.skip_tokens,
             "model": str(subject.folder),
             "training_length": subject.training_length,
             **self.stream.counts,

@@ -52,6 +52,7 @@ COLUMNS = (
     "stride",
     "documents",
     "document_count",
+    "skip_tokens",
     "training_length",
     "factor",
     "temperature_scope",
@@ -89,6 +90,7 @@ def sweep(
     max_tokens: int | None = None,
     min_document_tokens: int | None = None,
     max_document_tokens: int | None = None,
+    skip_tokens: int = 0,
     training_length: int | None = None,
     stride: int | None = None,
     documents: str = "concatenated",
@@ -109,6 +111,7 @@ def sweep(
         max_tokens: to score at most.
         min_document_tokens: of documents="per-document"; default: the largest length.
         max_document_tokens: of the same; longer documents are scored up to there.
+        skip_tokens: at the beginning of the split of `data`, see `split_stream`.
         training_length: in place of what each model's folder says.
         stride, documents, factor, temperature_scope, device, batch_tokens: see `Protocol`.
         dtype: see `eval.common.precision`.
@@ -122,7 +125,7 @@ def sweep(
     lengths = sorted(set(lengths))
     dtype = evaluation_dtype(dtype, models, device)  # before anything is read
     scaling, computing = (factor, temperature_scope), (dtype, device, batch_tokens)
-    protocol = Protocol(stride, documents, *scaling, *computing, max_document_tokens)
+    protocol = Protocol(stride, documents, *scaling, *computing, max_document_tokens, skip_tokens)
     subjects = _subjects(models, tuple(methods), protocol, training_length)
     if documents == PAGES:
         from eval.length_sweep.wikitext import page_streams
@@ -131,9 +134,8 @@ def sweep(
     else:
         chosen = Documents(min_document_tokens or lengths[-1], max_document_tokens)
         choice = None if documents == DOCUMENTS[0] else chosen
-        streams = sweep_streams(
-            subjects, lengths[-1], text, data, document_separator, max_tokens, choice, split
-        )
+        part = (max_tokens, choice, split, skip_tokens)
+        streams = sweep_streams(subjects, lengths[-1], text, data, document_separator, *part)
     return _fill(subjects, streams, lengths, protocol, Path(out))
 
 

@@ -27,8 +27,12 @@ def sweep_streams(
     max_tokens: int | None,
     choice: Documents | None,
     split: str = "validation",
+    skip_tokens: int = 0,
 ) -> list[TokenStream]:
     """Each model's tokens of the same text; the range is fixed by the first and `largest`.
+
+    Args:
+        skip_tokens: of `data`, see `split_stream`.
 
     Raises UserError where the text has no window of `largest` tokens in a model's own tokens.
     """
@@ -40,7 +44,8 @@ def sweep_streams(
     first = tokenizers[0]
     if data is not None:
         # Every tokenizer is compared with the data's own.
-        streams = [split_stream(data, t, max_tokens, choice, split) for t in tokenizers]
+        chosen = (max_tokens, choice, split, skip_tokens)
+        streams = [split_stream(data, tokenizer, *chosen) for tokenizer in tokenizers]
         if choice is not None:
             return [long_enough(stream, largest) for stream in streams]
         return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]

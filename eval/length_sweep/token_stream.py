@@ -18,6 +18,7 @@ from cat_lm.pretrained import load_tokenizer
 # Why tokens of a text are not scored -> the same for people.
 REASONS = {
     "first": "the first one, which has nothing before it",
+    "skip_tokens": "by --skip-tokens",
     "max_tokens": "by --max-tokens",
     "end": "at the end, too few for a window of the largest length",
     "short_documents": "in documents that are too short",
@@ -195,6 +196,7 @@ def split_stream(
     max_tokens: int | None = None,
     choice: Documents | None = None,
     split: str = "validation",
+    skip_tokens: int = 0,
 ) -> TokenStream:
     """A split of a folder written by data_prep.prepare, as it was stored.
 
@@ -202,9 +204,13 @@ def split_stream(
     too. With `max_tokens`, only that many; with `choice`, only the documents that it chooses (see
     `TokenStream.whole_documents`).
 
+    Args:
+        skip_tokens: tokens at the split's beginning that are as if they were not there; with
+            `choice`, documents that begin among them are not, either.
+
     Raises:
         UserError: the folder is no prepared data, lacks the split, is damaged, was made with
-            another tokenizer, or has no document that is long enough.
+            another tokenizer, has no document that is long enough, or nothing that is not skipped.
     """
     from cat_lm.data.opening import open_verified
 
@@ -215,16 +221,42 @@ def split_stream(
             f"--data {folder}: was prepared with another tokenizer than the model's; use --text"
         )
     source = f"{folder} ({split} split)"
+    if skip_tokens >= corpus.num_tokens:
+        raise UserError(
+            f"--skip-tokens {skip_tokens}: {source} has {corpus.num_tokens:,} tokens; skip fewer"
+        )
     if choice is not None:
         tokens = corpus.tokens(0, corpus.num_tokens)
-        return _document_stream(tokens, choice, max_tokens, tokenizer, corpus.eod_id, source, {})
-    count = min(corpus.num_tokens, max_tokens + 1) if max_tokens else corpus.num_tokens
-    tokens = corpus.tokens(0, count)
-    left_out = {"first": 1, "max_tokens": corpus.num_tokens - count}
+        begin = first_document(tokens, corpus.eod_id, skip_tokens)
+        if begin == len(tokens):
+            raise UserError(
+                f"--skip-tokens {skip_tokens}: no document of {source} begins after so many tokens"
+            )
+        rest, skipped = tokens[begin:], {"skip_tokens": begin}
+        return _document_stream(rest, choice, max_tokens, tokenizer, corpus.eod_id, source, skipped)
+    rest = corpus.num_tokens - skip_tokens
+    count = min(rest, max_tokens + 1) if max_tokens else rest
+    tokens = corpus.tokens(skip_tokens, skip_tokens + count)
+    left_out = {"first": 1, "max_tokens": rest - count, "skip_tokens": skip_tokens}
     stream = _stream(tokens, tokenizer, corpus.eod_id, source, left_out)
     if count < corpus.num_tokens:
         return stream
     return replace(stream, num_bytes=corpus.num_bytes)
+
+
+def first_document(tokens: np.ndarray, eod_id: int, skip: int) -> int:
+    """Find where the first document begins that does not begin among the first `skip` tokens.
+
+    Args:
+        tokens: [N], the first of which begins a document.
+
+    Returns:
+        Its place; N where there is none.
+    """
+    if not skip:
+        return 0
+    ends = np.flatnonzero(tokens[skip - 1 :] == eod_id)
+    return skip + int(ends[0]) if len(ends) else len(tokens)
 
 
 def _added(counts: Mapping[str, int], **more: int) -> dict[str, int]:

@@ -97,13 +97,16 @@ class HeldOut:
         }
 
 
-def held_out(data: Path, documents: int, longest: int, lengths: Sequence[int]) -> HeldOut:
+def held_out(
+    data: Path, documents: int, longest: int, lengths: Sequence[int], skip_tokens: int
+) -> HeldOut:
     """Read the text, and count its pairs in the training split.
 
     Args:
         data: prepared; the validation split is scored.
         documents, longest: how many of at least so many tokens, up to which each is scored.
         lengths: windows, in tokens.
+        skip_tokens: at the beginning of the split; no document that begins there is scored.
 
     Raises:
         UserError: the data cannot be read, or have no document that is long enough.
@@ -113,7 +116,8 @@ def held_out(data: Path, documents: int, longest: int, lengths: Sequence[int]) -
 
     tokenizer = load_tokenizer(data / "tokenizer")
     choice = Documents(at_least=longest, at_most=longest)
-    stream = split_stream(data, tokenizer, documents * longest, choice)
+    budget = documents * longest
+    stream = split_stream(data, tokenizer, budget, choice, skip_tokens=skip_tokens)
     train = open_verified(data, "train")
     counts = count_pairs(stream.tokens, overlapping(train), train.vocab_size)
     return HeldOut(stream, counts, tuple(lengths), train.fingerprint)

@@ -32,7 +32,8 @@ def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     folders = [ROOT / job.folder / "model" for job in scored]
     dtype = evaluation_dtype("auto", folders, "auto")
     documents = study.documents or study.size.documents
-    text = held_out(ROOT / study.data, documents, max(study.lengths()), [study.recall_length])
+    lengths = max(study.lengths()), [study.recall_length]
+    text = held_out(ROOT / study.data, documents, *lengths, study.skip_tokens)
     found = {job: measured(ROOT / job.folder, text, dtype) for job in scored}
     for model in summary["models"]:
         model |= costs(study, model["model"], text.counts.vocabulary)

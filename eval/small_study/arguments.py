@@ -34,7 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         models="some of the question's",
         rates="the config's rate for all",
         tokens="the config's",
-        documents="cpu: 200; gpu: 100",
+        documents="cpu: 150; gpu: 80",
     )
     return parser.parse_args(argv)
 
@@ -65,8 +65,8 @@ def add_options(
         "--data",
         type=path,
         metavar="DIR",
-        help="prepared text of your own (default: the standard library's source, prepared in "
-        "data/small_study_text-SIZE)",
+        help="prepared text of your own (default: the standard library's source but its codec "
+        "tables, prepared in data/small_study_text-SIZE)",
     )
     add(
         "--held-out",

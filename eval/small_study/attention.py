@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-ROWS = 64  # windows of the training length, of the validation split
+ROWS = 64  # windows of the training length, of the held-out text that is scored
 _BATCH = 16
 
 
@@ -52,8 +52,9 @@ def _measured(study: Study, job: Job) -> dict[str, Any]:
 
     length = study.config(job).data.context_length
     corpus = open_verified(ROOT / study.data, "validation")
-    rows = min(ROWS, corpus.num_tokens // length)
-    tokens = torch.as_tensor(corpus.tokens(0, rows * length).astype("int64"))
+    begin = study.skip_tokens
+    rows = min(ROWS, (corpus.num_tokens - begin) // length)
+    tokens = torch.as_tensor(corpus.tokens(begin, begin + rows * length).astype("int64"))
     return attention_statistics(load_model(ROOT / job.folder / "model"), tokens.view(rows, length))
 
 

@@ -42,7 +42,9 @@ def commands(study: Study, job: Job) -> dict[str, list[str]]:
     sweep += ["--max-tokens", str(study.sweep_tokens())]
     for name, data in study.texts().items():
         out = sweep_folder(job, name)
-        options = ["--data", str(data), *sweep, "--out", str(out)]
+        # Rates are chosen on the beginning of the data's own text, on nothing of the others.
+        skip = [] if name else ["--skip-tokens", str(study.skip_tokens)]
+        options = ["--data", str(data), *skip, *sweep, "--out", str(out)]
         found[f"sweep of {name}" if name else "sweep"] = [*_SWEEP, folder, *options]
     return found
 

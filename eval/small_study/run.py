@@ -14,6 +14,8 @@ from cat_lm.io.locks import Lock
 from eval.small_study.plan import ROOT, Job, Study, check, claim
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from eval.small_study.execute import Workers
     from eval.small_study.progress import Estimate
     from eval.small_study.tune import Tuned
@@ -85,24 +87,33 @@ def _finish(
         raise UserError(f"{count}, the others are kept; the same command tries again")
 
 
+# Codec tables, a fifth of the library's long files: near-copies of each other, which are in both
+# splits, so that they inflate copying and make errors over documents too small.
+EXCLUDED = "encodings/*"
+
+
 def prepared(study: Study, own: bool) -> dict[str, str]:
     """Prepares the text where it is missing; returns the fingerprints of `Study.texts`.
 
     Args:
         own: the data are the user's and are not made here.
 
-    Raises UserError where a text has too few long documents or another tokenizer than the data.
+    Raises UserError where a text has too few long documents or another tokenizer than the data,
+    and where the text that is made here is there from before, made otherwise.
     """
     import numpy as np
 
     from cat_lm.data.manifest import read_manifest
     from cat_lm.data.opening import open_verified
+    from eval.length_sweep.token_stream import first_document
 
     for folder in (*study.held_out, *([study.data] if own else [])):
         read_manifest(ROOT / folder)  # an error before any text is prepared
     if not own:
-        # Much of the library: it has some 380 files that are long enough.
+        _refuse_codec_tables(study.data)
+        # Much of the library: without codec tables it has some 300 files that are long enough.
         flags = ["--source", "python-stdlib", "--validation-fraction", "0.6"]
+        flags += ["--exclude", EXCLUDED]
         flags += ["--tokenizer", f"train:sentencepiece:{study.size.vocabulary}"]
         call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
         if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
@@ -121,12 +132,29 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
                 f"{option} {study.texts()[name]}: was prepared with another tokenizer than "
                 f"{study.data}; prepare it with --tokenizer {study.data / 'tokenizer'}"
             )
+        # As the sweep does: of the data's own text, what rates are chosen on is not scored.
+        skip = 0 if name else study.skip_tokens
         tokens = corpus.tokens(0, corpus.num_tokens)
+        tokens = tokens[first_document(tokens, corpus.eod_id, skip) :]
         ends = np.flatnonzero(tokens == corpus.eod_id) + 1
         long = int((np.diff(ends, prepend=0) >= length).sum())
         if long < needed:
+            behind = f" behind the first {skip:,} tokens, which choose rates" if skip else ""
             raise UserError(
                 f"{option} {study.texts()[name]}: holds out {long} documents of {length} tokens or "
-                f"more, {needed} are scored; hold out more text, or give --documents"
+                f"more{behind}, {needed} are scored; hold out more text, or give --documents"
             )
     return fingerprints
+
+
+def _refuse_codec_tables(data: Path) -> None:
+    """Raises UserError where a folder has text of before, or other text than is prepared here."""
+    from cat_lm.data.manifest import MANIFEST, read_manifest
+
+    if not (ROOT / data / MANIFEST).is_file():
+        return
+    if read_manifest(ROOT / data).get("arguments", {}).get("exclude") != [EXCLUDED]:
+        raise UserError(
+            f"{data}: was not prepared with --exclude '{EXCLUDED}', so that it may hold codec "
+            f"tables; move it away, or give --data {data} to read it as it is"
+        )

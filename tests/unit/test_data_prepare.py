@@ -127,6 +127,61 @@ def test_again_with_the_same_arguments_does_nothing(
     assert digests(out) == old
 
 
+def test_what_is_left_out_is_of_the_choice_that_is_kept(tmp_path, prepare, capsys):
+    for name in ("a", "b", "gen/c"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = many_texts(150 + 10 * len(name))
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", rows)
+    given = flags(tmp_path / "in", "--workers", 1)
+    whole = prepare(tmp_path / "whole", *given)
+    out = prepare(tmp_path / "out", *given, "--exclude", "gen/*,b.jsonl")
+    (tmp_path / "same").mkdir()
+    (tmp_path / "in/a.jsonl").rename(tmp_path / "same/a.jsonl")
+    same = prepare(tmp_path / "alone", *flags(tmp_path / "same", "--workers", 1))
+    (tmp_path / "same/a.jsonl").rename(tmp_path / "in/a.jsonl")
+    manifests = [
+        json.loads((folder / "manifest.json").read_text()) for folder in (whole, out, same)
+    ]
+    assert [made["arguments"]["exclude"] for made in manifests] == [
+        None,
+        ["b.jsonl", "gen/*"],
+        None,
+    ]
+    assert manifests[1]["fingerprint"] == manifests[2]["fingerprint"] != manifests[0]["fingerprint"]
+    # In another order it is the same choice; another one, and none, are refused.
+    prepare(out, *given, "--exclude", "b.jsonl, gen/*")
+    assert "already complete" in capsys.readouterr().out
+    for other in ((), ("--exclude", "gen/*")):
+        with pytest.raises(UserError, match=r"exclude was \[\"b\.jsonl\", \"gen/\*\"\], now"):
+            prepare(out, *given, *other)
+    # Data of before there was the option are those that leave nothing out.
+    manifest = json.loads((whole / "manifest.json").read_text())
+    del manifest["arguments"]["exclude"]
+    (whole / "manifest.json").write_text(json.dumps(manifest))
+    prepare(whole, *given)
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_an_unfinished_preparation_goes_on_with_what_it_left_out_only(
+    tmp_path, prepare, monkeypatch
+):
+    for name in ("a", "b"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / f"in/{name}.jsonl", many_texts(300))
+    given = flags(tmp_path / "in", "--workers", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "assemble", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path / "out", *given, "--exclude", "b.jsonl")
+    with pytest.raises(UserError, match=r"unfinished preparation made otherwise .*exclude was \["):
+        prepare(tmp_path / "out", *given)
+    prepare(tmp_path / "out", *given, "--exclude", "b.jsonl")
+
+
+def stopped(*given):
+    raise KeyboardInterrupt
+
+
 def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, prepare):
     path = write_jsonl(tmp_path / "x.jsonl", generated_text(100))
     out = prepare(tmp_path / "out", *flags(path, "--workers", 1))

@@ -207,6 +207,18 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
         (("--tokens", "1M", "--max-documents", 9), "--tokens does not go with --max-documents"),
         (("--mixture", "A=1", "--exclude-sets", "A"), "A: the set is left out by the other"),
         (("--sets", ","), "--sets ',': give the names of sets"),
+        (("--exclude", ","), "--exclude ',': give patterns such as encodings/*, with commas"),
+        (("--exclude", ""), "--exclude '': give patterns"),
+        (("--exclude", "*.md"), "--exclude *.md: matches no file; they have names such as x.jsonl"),
+        (("--exclude", "*"), "--exclude *: leaves no file"),
+        (
+            ("--source", "slimpajama", "--exclude", "*.zst"),
+            "--exclude *.zst: only with --source python-stdlib or files",
+        ),
+        (
+            ("--source", "raw-bytes", "--exclude", "x"),
+            "--exclude: says nothing with --source raw-bytes; leave it out",
+        ),
         (("--max-malformed", "some"), "--max-malformed some: give a number of lines or a share"),
         (("--task", "0/2"), "--task goes with --stage encode"),
         (("--task", "2/2", "--stage", "encode"), "--task 2/2: give I/N, with I from 0 to N - 1"),

@@ -258,6 +258,56 @@ def test_paths_that_hold_nothing_are_refused(tmp_path):
         open_source("python-stdlib", "x", Reading())
 
 
+def names(source):
+    return [part.name for part in source.parts]
+
+
+def test_files_are_left_out_by_their_paths(tmp_path):
+    for name in ("a.txt", "b.md", "sub/a.txt", "sub/deep/c.txt", "subs/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+
+    def left(*exclude):
+        return names(open_source("files", str(tmp_path), Reading(), exclude=exclude))
+
+    whole = ["a.txt", "b.md", "sub/a.txt", "sub/deep/c.txt", "subs/d.txt"]
+    assert left() == whole
+    assert left("sub/*") == ["a.txt", "b.md", "subs/d.txt"], "* stands for / too"
+    assert left("*.md", "sub?/*") == ["a.txt", "sub/a.txt", "sub/deep/c.txt"]
+    assert left("[ab].*") == whole[2:], "a whole path must match"
+    for pattern in ("sub", "SUB/*", "encodings/*", f"{tmp_path}/*", "x" * 999):
+        with pytest.raises(UserError, match=r"^--exclude .*: matches no file; .* sub/a\.txt$"):
+            left("a.txt", pattern)
+    with pytest.raises(UserError, match=r"--exclude \*: leaves no file"):
+        left("*")
+
+
+def test_files_are_left_out_of_both_splits(tmp_path):
+    for name in ("t/a.txt", "t/gen/b.txt", "v/c.txt", "v/gen/d.txt", "v/own.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def left(*exclude):
+        options = {"validation_path": str(tmp_path / "v"), "exclude": exclude}
+        return names(open_source("files", str(tmp_path / "t"), Reading(), **options))
+
+    assert left("gen/*") == ["train/a.txt", "validation/c.txt", "validation/own.txt"]
+    assert "validation/own.txt" not in left("own.txt"), "one of the two has it"
+    with pytest.raises(UserError, match="leaves no file"):
+        left("gen/*", "a.txt")
+
+
+def test_of_several_files_one_is_left_and_divided(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a line of it\n" * 50)
+    both = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
+    one = open_source(
+        "files", str(tmp_path), Reading(), validation_fraction=0.1, exclude=("b.txt",)
+    )
+    assert names(both) == ["a.txt", "b.txt"]
+    assert names(one) == ["train/a.txt", "validation/a.txt"]
+
+
 def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
     there, root = tmp_path / "other disk", tmp_path / "mirror"
     for folder in (there / "deep", root / "chunk1"):
@@ -455,6 +505,16 @@ def test_the_standard_library_has_no_tests_and_a_fixed_order():
     source.parts = [part for part in source.parts if part.name == "abc.py"]
     stdlib = Path(sysconfig.get_path("stdlib"))
     assert documents(source)[0].text == (stdlib / "abc.py").read_text(encoding="utf-8")
+
+
+def test_the_standard_library_is_whole_unless_files_are_left_out():
+    whole = names(open_source("python-stdlib", None, Reading()))
+    tables = [name for name in whole if name.startswith("encodings/")]
+    assert len(tables) > 50
+    left = names(open_source("python-stdlib", None, Reading(), exclude=("encodings/*",)))
+    assert left == [name for name in whole if name not in tables]
+    with pytest.raises(UserError, match=r"--exclude encoding/\*: matches no file"):
+        open_source("python-stdlib", None, Reading(), exclude=("encoding/*",))
 
 
 def test_a_distributions_python_of_this_version_has_the_same_files(tmp_path, monkeypatch):

@@ -19,7 +19,9 @@ import pytest
 
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
+from cat_lm.pretrained import load_tokenizer
 from eval.length_sweep.perplexity import span_windows, token_nlls
+from eval.length_sweep.token_stream import Documents, split_stream
 from eval.rivals import measure, rows
 from eval.rivals.__main__ import main
 from eval.rivals.measure import HeldOut, held_out, measured
@@ -241,11 +243,20 @@ def everything_is_rare(monkeypatch):
 
 @pytest.fixture(scope="module")
 def text(long_corpus) -> HeldOut:
-    return held_out(long_corpus, 3, 200, (16, 128))
+    return held_out(long_corpus, 3, 200, (16, 128), skip_tokens=0)
 
 
 @pytest.mark.usefixtures("everything_is_rare")
 class TestMeasure:
+    def test_documents_are_those_of_the_sweep(self, text, long_corpus):
+        tokenizer = load_tokenizer(long_corpus / "tokenizer")
+        given = (long_corpus, tokenizer, 3 * 200, Documents(200, 200))
+        found = held_out(long_corpus, 3, 200, (16,), skip_tokens=32_768)
+        assert found.stream.sha256 == split_stream(*given, skip_tokens=32_768).sha256
+        assert text.stream.sha256 == split_stream(*given).sha256 != found.stream.sha256
+        with pytest.raises(UserError, match=r"--skip-tokens 1000000: .*; skip fewer"):
+            held_out(long_corpus, 3, 200, (16,), skip_tokens=10**6)
+
     def test_slices_of_a_model_are_its_losses(self, text, long_corpus, tmp_path):
         from cat_lm.model.configuration_linear import CatGlaConfig
         from cat_lm.model.modeling_linear import CatGlaForCausalLM
@@ -327,6 +338,13 @@ class TestComparison:
         return ["--data", long_corpus, "--out", tmp_path / "out", *chosen]
 
     def test_numbers_tables_and_page(self, arguments, tmp_path, monkeypatch, capsys):
+        asked = []
+
+        def read(*given):
+            asked.append(given[-1])
+            return held_out(*given)
+
+        monkeypatch.setattr("eval.rivals.summary.held_out", read)
         code, out, err = run(monkeypatch, capsys, first := Rivals(), *arguments)
         assert code == 0, err
         assert "9 runs of 3 models and 9 that choose rates" in out and "about" in out
@@ -347,8 +365,9 @@ class TestComparison:
             (128, "none"),
             (1024, "yarn"),
         }
+        assert asked == [32_768], "what rates are chosen on is skipped in recall, too"
         recall = summary["recall"]
-        assert recall["length"] == 128 and recall["training_split_tokens"] == 19_200
+        assert recall["length"] == 128 and recall["training_split_tokens"] == 60_000
         verdicts = {(p["model"], p["minus"]): p["verdict"] for p in recall["comparisons"]}
         assert verdicts["tfpp_cat", "tfpp"] == "lower"
         (worse,) = [p for p in recall["comparisons"] if p["model"] == "gla"]

@@ -23,15 +23,19 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.pretrained import load_tokenizer
 from eval.common.interrupts import held
+from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
 from eval.small_study.execute import Workers, commands, complete_run, result_path, unfinished
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.questions import MODELS, QUESTIONS
+from eval.small_study.run import prepared
 from eval.small_study.tune import tuned
 from tests.unit.imitated_study import LENGTHS, Imitation, run_command
 
@@ -251,8 +255,44 @@ class TestPlan:
         for key in ("question", "contrasts", "held_out"):
             del settings[key]
         write_json(path, settings | {"sweep_tokens": 65_536})
-        with pytest.raises(UserError, match=r"another sweep_tokens \(65536, now 204800\)"):
+        with pytest.raises(UserError, match=r"another sweep_tokens \(65536, now 153600\)"):
             claim(study, F)
+
+    def test_a_study_from_before_anything_was_skipped_is_not_continued(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
+        claim(study, F)
+        path = tmp_path / "settings.json"
+        settings = json.loads(path.read_text())
+        assert settings.pop("skip_tokens") == 32_768, "what training validates on"
+        write_json(path, settings)
+        with pytest.raises(UserError, match=r"another skip_tokens \(0, now 32768\)"):
+            claim(study, F)
+
+    def test_what_rates_are_chosen_on_is_skipped_of_the_data_s_own_text(self, tmp_path):
+        held_out = (tmp_path / "books",)
+        for size, skipped in (("cpu", "32768"), ("gpu", "65536")):
+            study = Study(SIZES[size], NINE, (0,), tmp_path, tmp_path / "data", held_out=held_out)
+            found = commands(study, study.jobs()[0])
+            sweep = found["sweep"]
+            assert sweep[sweep.index("--skip-tokens") + 1] == skipped
+            assert "--skip-tokens" not in found["sweep of books"]
+
+    def test_the_most_that_a_model_validates_on_is_skipped(self, tmp_path, monkeypatch):
+        own = Study.config
+
+        def config(self, job):
+            found = own(self, job)
+            most = {"pythia": 40_000, "canon_b": None}.get(job.model, 32_768)
+            section = found.validation.model_copy(update={"max_tokens": most})
+            return found.model_copy(update={"validation": section})
+
+        monkeypatch.setattr(Study, "config", config)
+        # Also where the model itself is not among those that are run.
+        study = Study(SIZES["cpu"], ("cat_k",), (0,), tmp_path, tmp_path, question="streams")
+        assert "canon_b" not in study.asked.models and study.skip_tokens == 40_000
+        study = Study(SIZES["cpu"], ("cat_rope",), (0,), tmp_path, tmp_path)
+        with pytest.raises(UserError, match=r"study/canon_b\.yaml: has no validation\.max_tokens"):
+            _ = study.skip_tokens
 
     def test_a_key_that_becomes_null_or_ceases_to_be_it_is_another_setting(self, tmp_path):
         study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data")
@@ -487,6 +527,7 @@ class TestStudy:
         assert len(sweeps) == 12 and sum(f"--data {other} " in call for call in sweeps) == 6
         for call in sweeps:
             assert "--max-document-tokens 1024 --max-tokens 4096 " in call
+            assert ("--skip-tokens 32768 " in call) == (f"--data {other} " not in call)
         summary = json.loads((tmp_path / "out/summary.json").read_text())
         assert list(summary["held_out"]) == ["books"]
         assert len(summary["held_out"]["books"]["rows"]) == len(summary["rows"]) == 60
@@ -618,7 +659,67 @@ class TestStudy:
     def test_too_few_held_out_documents(self, arguments, monkeypatch, capsys):
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--documents", 99)
         assert code == 2 and err.count("\n") == 1
-        assert "documents of 1024 tokens or more, 99 are scored" in err
+        assert "documents of 1024 tokens or more behind the first 32,768 tokens, which" in err
+        assert "99 are scored" in err
+
+    def test_documents_are_counted_as_the_sweep_scores_them(
+        self, arguments, long_corpus, tmp_path, monkeypatch, capsys
+    ):
+        tokenizer = load_tokenizer(long_corpus / "tokenizer")
+        given = (long_corpus, tokenizer, None, Documents(1024, 1024))
+        there = split_stream(*given, skip_tokens=32_768).num_documents
+        assert 4 < there < split_stream(*given).num_documents - 20
+        few = ("--documents", there + 1, "--estimate")
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, *few)
+        assert code == 2 and f"holds out {there} documents of 1024 tokens or more" in err
+        enough = ("--documents", there, "--estimate")
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, *enough)[0] == 0
+
+    def test_attention_is_measured_behind_what_is_skipped(self, long_corpus, tmp_path, monkeypatch):
+        import cat_lm.pretrained
+        from eval.small_study import attention
+
+        found = []
+        monkeypatch.setattr(cat_lm.pretrained, "load_model", lambda folder: None)
+        monkeypatch.setattr(
+            attention, "attention_statistics", lambda model, rows: found.append(rows) or {}
+        )
+        study = Study(SIZES["cpu"], ("qk_l2",), (0,), tmp_path, long_corpus, question="qk_norm")
+        attention._measured(study, study.jobs()[0])
+        corpus = open_verified(long_corpus, "validation")
+        assert found[0].shape == (64, 128)
+        wanted = corpus.tokens(32_768, 32_768 + 64 * 128)
+        assert found[0].flatten().tolist() == wanted.tolist()
+
+    def test_the_library_is_prepared_without_codec_tables(
+        self, long_corpus, tmp_path, monkeypatch, capsys
+    ):
+        called = []
+
+        def imitated(call, **options):
+            called.append(call)
+            if len(called) == 1:
+                shutil.copytree(long_corpus, tmp_path / "library")
+            return subprocess.CompletedProcess(call, 0)
+
+        monkeypatch.setattr("eval.small_study.run.subprocess.run", imitated)
+        study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "library", documents=4)
+        prepared(study, own=False)
+        (call,) = called
+        assert call[call.index("--source") + 1] == "python-stdlib"
+        assert call[call.index("--exclude") + 1] == "encodings/*"
+        # What is there from before, with the tables, is not taken for it.
+        with pytest.raises(UserError, match=r"library: was not prepared with --exclude 'enc") as no:
+            prepared(study, own=False)
+        assert "\n" not in str(no.value) and len(called) == 1
+        prepared(study, own=True)
+        assert len(called) == 1
+        path = tmp_path / "library/manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["arguments"]["exclude"] = ["encodings/*"]
+        path.write_text(json.dumps(manifest))
+        prepared(study, own=False)
+        assert len(called) == 2, "the preparation itself says that there is nothing to do"
 
     def test_a_missing_folder_is_named_before_any_text_is_prepared(
         self, tmp_path, monkeypatch, capsys

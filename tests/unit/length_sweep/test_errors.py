@@ -17,7 +17,9 @@ from tests.unit.length_sweep.sweeps import TEXT, command
 
 
 class TestBadInput:
-    def test_bad_input_is_one_line(self, models, text, documents, tmp_path, monkeypatch, capsys):
+    def test_bad_input_is_one_line(
+        self, models, text, documents, tiny_corpus, tmp_path, monkeypatch, capsys
+    ):
         cat, nope = models["cat"], models["nope"]
         base = ("--out", tmp_path / "out", "--lengths")
         bytes_ = len(TEXT.encode())
@@ -37,6 +39,16 @@ class TestBadInput:
             (
                 (cat, "--text", text, *base, "64", "--max-tokens", "60"),
                 "--max-tokens 60: must be at",
+            ),
+            ((cat, "--text", text, *base, "8", "--skip-tokens", 9), "-tokens 9: only with --data"),
+            ((cat, "--data", tiny_corpus, *base, "8", "--skip-tokens", -1), "'-1' must be from 1"),
+            (
+                (cat, "--data", tiny_corpus, *base, "8", "--skip-tokens", 10**9),
+                "tokens; skip fewer",
+            ),
+            (
+                (cat, "--data", tiny_corpus, *base, "8", "--skip-tokens", 10**9, *per_document),
+                "tokens; skip fewer",
             ),
             ((cat, "--text", text, *base, "900", *per_document), f"the longest has {bytes_}"),
             ((cat, "--text", text, *base, "64", "--methods", "ntk"), "known: none, pi,"),

@@ -74,6 +74,27 @@ class TestFiles:
                 with pytest.raises(TypeError):
                     sweep([models["cat"]], [16, 64], out, text=text, **change)
 
+    @pytest.mark.parametrize("documents", ["concatenated", "per-document"])
+    def test_skipped_tokens_are_in_the_key_and_the_record(
+        self, models, tiny_corpus, tmp_path, monkeypatch, documents
+    ):
+        given = ([models["cat"]], [32], tmp_path)
+        options = {"data": tiny_corpus, "documents": documents, "max_tokens": 320}
+        [whole] = sweep(*given, **options)
+        [skipped] = sweep(*given, **options, skip_tokens=100)
+        assert (whole["skip_tokens"], skipped["skip_tokens"]) == (0, 100)
+        assert whole["tokens_sha256"] != skipped["tokens_sha256"]
+        assert whole["left_out_skip_tokens"] == 0 and skipped["left_out_skip_tokens"] >= 100
+        stored = json.loads((tmp_path / "length_sweep.json").read_text())
+        assert stored["rows"][0]["skip_tokens"] == 100
+        assert stored["protocol"]["skipped"] == "the split's first 100 tokens"
+        cells = [json.loads(path.read_text()) for path in (tmp_path / "cells").iterdir()]
+        found = sorted(opened(cell)[0].get("skip_tokens", -1) for cell in cells)
+        assert found == [-1, 100], "a key without skipping is that of earlier versions"
+        monkeypatch.setattr(length_sweep_cells, "load_model", None)  # would fail when called
+        assert sweep(*given, **options, skip_tokens=100) == [skipped]
+        assert sweep(*given, **options) == [whole]
+
     def test_damaged_cells_are_computed_again(self, models, text, tmp_path, capsys):
         out = tmp_path / "out"
         before = sweep([models["cat"]], [16], out, text=text)

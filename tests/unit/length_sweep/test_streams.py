@@ -7,8 +7,10 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
+from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model, load_tokenizer
 from eval.length_sweep.token_stream import (
@@ -115,6 +117,57 @@ class TestStreams:
                 expected = left_out.get(reason.removeprefix("left_out_"), 0)
                 assert count == expected or expected is None, reason
             assert f"{stream.scored:,} of {total:,} tokens are scored; left out: " in stream.account
+
+    @pytest.mark.parametrize("end", [-1, 0, 1])
+    def test_documents_that_begin_among_the_skipped_tokens_are_not_scored(
+        self, tiny_corpus, models, end
+    ):
+        tokenizer = load_tokenizer(models["cat"])
+        corpus = open_verified(tiny_corpus, "validation")
+        documents = [corpus.document(number) for number in range(corpus.num_documents)]
+        # The third document begins at, before, and behind the first token that is not skipped.
+        skip = documents[2][0] + end
+        stream = split_stream(tiny_corpus, tokenizer, choice=Documents(1), skip_tokens=skip)
+        kept = [corpus.tokens(*where) for where in documents if where[0] >= skip]
+        assert len(kept) == len(documents) - (3 if end > 0 else 2)
+        assert stream.tokens[1:].tolist() == np.concatenate(kept).tolist()
+        counts = stream.counts
+        skipped = corpus.num_tokens - sum(map(len, kept))
+        assert counts["left_out_skip_tokens"] == skipped >= skip
+        assert counts["text_tokens"] == corpus.num_tokens == stream.scored + skipped
+        assert f"{skipped:,} by --skip-tokens" in stream.account
+        # What is left is chosen among as a text of its own.
+        chosen = split_stream(tiny_corpus, tokenizer, 300, Documents(100, 120), skip_tokens=skip)
+        assert chosen.counts["text_tokens"] == corpus.num_tokens
+        first = next(part for part in kept if len(part) >= 100)
+        assert chosen.tokens[1:101].tolist() == first[:100].tolist()
+
+    def test_skipped_tokens_are_not_read_across_documents_either(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models["cat"])
+        whole = split_stream(tiny_corpus, tokenizer)
+        total = len(whole.tokens)
+        rest = split_stream(tiny_corpus, tokenizer, skip_tokens=101)
+        assert rest.tokens.tolist() == whole.tokens[101:].tolist()
+        assert rest.num_bytes == (rest.tokens[1:] != rest.eod_id).sum()
+        part = split_stream(tiny_corpus, tokenizer, 50, skip_tokens=101)
+        assert part.tokens.tolist() == whole.tokens[101:152].tolist()
+        left_out = {"first": 1, "skip_tokens": 101, "max_tokens": total - 101 - 51}
+        for reason, count in left_out.items():
+            assert part.counts[f"left_out_{reason}"] == count
+        assert part.counts["text_tokens"] == total
+        assert len(split_stream(tiny_corpus, tokenizer, skip_tokens=total - 1).tokens) == 1
+        same = split_stream(tiny_corpus, tokenizer, skip_tokens=0)
+        assert (same.sha256, same.counts) == (whole.sha256, whole.counts)
+
+    def test_skipping_everything_is_refused(self, tiny_corpus, models):
+        tokenizer = load_tokenizer(models["cat"])
+        total = len(split_stream(tiny_corpus, tokenizer).tokens)
+        for choice in (None, Documents(1)):
+            for skip in (total, total + 1):
+                with pytest.raises(UserError, match=rf"^--skip-tokens {skip}: .* has {total:,} to"):
+                    split_stream(tiny_corpus, tokenizer, choice=choice, skip_tokens=skip)
+        with pytest.raises(UserError, match=r"no document of .* begins after so many tokens"):
+            split_stream(tiny_corpus, tokenizer, choice=Documents(1), skip_tokens=total - 1)
 
     def test_scored_and_left_out_are_all_tokens_of_a_text(self, models):
         tokenizer = load_tokenizer(models["cat"])
