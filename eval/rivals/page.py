@@ -15,7 +15,16 @@ from eval.rivals.figure import recall_perplexities, rivals_figure
 from eval.rivals.rows import TOLERANCE
 from eval.rivals.text_recall import BINS, LAST, RARE, RECALL, REST
 from eval.small_study.plan import TUNING_SEED
-from eval.small_study.tables import EDGES, comparison_lines, rule, scaled_lines, setting, value
+from eval.small_study.tables import (
+    EDGES,
+    comparison_lines,
+    rates_note,
+    rule,
+    scaled_lines,
+    setting,
+    tuned_lines,
+    value,
+)
 
 TEMPLATE = Path(__file__).with_name("templates") / "rivals.html"
 TITLE = "CAT and its rivals at equal parameters, tokens and care"
@@ -72,6 +81,8 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
     for length in summary["recall"]["lengths"]:
         title = f"Loss on pairs seen earlier in a window of {length:,}"
         found.append((title, recall_lines(summary, length), _recall_note(summary)))
+    if tuned := tuned_lines(summary):
+        found.append(("Rates tried", tuned, rates_note()))
     return found
 
 
@@ -83,10 +94,12 @@ def main_lines(summary: dict[str, Any]) -> Table:
     head += [f"other ppl at {trained:,}", f"state at {longest:,}"]
     cells = {(c["model"], c["length"]): c for c in summary["cells"] if c["method"] == "none"}
     recalled = {n: recall_perplexities(summary, n) for n in (trained, longest)}
-    rest = recall_perplexities(summary, trained, REST)
+    rest, asked = recall_perplexities(summary, trained, REST), len(summary["seeds"])
     lines = []
     for model in summary["models"]:
         name = model["model"]
+        if not model["seeds"]:
+            continue
         at = [cells.get((name, length)) for length in (trained, longest)]
         speed = model["tokens_per_second"]
         lines.append(
@@ -98,8 +111,8 @@ def main_lines(summary: dict[str, Any]) -> Table:
                 f"{EDGES[model['tuned']['edge']]}{model['rate']:g}",
                 value(at[0] and at[0]["loss"], 3),
                 value(at[1] and at[1]["perplexity"], 2),
-                *(_spread(recalled[n].get(name)) for n in (trained, longest)),
-                _spread(rest.get(name)),
+                *(_spread(recalled[n].get(name), asked) for n in (trained, longest)),
+                _spread(rest.get(name), asked),
                 f"{model['state_bytes'][str(longest)] / 1024:,.1f} KiB",
             ]
         )
@@ -173,10 +186,10 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
     return [carried, limits]
 
 
-def _spread(values: Sequence[float] | None) -> str:
+def _spread(values: Sequence[float] | None, asked: int) -> str:
     if not values:
         return "n/a"
-    found = {"mean": statistics.fmean(values), "sd": None}
+    found = {"mean": statistics.fmean(values), "sd": None, "n": len(values), "asked": asked}
     if len(values) > 1:
         found["sd"] = statistics.stdev(values)
     return value(found, 2) if math.isfinite(found["mean"]) else "n/a"
