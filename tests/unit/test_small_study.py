@@ -515,10 +515,14 @@ class TestStudy:
     def test_models_whose_rates_fail_do_not_hold_the_others_up(
         self, arguments, tmp_path, monkeypatch, capsys
     ):
+        monkeypatch.setattr(Imitation, "best_rate", 1.5e-2)
         arguments = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2"]
         failing = Imitation(fails="tuning/canon_b-lr0.003 ")
         code, _, err = run_study(monkeypatch, capsys, failing, *arguments)
-        assert code == 2 and "1 of 13 runs failed, the others are kept" in err
+        # Nine runs at the rates given, two at one beyond them, two models and two seeds.
+        assert code == 2 and "1 of 15 runs failed, the others are kept" in err
+        tries = sum("tuning/canon_b-lr0.003 " in call for call in failing.calls)
+        assert tries == 2, "not again where other models' lists are widened"
         summary = json.loads((tmp_path / "out/summary.json").read_text())
         assert summary["missing"] == ["canon_b-seed0", "canon_b-seed1"]
         assert [model["seeds"] for model in summary["models"]] == [[0, 1], [0, 1], []]
