@@ -1,21 +1,26 @@
 """Means, spreads over seeds, and which differences an interval carries.
 
 The rule. All models see the same batches under the same seed, so two models are compared seed by
-seed: d_s = value of one minus value of the other. With the mean d over n seeds and m comparisons
-that are made together,
+seed: d_s = value of one minus value of the other. With the mean d over n seeds, D documents that
+were scored, and m comparisons that are made together,
 
-    lower, higher   the interval d ± t(n-1, 1 - 0.025/m) e leaves out 0
-    unclear         it holds 0, or a value or error of those is not finite: no interval then
+    lower, higher   the interval d ± h leaves out 0
+    unclear         it holds 0; or there is none, because a run of either model diverged, or a value
+                    or an error is not finite: the seeds that are left would be a choice
 
-where e^2 = s_d^2 / n, plus the squared standard error of d over the documents that were scored
-where these are known. The division by m is Bonferroni's: the chance that any of the m words is
-wrong is at most 5%. Seeds and documents are both samples; adding their variances counts what they
-share twice, which errs on the wide side, as does the t of the seeds alone.
+where h^2 = (t(n-1) s)^2 + (t(D-1) r)^2: s is the standard error of d over seeds, r that over
+documents (left out where these are not known), t(k) Student's quantile at 1 - 0.025/m with k
+degrees of freedom. The division by m is Bonferroni's: the chance that any of the m words is wrong
+is at most 5%. It errs on the wide side: each error times its own quantile covers normal errors at
+least as often as said, whatever the share of each (Banerjee, 1960, Sankhyā 22, 357); what seeds and
+documents share is counted in both; and m words are seldom all near their bounds. On the narrow side
+errs r alone, which is linearised: a little, where few documents are of very different length.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -39,12 +44,15 @@ class Difference:
     """One model's value minus another's, paired by seed.
 
     Attributes:
-        mean: over the seeds that both have.
+        mean: over the seeds that both have; nan where none is left.
         spread: pooled standard deviation over seeds of the two models; None without interval.
         low, high: the paired interval, corrected for the comparisons; None where there is none.
+        n: seeds that the mean is over.
         comparisons: made together, which the interval is corrected for.
         seed_error, document_error: standard errors of the mean over seeds and over documents;
             None where there is no interval, or the documents are not known.
+        documents: that the second is over; None where they are not known.
+        lost: seeds of which a side has no finite value; with any there is no interval.
         verdict: one of the words above.
     """
 
@@ -57,6 +65,8 @@ class Difference:
     comparisons: int = 1
     seed_error: float | None = None
     document_error: float | None = None
+    documents: int | None = None
+    lost: int = 0
 
 
 def summarise(values: Sequence[float]) -> Summary:
@@ -72,31 +82,66 @@ def compare(
     b: Mapping[int, float],
     comparisons: int = 1,
     document_error: float | None = None,
+    documents: int | None = None,
 ) -> Difference | None:
-    """The value of `a` minus the value of `b`, by the rule above; None without a common seed.
+    """Take the value of `b` from that of `a`, by the rule above; None without a common seed.
 
     Args:
-        a, b: seed -> value, such as a loss in nats per token.
+        a, b: seed -> value, such as a loss in nats per token; one that is not finite is lost.
         comparisons: made together, 1 or more.
         document_error: standard error of the mean difference over documents, see `ratio_error`.
+        documents: that this error is over.
+
+    Raises:
+        ValueError: an error over documents, and not of how many.
     """
-    seeds = sorted(a.keys() & b.keys())
-    if not seeds:
+    if document_error is not None and documents is None:
+        raise ValueError("document_error: needs the number of documents")
+    lost = {seed for side in (a, b) for seed, value in side.items() if not math.isfinite(value)}
+    seeds = sorted((a.keys() & b.keys()) - lost)
+    if not seeds and not lost:
         return None
     differences = [a[seed] - b[seed] for seed in seeds]
-    is_finite = all(map(math.isfinite, differences))
-    mean, n = statistics.fmean(differences) if is_finite else math.nan, len(seeds)
-    if n == 1 or not is_finite or not math.isfinite(document_error or 0.0):
-        word = ONE_SEED if n == 1 else UNCLEAR
-        return Difference(mean, None, None, None, n, word, comparisons, None, document_error)
+    mean, n = statistics.fmean(differences) if seeds else math.nan, len(seeds)
+    known = {"document_error": document_error, "documents": documents, "lost": len(lost)}
+    if lost or n == 1 or not _is_usable(document_error, documents):
+        word = ONE_SEED if n == 1 and not lost else UNCLEAR
+        return Difference(mean, None, None, None, n, word, comparisons, **known)
     variances = [statistics.variance([side[seed] for seed in seeds]) for side in (a, b)]
     spread = math.sqrt(sum(variances) / 2)
     seed_error = statistics.stdev(differences) / math.sqrt(n)
-    half = t_quantile(1 - LEVEL / 2 / comparisons, n - 1)
-    half *= math.hypot(seed_error, document_error or 0.0)
+    half = half_width(seed_error, n, document_error, documents, comparisons)
     low, high = mean - half, mean + half
     verdict = UNCLEAR if low <= 0 <= high else LOWER if mean < 0 else HIGHER
-    return Difference(mean, spread, low, high, n, verdict, comparisons, seed_error, document_error)
+    return Difference(mean, spread, low, high, n, verdict, comparisons, seed_error, **known)
+
+
+def half_width(
+    seed_error: float,
+    seeds: int,
+    document_error: float | None,
+    documents: int | None,
+    comparisons: int,
+) -> float:
+    """Give half of the rule's interval.
+
+    Args:
+        seed_error, document_error: standard errors of the mean difference; the second may be None.
+        seeds, documents: how many each is over, 2 or more.
+        comparisons: made together.
+    """
+    level = 1 - LEVEL / 2 / comparisons
+    half = t_quantile(level, seeds - 1) * seed_error
+    if document_error is None or documents is None:
+        return half
+    return math.hypot(half, t_quantile(level, documents - 1) * document_error)
+
+
+def _is_usable(document_error: float | None, documents: int | None) -> bool:
+    """Tell whether an error over documents, where there is one, says anything."""
+    if document_error is None or documents is None:
+        return True
+    return documents > 1 and math.isfinite(document_error)
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
@@ -113,6 +158,7 @@ def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
     return math.sqrt(groups / (groups - 1) * squares) / total
 
 
+@functools.cache
 def t_quantile(probability: float, df: int) -> float:
     """Student's t: the value that is not exceeded with `probability`, from 0.5 to below 1."""
     low, high = 0.0, 1.0

@@ -20,9 +20,11 @@ from eval.small_study.tables import (
     EDGES,
     comparison_columns,
     comparison_lines,
+    rates_note,
     rule,
     scaled_lines,
     setting,
+    tuned_lines,
     value,
 )
 
@@ -79,7 +81,10 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
         note = "Rows without positions to scale have no line; their perplexity is in the picture."
         found.append(("Beyond the training length, scaled", scaled, note))
     title = f"Loss on pairs seen earlier in a window of {summary['recall']['length']:,}"
-    return [*found, (title, recall_lines(summary), _recall_note(summary))]
+    found.append((title, recall_lines(summary), _recall_note(summary)))
+    if tuned := tuned_lines(summary):
+        found.append(("Rates tried", tuned, rates_note()))
+    return found
 
 
 def main_lines(summary: dict[str, Any]) -> Table:
@@ -91,9 +96,11 @@ def main_lines(summary: dict[str, Any]) -> Table:
     head += [f"other ppl at {trained:,}", f"state at {trained:,}", f"at {longest:,}"]
     cells = {(c["model"], c["length"], c["method"]): c for c in summary["cells"]}
     recalled, rest = (recall_perplexities(summary, trained, name) for name in (RECALL, REST))
-    lines = []
+    lines, asked = [], len(summary["seeds"])
     for model in summary["models"]:
         name = model["model"]
+        if not model["seeds"]:
+            continue
         at, far = (cells.get((name, length, "none")) for length in (trained, longest))
         scaled = cells.get((name, longest, YARN))
         speed = model["tokens_per_second"]
@@ -107,8 +114,8 @@ def main_lines(summary: dict[str, Any]) -> Table:
                 value(at and at["loss"], 3),
                 value(far and far["perplexity"], 2),
                 value(scaled["perplexity"], 2) if scaled else "",
-                _spread(recalled.get(name)),
-                _spread(rest.get(name)),
+                _spread(recalled.get(name), asked),
+                _spread(rest.get(name), asked),
                 *(f"{model['state_bytes'][str(n)] / 1024:,.1f} KiB" for n in (trained, longest)),
             ]
         )
@@ -118,11 +125,11 @@ def main_lines(summary: dict[str, Any]) -> Table:
 def _main_note(summary: dict[str, Any]) -> str:
     return (
         "FLOPs: of a training step, forward and backward. Tokens/s: of training, the median over "
-        "steps and seeds, as many runs at a time as the command says. Recall: tokens whose pair "
-        f"with the one before stands earlier in the window and at most {RARE} times in the "
-        "training text; other: all the others. State: of one sequence in decoding, in bf16 with "
-        "recurrent states in fp32. Mamba's and Mamba-2's residual stream is in fp32, that of the "
-        "others in bf16. Positions are as trained but where YaRN is named."
+        "steps and seeds, beside other runs; `eval.speed train` compares speeds. Recall: tokens "
+        f"whose pair with the one before stands earlier in the window and at most {RARE} times in "
+        "the training text; other: all the others. State: of one sequence in decoding, in bf16 "
+        "with recurrent states in fp32. The residual stream of Mamba and Mamba-2 is in fp32, that "
+        "of the others in bf16. Positions are as trained but where YaRN is named."
     )
 
 
@@ -177,10 +184,10 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
     return [carried, limits]
 
 
-def _spread(values: Sequence[float] | None) -> str:
+def _spread(values: Sequence[float] | None, asked: int) -> str:
     if not values:
         return "n/a"
-    found = {"mean": statistics.fmean(values), "sd": None}
+    found = {"mean": statistics.fmean(values), "sd": None, "n": len(values), "asked": asked}
     if len(values) > 1:
         found["sd"] = statistics.stdev(values)
     return value(found, 2) if math.isfinite(found["mean"]) else "n/a"

@@ -11,7 +11,7 @@ from eval.common.precision import evaluation_dtype
 from eval.rivals.measure import HeldOut, held_out, measured
 from eval.rivals.rows import BASE, TUNING_SHARE, Comparison
 from eval.rivals.text_recall import RECALL, SLICES
-from eval.small_study.collect import collect, compared
+from eval.small_study.collect import collect, compared, diverged_rows
 from eval.small_study.execute import read_result
 from eval.small_study.plan import ROOT, Job
 
@@ -96,7 +96,7 @@ def _cells(study: Comparison, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
             losses.setdefault((row["model"], row["length"], row["slice"]), []).append(row["loss"])
     return [
         {"model": model, "length": length, "slice": name}
-        | {"loss": dataclasses.asdict(comparison.summarise(values))}
+        | {"loss": dataclasses.asdict(comparison.summarise(values)) | {"asked": len(study.seeds)}}
         for (model, length, name), values in sorted(
             losses.items(), key=lambda item: study.models.index(item[0][0])
         )
@@ -107,12 +107,13 @@ def _comparisons(
     study: Comparison, text: HeldOut, found: Mapping[Job, Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """The rows' differences in the loss of recalled tokens, at each window."""
-    made = []
+    made, lost = [], diverged_rows(study)
     for length in text.lengths:
-        at: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in study.models}
+        at = {model: dict(lost[model]) for model in study.models}
         for job, own in found.items():
             for row in own:
-                if (row["length"], row["slice"]) == (length, RECALL) and row["loss"] is not None:
+                # Without tokens nothing was lost.
+                if (row["length"], row["slice"]) == (length, RECALL) and row["tokens"]:
                     at[job.model][job.seed] = row
         for a, b in study.contrasts:
             if difference := compared(at[a], at[b], study.comparisons()):

@@ -12,7 +12,7 @@ from cat_lm.io.folders import check_output
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.plan import ROOT, Study
-from eval.small_study.run import prepared, run_missing, with_rates
+from eval.small_study.run import prepared, run_missing
 
 if TYPE_CHECKING:
     from eval.small_study.tune import Tuned
@@ -32,9 +32,9 @@ def main() -> None:
     with held(study.out) as lock:
         if not arguments.estimate:
             claim_outputs(study.out, "summary.json", named("small_study", ".md", ".csv", *PICTURES))
-        rates = run_missing(study, fingerprints, lock, arguments.parallel, arguments.estimate)
-        if rates is not None:
-            print(write_results(with_rates(study, rates), rates))
+        run_missing(
+            study, fingerprints, lock, arguments.parallel, arguments.estimate, write_results
+        )
 
 
 def write_results(study: Study, rates: dict[str, Tuned]) -> Path:

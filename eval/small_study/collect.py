@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,17 @@ from eval.common.provenance import provenance
 from eval.common.result_files import read_sweep
 from eval.common.runs import Run, read_run, unigram_loss
 from eval.small_study.attention import attention_of
-from eval.small_study.execute import commands, read_result, result_path, sweep_folder, unfinished
+from eval.small_study.execute import (
+    check_precisions,
+    commands,
+    read_result,
+    result_path,
+    sweep_folder,
+    unfinished,
+)
 from eval.small_study.plan import TUNING_SEED, Job, Study
 from eval.small_study.questions import MODELS, NONE
+from eval.small_study.tune import known
 
 if TYPE_CHECKING:
     from eval.small_study.tune import Tuned
@@ -32,9 +41,12 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
     Args:
         rates: model -> the learning rate that was chosen; empty where none was.
 
-    Raises UserError where no run is, or where the sweeps were made on different tokens.
+    Raises UserError where no run is, or where the runs were trained in different precisions or
+    the sweeps made on different tokens.
     """
     missing = {job.name for job in unfinished(study.jobs())}
+    # Without its rate a model's runs are of no study.
+    missing |= {job.name for job in study.jobs() if study.rates and job.model not in rates}
     jobs = [job for job in study.jobs() if job.name not in missing]
     if not jobs:
         raise UserError(f"--out {study.out}: holds no finished run")
@@ -56,6 +68,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "seeds": list(study.seeds),
         "missing": sorted(missing),
         "diverged": [job.name for job in diverged],
+        "trained_with": _trained_with(study, jobs),
         "models": [_model(model, jobs, runs, records, rates) for model in study.models],
         "attention": _attention(study, finished) if study.asked.attention else [],
         "rule": RULE,
@@ -64,6 +77,18 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "commands": {job.name: _typed(study, job) for job in jobs},
         **provenance(),
     }
+
+
+def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:
+    """The commits, precisions, threads and runs at once that runs were trained with.
+
+    Also those that chose rates; None for runs of a version that did not write it.
+    """
+    every = [*(job for job in known(study)[0] if result_path(job).is_file()), *jobs]
+    check_precisions(study, every, {})
+    records = [read_result(job) for job in every]
+    keys = ("commit", "precision", "threads", "parallel")
+    return {key: list(dict.fromkeys(record.get(key) for record in records)) for key in keys}
 
 
 def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -77,7 +102,7 @@ def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"model": model, "runs": own}
         for key in ("entropy", "largest_logit"):
             summary = comparison.summarise([one[key] for one in own.values()])
-            line[key] = dataclasses.asdict(summary)
+            line[key] = dataclasses.asdict(summary) | {"asked": len(study.seeds)}
         found.append(line)
     return found
 
@@ -96,7 +121,7 @@ def _text(study: Study, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
         "data": str(study.texts()[name]),
         "scored_tokens": rows[0]["tokens"] if rows else None,
         "documents": rows[0]["document_count"] if rows else None,
-        "cells": _cells(rows, study.models),
+        "cells": _cells(rows, study.models, len(study.seeds)),
         "comparisons": _comparisons(study, swept),
         "rows": rows,
     }
@@ -142,7 +167,8 @@ def _model(
         "rate": config.optimizer.lr if config else None,
         "tuned": _tuned(rates[model]) if model in rates else None,
         "seeds": [job.seed for job in own],
-        "parameters": runs[own[0]].export.get("parameters") if own else None,
+        # A run that diverged has no export.
+        "parameters": next(filter(None, (runs[job].export.get("parameters") for job in own)), None),
         "precision": config.train.precision if config else None,
         "position_embedding": config.architecture.facts(config.model).get("position_embedding")
         if config
@@ -154,8 +180,10 @@ def _model(
     }
 
 
-def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[str, Any]]:
-    """Mean and spread over seeds of every model, method and length."""
+def _cells(
+    rows: Sequence[dict[str, Any]], models: Sequence[str], asked: int
+) -> list[dict[str, Any]]:
+    """Mean and spread over seeds of every model, method and length; `asked` says of how many."""
     cells = []
     for model in models:
         own = [row for row in rows if row["model"] == model]
@@ -165,14 +193,14 @@ def _cells(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[dict[s
             for key in ("loss", "perplexity", "bits_per_byte"):
                 values = [row[key] for row in found if row[key] is not None]
                 summary = comparison.summarise(values) if values else None
-                cell[key] = dataclasses.asdict(summary) if summary else None
+                cell[key] = dataclasses.asdict(summary) | {"asked": asked} if summary else None
             cells.append(cell)
     return cells
 
 
 def _tuned(found: Tuned) -> dict[str, Any]:
     losses = {f"{rate:g}": finite(loss) for rate, loss in found.losses.items()}
-    return {"seed": TUNING_SEED, "edge": found.edge, "losses": losses}
+    return {"seed": TUNING_SEED, "rate": found.rate, "edge": found.edge, "losses": losses}
 
 
 def _comparisons(
@@ -182,15 +210,14 @@ def _comparisons(
     cells: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}  # by seed
     for job, rows in swept.items():
         for row in rows:
-            if row["loss"] is not None:
-                place = (job.model, row["length"], row["method"])
-                cells.setdefault(place, {})[job.seed] = row
-    found = []
+            place = (job.model, row["length"], row["method"])
+            cells.setdefault(place, {})[job.seed] = row
+    found, lost = [], diverged_rows(study)
     for length, method in study.columns():
         # Models without positions to scale are read as they are.
         read = {j.model for j, rows in swept.items() if method in {row["method"] for row in rows}}
         by = {model: method if model in read else NONE for model in study.models}
-        at = {model: cells.get((model, length, by[model]), {}) for model in study.models}
+        at = {m: lost[m] | cells.get((m, length, by[m]), {}) for m in study.models}
         sides = [(a, b, at[a], at[b]) for a, b in study.contrasts]
         # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
         sides += [
@@ -210,18 +237,35 @@ def compared(
     """The difference of two models' losses, paired by seed and by document; None without one.
 
     Args:
-        ours, theirs: seed -> row with `loss`, `document_nlls` and `document_tokens`.
+        ours, theirs: seed -> row with `loss`, `document_nlls` and `document_tokens`; the loss of
+            a run that diverged is None, and leaves no interval.
         made: comparisons that are made together.
     """
-    losses = ({seed: row["loss"] for seed, row in side.items()} for side in (ours, theirs))
-    difference = comparison.compare(*losses, made, _document_error(ours, theirs))
-    return dataclasses.asdict(difference) if difference else None
+    losses = (
+        {seed: math.nan if row["loss"] is None else row["loss"] for seed, row in side.items()}
+        for side in (ours, theirs)
+    )
+    difference = comparison.compare(*losses, made, *_document_error(ours, theirs))
+    return finite(dataclasses.asdict(difference)) if difference else None
+
+
+def diverged_rows(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
+    """Give rows without a loss for the runs that diverged: model -> seed -> row."""
+    found: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in study.models}
+    for job in study.jobs():
+        if result_path(job).is_file() and read_result(job)["diverged"]:
+            found[job.model][job.seed] = {"loss": None}
+    return found
 
 
 def _sums(a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
-    """Add the losses of two models, of seeds that both have, as of one row."""
-    found = {}
-    for seed in a.keys() & b.keys():
+    """Add the losses of two models, of seeds that both have, as of one row.
+
+    A seed that one of them has lost is lost, whatever the other's is.
+    """
+    lost = {seed for side in (a, b) for seed, row in side.items() if row["loss"] is None}
+    found = {seed: {"loss": None} for seed in lost}
+    for seed in (a.keys() & b.keys()) - lost:
         row = dict(a[seed], loss=a[seed]["loss"] + b[seed]["loss"])
         both = a[seed].get("document_nlls"), b[seed].get("document_nlls")
         row["document_nlls"] = None if None in both else [x + y for x, y in zip(*both, strict=True)]
@@ -231,15 +275,18 @@ def _sums(a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]) -> d
 
 def _document_error(
     a: Mapping[int, dict[str, Any]], b: Mapping[int, dict[str, Any]]
-) -> float | None:
+) -> tuple[float | None, int | None]:
     """The standard error over documents of the difference of two models, mean over seeds.
+
+    Returns it and the number of documents that have a scored token; None for each where a row
+    does not say what its documents' losses are.
 
     Args:
         a, b: seed -> row of a sweep over the same documents.
     """
     pairs = [(a[seed], b[seed]) for seed in a.keys() & b.keys()]
     if not pairs or any(row.get("document_nlls") is None for pair in pairs for row in pair):
-        return None
+        return None, None
     differences = [
         statistics.fmean(ours - theirs for ours, theirs in values)
         for values in zip(
@@ -247,4 +294,5 @@ def _document_error(
             strict=True,
         )
     ]
-    return finite(comparison.ratio_error(differences, pairs[0][0]["document_tokens"]))
+    tokens = pairs[0][0]["document_tokens"]
+    return comparison.ratio_error(differences, tokens), sum(map(bool, tokens))

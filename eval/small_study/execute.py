@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from cat_lm.config import load_config
 from cat_lm.errors import UserError
+from cat_lm.io.files import finite
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import Record
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
+from eval.common.provenance import commit
 from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
@@ -62,7 +65,7 @@ class Workers:
     """
 
     def __init__(self, study: Study, parallel: int, threads: int, lock: Lock | None = None) -> None:
-        self.study, self.parallel = study, parallel
+        self.study, self.parallel, self.threads = study, parallel, threads
         self._lock_file = (
             lock  # of the study's folder, which the processes hold as long as they live
         )
@@ -157,6 +160,8 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     """
     begin = time.perf_counter()
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
+    # What a study that goes on elsewhere, or with other code, may mix.
+    result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
     log = job.folder / "study.log"
     for stage, arguments in commands(workers.study, job).items():
         code = workers.process(arguments, log)
@@ -169,6 +174,7 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
             )
     if job.rate is not None:
         result |= {"rate": job.rate, "loss": None if result["diverged"] else last_loss(job)}
+    result["precision"] = precision_of(job)
     result["seconds"] = round(time.perf_counter() - begin, 1)
     _store(job).write(_CELL, result)
     return result
@@ -202,13 +208,52 @@ class _Result(Record):
     diverged: bool
     seconds: float | None = None
     loss: float | None = None  # of a run that chooses a rate
+    # Those of before have none of these.
+    commit: str | None = None
+    precision: str | None = None
+    threads: int | None = None
+    parallel: int | None = None
+
+
+def precision_of(job: Job) -> str | None:
+    """Read what `auto` was for a run; None where its training did not come so far as to say."""
+    path = job.folder / "config.yaml"
+    found = load_config(path).train.precision if path.is_file() else "auto"
+    return None if found == "auto" else found
+
+
+def check_precisions(study: Study, jobs: Sequence[Job], others: Mapping[str, str | None]) -> None:
+    """Check that runs that are compared were trained in one precision.
+
+    Args:
+        jobs: those of them that are finished are looked at.
+        others: name -> precision of what else is compared with them; None where it is unknown.
+
+    Raises:
+        UserError: two of them were not, which it names; or a record is damaged.
+    """
+    done = [job for job in jobs if result_path(job).is_file()]
+    found = {job.name: read_result(job).get("precision") or precision_of(job) for job in done}
+    first: dict[str, str] = {}
+    for name, precision in (found | others).items():
+        if precision is not None:
+            first.setdefault(precision, name)
+    if len(first) > 1:
+        (one, a), (other, b), *_ = first.items()
+        raise UserError(
+            f"--out {study.out}: {a} is trained in {one}, {b} in {other}, which are not compared; "
+            f"remove the runs of one of them, or give another folder"
+        )
 
 
 def last_loss(job: Job) -> float | None:
-    """Read the last validation of a run: nats per token; None where there is none."""
+    """Read the last validation of a run: nats per token; None where it is not finite or absent.
+
+    One before it says nothing of a training that diverged since.
+    """
     records = read_metrics(job.folder / "metrics.jsonl")
-    losses = [r["val_loss"] for r in records if r.get("val_loss") is not None]
-    return losses[-1] if losses else None
+    losses = [r["val_loss"] for r in records if "val_loss" in r]
+    return finite(losses[-1]) if losses else None
 
 
 def last_line(log: Path) -> str:

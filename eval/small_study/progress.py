@@ -14,9 +14,18 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.io.own_files import make_marked, remove_marked
 from eval.common.result_files import read_metrics
-from eval.small_study.execute import JobFailed, Workers, last_line, last_loss, steps_done
+from eval.small_study.execute import (
+    JobFailed,
+    Workers,
+    check_precisions,
+    last_line,
+    last_loss,
+    precision_of,
+    steps_done,
+)
 from eval.small_study.plan import TUNING_SEED, Job, Study
 from eval.small_study.questions import MODELS
+from eval.small_study.tune import known
 
 STEPS = 12  # of a trial training
 TRIALS = "trial trainings of the small study"  # their folder's mark
@@ -38,9 +47,18 @@ class Estimate:
     def of(self, job: Job) -> float:
         return (self.seconds if job.rate is None else self.training)[job.model]
 
-    def text(self, jobs: Sequence[Job], parallel: int) -> str:
-        total = sum(map(self.of, jobs)) / parallel
-        return f"by {STEPS} trial steps of each kind of model, about {duration(total)} for all"
+    def text(self, jobs: Sequence[Job], parallel: int, more: Sequence[str] = ()) -> str:
+        """Say how long the jobs take.
+
+        Args:
+            more: the model of each further run that choosing rates might need.
+        """
+        total = sum(map(self.of, jobs)) / min(parallel, max(1, len(jobs)))
+        said = f"by {STEPS} trial steps of each kind of model, about {duration(total)} for all"
+        if more:
+            widened = sum(self.training[model] for model in more) / min(parallel, len(more))
+            said += f", up to {duration(widened)} more where best rates are at the end of the list"
+        return said
 
 
 def measure(study: Study, workers: Workers) -> Estimate:
@@ -71,8 +89,11 @@ def measure(study: Study, workers: Workers) -> Estimate:
         rate, start = rates[kinds[_kind(config)].model]
         training[model] = _work(choosing) / rate + start
         # Besides training: the export, and a process for each sweep.
-        scored = FORWARD * study.scored_tokens()
+        scored = FORWARD * study.scored_tokens() * reading_cost(study, config)
         seconds[model] = (_work(config) + scored) / rate + (2 + len(study.texts())) * start
+    # Before hours of training here, whose runs could not be compared with those of elsewhere.
+    here = {f"a trial of {job.model}": precision_of(job) for job in kinds.values()}
+    check_precisions(study, [*known(study)[0], *study.jobs()], here)
     remove_marked(folder, TRIALS)
     return Estimate(seconds, training)
 
@@ -82,6 +103,26 @@ def _work(config: RunConfig) -> float:
     validations = config.total_steps / config.validation.every_steps
     trained = config.total_steps * config.tokens_per_step
     return trained + FORWARD * validations * (config.validation.max_tokens or 0)
+
+
+def reading_cost(study: Study, config: RunConfig) -> float:
+    """Give a scored token's FLOPs, mean over the cells of a sweep, in those at the trained length.
+
+    Long windows cost attention more. The cells of scaled positions stand evenly over the lengths
+    beyond the trained one.
+    """
+    architecture, trained = config.architecture, config.data.context_length
+    section = config.model.model_copy(update={"vocab_size": study.size.vocabulary})
+    parameters = architecture.num_parameters(section, study.size.vocabulary)
+    lengths = study.lengths()
+    scaled = study.cells() - len(lengths)
+    each = scaled / max(1, sum(length > trained for length in lengths))
+    flops = sum(
+        architecture.flops_per_token(section, parameters, length)
+        * (1 + (each if length > trained else 0))
+        for length in lengths
+    )
+    return flops / study.cells() / architecture.flops_per_token(section, parameters, trained)
 
 
 def _kind(config: RunConfig) -> tuple[str, str]:
@@ -175,4 +216,4 @@ def duration(seconds: float) -> str:
 
 def _loss(job: Job) -> str:
     loss = last_loss(job)
-    return "no validation" if loss is None else f"held-out loss {loss:.3f}"
+    return "no finite held-out loss" if loss is None else f"held-out loss {loss:.3f}"

@@ -7,6 +7,8 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
@@ -27,40 +29,43 @@ def run_missing(
     lock: Lock,
     parallel: int | None,
     estimate_only: bool,
-) -> dict[str, Tuned] | None:
-    """Runs what is not finished; the rates that were chosen, None where there are no results.
+    write: Callable[[Study, dict[str, Tuned]], Path],
+) -> None:
+    """Runs what is not finished, and writes what was found, also where some runs failed.
 
     Args:
         fingerprints: of `prepared`.
         lock: of the study's folder.
         parallel: runs at once; None: as suits the study's size.
+        write: writes the results of a study with the rates that were chosen; the page's path.
 
     Raises UserError where the folder is another study's, and where runs failed.
     """
-    from eval.small_study.execute import Workers, unfinished
-    from eval.small_study.progress import measure
-    from eval.small_study.tune import tuned
+    from eval.small_study.execute import check_precisions, unfinished
+    from eval.small_study.tune import known, tuned
 
     (check if estimate_only else claim)(study, fingerprints)
-    jobs, tuning = study.jobs(), study.tuning_jobs()
+    jobs, (tuning, more) = study.jobs(), known(study)
+    check_precisions(study, [*tuning, *jobs], {})
     todo = unfinished([*tuning, *jobs])
     choosing = f" and {len(tuning)} that choose rates" if tuning else ""
     models = f"{len(jobs)} runs of {len(study.models)} models{choosing}"
     print(f"{models} in {study.out}, {len(todo)} to do")
-    estimate = workers = None
+    runner = Runner(study, lock, parallel)
     if todo:
-        cores = len(os.sched_getaffinity(0))
-        parallel = min(parallel or (cores if study.size.parallel else 1), len(todo))
-        threads = max(1, cores // parallel)
-        workers = Workers(study, parallel, threads, lock)
-        estimate = measure(study, workers)
-        print(f"{parallel} at a time, {threads} threads each; {estimate.text(todo, parallel)}")
+        said = runner.estimate.text(todo, runner.parallel, more)
+        print(f"{runner.parallel} at a time, {runner.threads} threads each; {said}")
     if estimate_only:
-        return None
-    run = functools.partial(_finish, study, workers, estimate)
-    rates = tuned(study, run) if study.rates else {}
-    _finish(with_rates(study, rates), workers, estimate, jobs)
-    return rates
+        return
+    rates = tuned(study, functools.partial(runner.finish, study)) if study.rates else {}
+    chosen = with_rates(study, rates)
+    ready = [job for job in jobs if job.model in rates or not study.rates]
+    runner.finish(chosen, ready)
+    if not runner.failed or len(unfinished(ready)) < len(ready):
+        print(write(chosen, rates))
+    if runner.failed:
+        count = f"{len(runner.failed)} of {len(runner.begun)} runs failed"
+        raise UserError(f"{count}, the others are kept; the same command tries again")
 
 
 def with_rates(study: Study, rates: dict[str, Tuned]) -> Study:
@@ -69,22 +74,56 @@ def with_rates(study: Study, rates: dict[str, Tuned]) -> Study:
     return dataclasses.replace(study, chosen=chosen)
 
 
-def _finish(
-    study: Study, workers: Workers | None, estimate: Estimate | None, jobs: list[Job]
-) -> None:
-    """Runs those of the jobs that are not finished. Raises UserError where some fail."""
-    from eval.small_study.execute import complete_run, unfinished
-    from eval.small_study.progress import Progress
+class Runner:
+    """Finishes runs; makes workers, and measures how long runs take, once they are needed.
 
-    todo = unfinished(jobs)
-    if not todo:
-        return
-    workers.study = study
-    with Progress(jobs, todo, estimate, study) as progress:
-        failures = workers.run(todo, complete_run, progress.finished)
-    if failures:
-        count = f"{len(failures)} of {len(todo)} runs failed"
-        raise UserError(f"{count}, the others are kept; the same command tries again")
+    Attributes:
+        parallel, threads: runs at once, and threads of each.
+        begun, failed: runs that this call began, and those that failed twice.
+    """
+
+    def __init__(self, study: Study, lock: Lock, parallel: int | None) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.study, self._lock = study, lock
+        self.parallel = parallel or (cores if study.size.parallel else 1)
+        # Of the runs at once that are asked for, not of those that are left: the last run of a
+        # study that goes on is as fast as the first.
+        self.threads = max(1, cores // self.parallel)
+        self.begun: set[Job] = set()
+        self.failed: set[Job] = set()
+
+    @functools.cached_property
+    def workers(self) -> Workers:
+        from eval.small_study.execute import Workers
+
+        return Workers(self.study, self.parallel, self.threads, self._lock)
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        from eval.small_study.progress import measure
+
+        return measure(self.study, self.workers)
+
+    def finish(self, study: Study, jobs: list[Job]) -> None:
+        """Runs those of the jobs that are not finished; what fails is tried once more at the end.
+
+        Args:
+            study: that they are run for; its rates may have been chosen meanwhile.
+        """
+        from eval.small_study.execute import complete_run, unfinished
+        from eval.small_study.progress import Progress
+
+        todo = [job for job in unfinished(jobs) if job not in self.failed]
+        if not todo:
+            return
+        estimate, self.workers.study = self.estimate, study
+        self.begun |= {*todo}
+        with Progress(jobs, todo, estimate, study) as progress:
+            if self.workers.run(todo, complete_run, progress.finished):
+                again = unfinished(todo)
+                print(f"once more: {', '.join(job.name for job in again)}", flush=True)
+                self.workers.run(again, complete_run, progress.finished)
+        self.failed |= {*unfinished(todo)}
 
 
 # Codec tables, a fifth of the library's long files: near-copies of each other, which are in both

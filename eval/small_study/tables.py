@@ -10,6 +10,7 @@ from typing import Any
 from cat_lm.io.files import atomic_write, write_text
 from eval.common.style import short_count
 from eval.common.text_table import markdown_table
+from eval.small_study.plan import TUNING_SEED
 
 WORDS = {
     "unclear": "unclear",
@@ -50,7 +51,7 @@ def markdown(summary: dict[str, Any]) -> str:
             parts.append(f"Text of {text['data']} ({_scored(text)}):")
         parts += [_main_table(summary, text), _comparison_table(summary, text)]
         parts.append(_scaled_table(summary, text))
-    parts += [_attention_table(summary), rule(summary)]
+    parts += [_attention_table(summary), _rates_table(summary), rule(summary)]
     if summary["missing"]:
         parts.append(f"Not finished: {', '.join(summary['missing'])}.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -77,8 +78,22 @@ def setting(summary: dict[str, Any]) -> str:
         f"length {summary['training_length']}, {precision}, seeds "
         f"{', '.join(map(str, summary['seeds']))}; every seed decides the weights and the order of "
         f"the data, which is the same for all models.{scored} Numbers are mean ± standard "
-        "deviation over seeds; positions are not scaled."
+        f"deviation over seeds; positions are not scaled.{_mixed(summary)}"
     )
+
+
+def _mixed(summary: dict[str, Any]) -> str:
+    """Say where runs were not trained alike; nothing where they were."""
+    found = summary.get("trained_with", {})
+    commits = [commit[:12] if commit else "unknown" for commit in found.get("commit", ())]
+    said = ""
+    if len(commits) > 1:
+        said += f" Runs were trained by code of different commits: {', '.join(commits)}."
+    threads = [str(number or "unknown") for number in found.get("threads", ())]
+    if len(threads) > 1:
+        said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
+        said += " second do not compare."
+    return said
 
 
 def _main_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
@@ -141,13 +156,14 @@ def comparison_lines(
         found: head of a column -> its differences.
     """
     labels = {model["model"]: model["label"] for model in summary["models"]}
+    asked = len(summary["seeds"])
     columns = [{(p["model"], p["minus"]): p for p in pairs} for pairs in found.values()]
     head = ["loss of", "minus", *(part for name in found for part in (name, ""))]
     lines = [
         [
             _label(labels, a),
             _label(labels, b),
-            *(part for column in columns for part in _said(column.get((a, b)))),
+            *(part for column in columns for part in _said(column.get((a, b)), asked)),
         ]
         for a, b in dict.fromkeys(pair for column in columns for pair in column)
     ]
@@ -175,12 +191,57 @@ def _attention_table(summary: dict[str, Any]) -> str:
     )
 
 
-def _said(pair: dict[str, Any] | None) -> tuple[str, str]:
-    """A difference with its interval, and its verdict."""
+def tuned_lines(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:
+    """The validation loss of every model at every rate tried, the chosen one's in bold.
+
+    Returns the head and the lines of a table; None where no rates were tried.
+    """
+    tuned = [model for model in summary["models"] if model["tuned"]]
+    rates = sorted({rate for model in tuned for rate in model["tuned"]["losses"]}, key=float)
+    if not rates:
+        return None
+    lines = []
+    for model in tuned:
+        losses = model["tuned"]["losses"]
+        line = [
+            "" if rate not in losses else "diverged" if losses[rate] is None else f"{loss:.3f}"
+            for rate in rates
+            for loss in (losses.get(rate),)
+        ]
+        chosen = rates.index(f"{model['tuned']['rate']:g}")
+        line[chosen] = f"**{line[chosen]}**"
+        lines.append([model["label"], *line])
+    return ["validation loss at rate", *rates], lines
+
+
+def rates_note() -> str:
+    """Say what the choice of rates does to all other numbers."""
+    return (
+        f"Each is of one run of seed {TUNING_SEED}, in bold that of the rate chosen. All other "
+        "numbers are conditional on the rates chosen: no interval holds that another run, or rates "
+        "between these, might have chosen otherwise."
+    )
+
+
+def _rates_table(summary: dict[str, Any]) -> str:
+    if not (found := tuned_lines(summary)):
+        return ""
+    return f"{markdown_table(*found)}\n\n{rates_note()}"
+
+
+def _said(pair: dict[str, Any] | None, asked: int) -> tuple[str, str]:
+    """A difference with its interval, and its verdict.
+
+    Args:
+        asked: seeds that it should be over.
+    """
     if pair is None:
         return "", ""
+    seeds = "" if pair["n"] == asked else f" ({pair['n']} of {asked})"
+    if pair["mean"] is None:
+        return f"n/a{seeds}", WORDS[pair["verdict"]]
     interval = "" if pair["low"] is None else f" [{pair['low']:+.3f}, {pair['high']:+.3f}]"
-    return f"{pair['mean']:+.3f}{interval}", WORDS[pair["verdict"]]
+    return f"{pair['mean']:+.3f}{interval}{seeds}", WORDS[pair["verdict"]]
 
 
 def _scaled_table(summary: dict[str, Any], text: dict[str, Any]) -> str:
@@ -213,11 +274,8 @@ def scaled_lines(
 
 def rule(summary: dict[str, Any]) -> str:
     """Say what the words mean, and what was not trained to its end."""
-    made = [
-        pair["comparisons"]
-        for text in (summary, *summary["held_out"].values())
-        for pair in text["comparisons"]
-    ]
+    texts = (summary, *summary["held_out"].values())
+    made = [pair["comparisons"] for text in texts for pair in text["comparisons"]]
     said = ""
     if made:
         said = (
@@ -231,6 +289,13 @@ def rule(summary: dict[str, Any]) -> str:
         )
     if summary["diverged"]:
         said += f" Training diverged in {', '.join(summary['diverged'])}."
+    if any(pair.get("lost") for text in texts for pair in text["comparisons"]):
+        said += (
+            " A difference of which a seed diverged, or has no finite loss, is *unclear* and has "
+            "no interval: the seeds that are left are no sample."
+        )
+    if any(_is_partial(cell["loss"]) for text in texts for cell in text["cells"]):
+        said += " (n of N): so many of the seeds asked for are in a number."
     return said.strip()
 
 
@@ -241,4 +306,11 @@ def value(summary: dict[str, Any] | None, places: int) -> str:
     # A perplexity far from the others needs no decimals.
     places = places if summary["mean"] < 1000 else 0
     text = f"{summary['mean']:,.{places}f}"
-    return text if summary["sd"] is None else f"{text} ± {summary['sd']:,.{places}f}"
+    if summary["sd"] is not None:
+        text += f" ± {summary['sd']:,.{places}f}"
+    return f"{text} ({summary['n']} of {summary['asked']})" if _is_partial(summary) else text
+
+
+def _is_partial(summary: dict[str, Any] | None) -> bool:
+    """Tell whether seeds that were asked for are not in a mean."""
+    return summary is not None and summary["n"] != summary.get("asked", summary["n"])

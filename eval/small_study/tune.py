@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from eval.small_study.execute import read_result
+from eval.small_study.execute import read_result, unfinished
 from eval.small_study.plan import Job, Study
 
 WIDENINGS = 2
@@ -36,25 +36,50 @@ def tuned(study: Study, run: Callable[[list[Job]], object]) -> dict[str, Tuned]:
     """The rate of each model, with the runs that this needs.
 
     Args:
-        run: finishes jobs that are not finished.
+        run: finishes jobs that are not finished; a model of which some fail has no rate.
     """
     tried = {model: study.rates for model in study.models}
     for _ in range(WIDENINGS + 1):
         run(study.tuning_jobs(tried))
         found = read(study, tried)
-        wider = {model: _wider(tried[model], found[model]) for model in study.models}
+        wider = tried | {model: _wider(tried[model], own) for model, own in found.items()}
         if wider == tried:
             break
         tried = wider
     return found
 
 
+def known(study: Study) -> tuple[list[Job], list[str]]:
+    """The tuning runs that are known to be needed, from those that are finished.
+
+    Returns them, and the model of each further one that a best rate at the edge might need.
+    """
+    jobs: list[Job] = []
+    more: list[str] = []
+    for model in study.models if study.rates else ():
+        alone = dataclasses.replace(study, models=(model,))
+        tried = {model: study.rates}
+        for left in range(WIDENINGS, -1, -1):
+            if unfinished(alone.tuning_jobs(tried)):
+                more += [model] * left
+                break
+            wider = _wider(tried[model], read(alone, tried)[model])
+            if wider == tried[model] or not left:
+                break
+            tried = {model: wider}
+        jobs += alone.tuning_jobs(tried)
+    return jobs, more
+
+
 def read(study: Study, tried: dict[str, tuple[float, ...]]) -> dict[str, Tuned]:
-    """What the finished runs at the rates tried say of each model."""
-    losses: dict[str, dict[float, float]] = {model: {} for model in study.models}
-    for job in study.tuning_jobs(tried):
-        loss = read_result(job)["loss"]
-        losses[job.model][job.rate] = math.inf if loss is None else loss
+    """What the runs at the rates tried say of each model; nothing where some are not finished."""
+    jobs = study.tuning_jobs(tried)
+    waiting = {job.model for job in unfinished(jobs)}
+    losses: dict[str, dict[float, float]] = {}
+    for job in jobs:
+        if job.model not in waiting:
+            loss = read_result(job)["loss"]
+            losses.setdefault(job.model, {})[job.rate] = math.inf if loss is None else loss
     found = {}
     for model, values in losses.items():
         rate = min(values, key=lambda rate: (values[rate], rate))

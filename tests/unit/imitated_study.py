@@ -29,6 +29,7 @@ class Imitation:
     LOSS: ClassVar = {"pythia": 4.0, "cat_rope": 3.8, "canon_b": 4.001}
 
     best_rate = 3e-3
+    precision = "fp32"
 
     def __init__(self, fails: str = "", diverges: str = "") -> None:
         self.fails, self.diverges, self.calls = fails, diverges, []
@@ -60,7 +61,8 @@ class Imitation:
         return 4.0 + abs(math.log10(config.optimizer.lr / self.best_rate))
 
     def train(self, arguments: list[str]) -> int:
-        config = load_config(ROOT / arguments[1], arguments[2:])
+        # As the real one, which decides what `auto` is and writes that.
+        config = load_config(ROOT / arguments[1], arguments[2:]).with_precision(self.precision)
         run = Path(config.train.output_dir)
         run.mkdir(parents=True, exist_ok=True)
         config.save(run / "config.yaml")

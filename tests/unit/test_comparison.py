@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
+from eval.common import comparison
 from eval.common.comparison import compare, ratio_error, summarise, t_quantile
 
 
@@ -33,11 +34,63 @@ def test_a_word_is_lost_where_many_comparisons_are_made():
 
 def test_few_documents_widen_an_interval():
     a, b = {0: 1.0, 1: 1.2, 2: 1.1}, {0: 1.3, 1: 1.6, 2: 1.3}
-    found = compare(a, b, document_error=0.1)
-    half = student.ppf(0.975, 2) * math.sqrt(0.01 / 3 + 0.01)
+    found = compare(a, b, document_error=0.1, documents=9)
+    half = math.hypot(student.ppf(0.975, 2) * 0.1 / math.sqrt(3), student.ppf(0.975, 8) * 0.1)
     assert (found.low, found.high) == pytest.approx((-0.3 - half, -0.3 + half))
     assert found.verdict == "unclear"
     assert (found.seed_error, found.document_error) == pytest.approx((0.1 / math.sqrt(3), 0.1))
+    assert found.documents == 9
+    with pytest.raises(ValueError, match="number of documents"):
+        compare(a, b, document_error=0.1)
+
+
+def test_the_error_over_documents_is_not_widened_by_few_seeds():
+    """With 56 comparisons Student's t is 33 for three seeds, 3.5 for a hundred documents."""
+    a, b = {0: 1.0, 1: 1.001, 2: 0.999}, {0: 1.2, 1: 1.2, 2: 1.2}
+    found = compare(a, b, 56, document_error=0.01, documents=100)
+    seeds, documents = (student.ppf(1 - 0.025 / 56, df) for df in (2, 99))
+    assert seeds > 33 and documents < 3.5
+    half = math.hypot(seeds * 0.001 / math.sqrt(3), documents * 0.01)
+    assert (found.low, found.high) == pytest.approx((-0.2 - half, -0.2 + half))
+    assert found.verdict == "lower" and -0.2 + seeds * 0.01 > 0, "it would be unclear"
+
+
+def coverage(seeds: int, documents: int, ratio: float) -> float:
+    """How often an interval holds the true difference, 0, over studies that are made up.
+
+    Args:
+        ratio: of the error over seeds to that over documents.
+    """
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(4000):
+        of_seed = generator.normal(0, ratio * math.sqrt(seeds), (seeds, 1))
+        of_document = generator.normal(0, math.sqrt(documents), documents)
+        losses = of_seed + of_document + generator.normal(0, 0.5, (seeds, documents))
+        error = ratio_error(list(losses.mean(0)), [1] * documents)
+        found = compare(
+            dict(enumerate(losses.mean(1))), dict.fromkeys(range(seeds), 0.0), 1, error, documents
+        )
+        held += found.low <= 0 <= found.high
+    return held / 4000
+
+
+COVERED = [(3, 8, 1.0), (3, 60, 2.0), (6, 8, 1.0), (6, 20, 1.5)]
+
+
+@pytest.mark.parametrize(("seeds", "documents", "ratio"), COVERED)
+def test_intervals_hold_the_truth_as_often_as_said(seeds, documents, ratio, monkeypatch):
+    assert coverage(seeds, documents, ratio) >= 0.95
+    # The same numbers tell a quantile that is too small: of the normal distribution.
+    monkeypatch.setattr(comparison, "t_quantile", lambda *_: 1.96)
+    assert coverage(seeds, documents, ratio) < 0.95
+
+
+@pytest.mark.parametrize(("seeds", "documents", "ratio"), COVERED[1::2])
+def test_the_documents_quantile_is_too_small_for_seeds(seeds, documents, ratio, monkeypatch):
+    plain = t_quantile
+    monkeypatch.setattr(comparison, "t_quantile", lambda level, _: plain(level, documents - 1))
+    assert coverage(seeds, documents, ratio) < 0.95
 
 
 @pytest.mark.parametrize(
@@ -68,9 +121,25 @@ def test_seeds_are_paired_and_one_says_nothing():
 def test_what_is_not_finite_says_nothing(value):
     """A run that diverged, or an error over one document (nan), must not become a word."""
     diverged = compare({0: value, 1: 1.0, 2: 1.1}, {0: 2.0, 1: value, 2: 3.1})
-    assert (diverged.verdict, diverged.low, diverged.n) == ("unclear", None, 3)
-    found = compare({0: 1.0, 1: 1.1}, {0: 2.0, 1: 2.1}, document_error=value)
+    assert (diverged.verdict, diverged.low, diverged.n, diverged.lost) == ("unclear", None, 1, 2)
+    assert diverged.mean == pytest.approx(-2.0), "of the seed that is left"
+    found = compare({0: 1.0, 1: 1.1}, {0: 2.0, 1: 2.1}, document_error=value, documents=2)
     assert (found.verdict, found.low) == ("unclear", None)
+    one = compare({0: 1.0, 1: 1.1}, {0: 2.0, 1: 2.1}, document_error=0.0, documents=1)
+    assert (one.verdict, one.low) == ("unclear", None)
+
+
+def test_seeds_that_are_left_are_a_choice_and_carry_no_word():
+    a, b = {0: 1.0, 1: 1.01, 2: 0.99}, {0: 2.0, 1: 2.01, 2: 1.99}
+    assert compare(a, b).verdict == "lower"
+    lost = compare({**a, 3: math.nan}, b)
+    assert (lost.verdict, lost.low, lost.n, lost.lost) == ("unclear", None, 3, 1)
+    # What is not finished yet is another thing.
+    assert compare({**a, 3: 1.0}, b).verdict == "lower"
+    # One seed that is left of two is not one seed.
+    assert compare({0: 1.0, 1: math.nan}, {0: 2.0, 1: 2.1}).verdict == "unclear"
+    none = compare({0: math.nan}, {0: 1.0})
+    assert (none.n, none.verdict) == (0, "unclear") and math.isnan(none.mean)
 
 
 def test_all_words_together_are_seldom_wrong():

@@ -296,7 +296,7 @@ def test_a_run_that_diverged_says_nothing_and_leaves_the_rest():
         ]
     )
     assert found[1]["less_no_filters"]["verdict"] == "unclear"
-    assert "| k | +nan |" in page.markdown(found)
+    assert "| k | -0.500 (1 of 2 seeds) |" in page.markdown(found)
     page.draw(found)
     held = json.loads(json.dumps(finite(found), allow_nan=False))
     assert held[0]["rates_tried"] == {"0.01": -2.5, "0.03": None} and held[1]["mean"] is None

@@ -404,9 +404,8 @@ class TestComparison:
         assert run(monkeypatch, capsys, Rivals(), *arguments)[0] == 0
         straight = json.loads((tmp_path / "out/summary.json").read_text())
         arguments[3] = tmp_path / "other"
-        # Trainings fail at first, and measuring is stopped after four runs.
+        # A training fails at first, and measuring is stopped after four runs.
         failing = Rivals(fails="gla-seed1 .*train|train.*gla-seed1 ")
-        assert run(monkeypatch, capsys, failing, *arguments)[0] == 2
         scored = measure._scored
 
         def stopped(*given):
@@ -416,14 +415,46 @@ class TestComparison:
 
         self.scored.clear()
         monkeypatch.setattr(measure, "_scored", stopped)
-        assert run(monkeypatch, capsys, Rivals(), *arguments)[0] == 130
+        assert run(monkeypatch, capsys, failing, *arguments)[0] == 130
         assert not (tmp_path / "other/summary.json").exists()
         monkeypatch.setattr(measure, "_scored", scored)
+        assert run(monkeypatch, capsys, failing, *arguments)[0] == 2
+        partial = json.loads((tmp_path / "other/summary.json").read_text())
+        assert partial["missing"] == ["gla-seed1"]
+        row = re.search(r"\n\| GLA \|.*", (tmp_path / "other/rivals.md").read_text())[0]
+        assert row.count("(1 of 2)") == 4, "loss, perplexity and two of recall"
         assert run(monkeypatch, capsys, last := Rivals(), *arguments)[0] == 0
-        assert last.calls == [] and len(self.scored) == len(set(self.scored)) == 6
+        assert all("gla-seed1" in call or "/trial/" in call for call in last.calls)
+        assert len(self.scored) == len(set(self.scored)) == 6
         resumed = json.loads((tmp_path / "other/summary.json").read_text())
         for key in ("rows", "cells", "comparisons", "recall"):
             assert resumed[key] == straight[key]
+
+    def test_a_row_whose_rates_fail_is_left_out_and_the_others_are_told(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        failing = Rivals(fails="tuning/gla-lr0.01 ")
+        code, _, err = run(monkeypatch, capsys, failing, *arguments, "--seeds", "0,1")
+        assert code == 2 and err.splitlines()[-1].startswith("error: 1 of 13 runs failed")
+        assert sum("tuning/gla-lr0.01 " in call for call in failing.calls) == 2, "once more"
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        assert summary["missing"] == ["gla-seed0", "gla-seed1"]
+        table = (tmp_path / "out/rivals.md").read_text()
+        assert "| TF++ + CAT | 4.477 | **4.000** | 4.523 |" in table
+        assert "| TF++ + CAT | TF++ | -0.200 [" in table
+
+    def test_a_row_that_lost_a_seed_is_compared_in_nothing(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        diverging = Rivals(diverges="tfpp_cat-seed1")
+        assert run(monkeypatch, capsys, diverging, *arguments)[0] == 0
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        pairs = [*summary["comparisons"], *summary["recall"]["comparisons"]]
+        found = {(p["verdict"], p["low"], p["n"]) for p in pairs if p["model"] == "tfpp_cat"}
+        assert found == {("unclear", None, 2)}
+        table = (tmp_path / "out/rivals.md").read_text()
+        assert "| TF++ + CAT | TF++ | -0.200 (2 of 3) | unclear |" in table
+        assert "(n of N): so many of the seeds asked for" in table
 
     def test_a_damaged_cell_is_one_line(self, arguments, tmp_path, monkeypatch, capsys):
         assert run(monkeypatch, capsys, Rivals(), *arguments, "--seeds", "0")[0] == 0

@@ -6,6 +6,7 @@ Trainings are imitated here; tests/e2e/test_small_study.py runs the real command
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import json
 import math
@@ -32,11 +33,20 @@ from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
-from eval.small_study.execute import Workers, commands, complete_run, result_path, unfinished
+from eval.small_study.collect import _sums
+from eval.small_study.execute import (
+    Workers,
+    commands,
+    complete_run,
+    last_loss,
+    result_path,
+    unfinished,
+)
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
+from eval.small_study.progress import Estimate, reading_cost
 from eval.small_study.questions import MODELS, QUESTIONS
 from eval.small_study.run import prepared
-from eval.small_study.tune import tuned
+from eval.small_study.tune import known, tuned
 from tests.unit.imitated_study import LENGTHS, Imitation, run_command
 
 # model -> (conv_type, streams, window, positions) as the study's definition asks for
@@ -475,6 +485,10 @@ class TestStudy:
         assert {row["seed"] for row in summary["rows"]} == {0, 1}
         chosen = summary["models"][0]["tuned"]
         assert (chosen["edge"], list(chosen["losses"])) == ("", ["0.001", "0.003", "0.01"])
+        table = (tmp_path / "out/small_study.md").read_text(encoding="utf-8")
+        assert "| validation loss at rate | 0.001 | 0.003 | 0.01 |" in table
+        assert "| Pythia (RoPE) | 4.477 | **4.000** | 4.523 |" in table
+        assert "numbers are conditional on the rates chosen" in table
         # Begun again, nothing is left; without rates it is another study.
         assert run_study(monkeypatch, capsys, again := Imitation(), *arguments)[0] == 0
         assert again.calls == []
@@ -515,6 +529,74 @@ class TestStudy:
         found = tuned(study, lambda jobs: [complete_run(workers, j) for j in unfinished(jobs)])
         assert found["pythia"].losses[3e-3] == math.inf and found["pythia"].rate != 3e-3
 
+    def test_a_training_that_ends_in_no_number_is_not_credited_with_an_earlier_one(self, tmp_path):
+        job = Job("pythia", TUNING_SEED, tmp_path, 1e-2)
+        lines = [{"step": 1, "tokens": 8, "loss": 5.0}]
+        values = {"val_perplexity": None, "val_bits_per_byte": None}
+        lines += [{"step": n, "tokens": 8, "val_loss": x, **values} for n, x in ((1, 3.0), (2, 2))]
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert last_loss(job) == 2
+        lines.append({"step": 3, "tokens": 9, "val_loss": None, **values})
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert last_loss(job) is None
+        path.write_text(json.dumps(lines[0]) + "\n")
+        assert last_loss(job) is None, "never validated"
+
+    def test_a_widened_run_that_is_gone_is_made_again(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr(Imitation, "best_rate", 1.5e-2)
+        arguments = [*arguments, "--seeds", "0", "--rates", "1e-3,3e-3,1e-2"]
+        code, out, err = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert code == 0, err
+        assert re.search("for all, up to .* more where best rates are at the end", out)
+        gone = tmp_path / "out/tuning/pythia-lr0.0333/study.json"
+        gone.unlink()
+        code, out, err = run_study(monkeypatch, capsys, again := Imitation(), *arguments)
+        assert code == 0, err
+        assert "3 runs of 3 models and 12 that choose rates" in out and "1 to do" in out
+        assert sum("/tuning/pythia-lr0.0333" in call for call in again.calls) == 1
+        assert gone.is_file()
+
+    def test_the_runs_that_choose_rates_are_known_as_far_as_those_before_them_are_done(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(Imitation, "best_rate", 1.0)
+        imitation = Imitation()
+        monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
+        rates = (1e-3, 3e-3, 1e-2)
+        study = Study(SIZES["cpu"], ("pythia", "canon_b"), (0,), tmp_path, tmp_path, rates=rates)
+        assert known(dataclasses.replace(study, rates=())) == ([], [])
+        jobs, more = known(study)
+        assert len(jobs) == 6 and more == ["pythia"] * 2 + ["canon_b"] * 2
+        for job in study.tuning_jobs()[:3]:
+            complete_run(Workers(study, 1, 1), job)
+        jobs, more = known(study)
+        assert [job.rate for job in jobs[:4]] == [1e-3, 3e-3, 1e-2, 0.0333]
+        assert len(jobs) == 7 and more == ["pythia"] + ["canon_b"] * 2
+        tuned(study, lambda jobs: [complete_run(Workers(study, 1, 1), j) for j in unfinished(jobs)])
+        jobs, more = known(study)
+        assert (len(jobs), more) == (10, []) and not unfinished(jobs)
+
+    def test_models_whose_rates_fail_do_not_hold_the_others_up(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr(Imitation, "best_rate", 1.5e-2)
+        arguments = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2"]
+        failing = Imitation(fails="tuning/canon_b-lr0.003 ")
+        code, _, err = run_study(monkeypatch, capsys, failing, *arguments)
+        # Nine runs at the rates given, two at one beyond them, two models and two seeds.
+        assert code == 2 and "1 of 15 runs failed, the others are kept" in err
+        tries = sum("tuning/canon_b-lr0.003 " in call for call in failing.calls)
+        assert tries == 2, "not again where other models' lists are widened"
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        assert summary["missing"] == ["canon_b-seed0", "canon_b-seed1"]
+        assert [model["seeds"] for model in summary["models"]] == [[0, 1], [0, 1], []]
+        table = (tmp_path / "out/small_study.md").read_text(encoding="utf-8")
+        assert "Not finished: canon_b-seed0, canon_b-seed1." in table
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+
     def test_texts_beside_each_other(
         self, arguments, long_corpus, tmp_path, monkeypatch, capsys, tiny_corpus
     ):
@@ -547,6 +629,12 @@ class TestStudy:
         line = f"cat_rope-seed1: sweep ended with code 1, see {log}: ValueError: no such thing\n"
         assert line in err
         assert "1 of 6 runs failed, the others are kept" in err
+        assert sum("length_sweep" in c and "cat_rope-seed1" in c for c in imitation.calls) == 2
+        # What there is is told.
+        table = (arguments[3] / "small_study.md").read_text(encoding="utf-8")
+        assert "Not finished: cat_rope-seed1." in table and "3.800 (1 of 2)" in table
+        pair = "| CAT, RoPE | Pythia (RoPE) | -0.200 (1 of 2) | one seed |"
+        assert pair in table
         again = Imitation()
         code, out, err = run_study(monkeypatch, capsys, again, *arguments)
         assert code == 0, err
@@ -556,13 +644,143 @@ class TestStudy:
         assert run_study(monkeypatch, capsys, third := Imitation(), *arguments)[0] == 0
         assert third.calls == [], "nothing is left to do"
 
+    def test_nothing_is_written_where_all_failed(self, arguments, tmp_path, monkeypatch, capsys):
+        failing = Imitation(fails="-m cat_lm.export")
+        code, _, err = run_study(monkeypatch, capsys, failing, *arguments, "--seeds", "0")
+        assert code == 2 and "3 of 3 runs failed" in err.splitlines()[-1]
+        assert not (tmp_path / "out/summary.json").exists()
+
+    def test_a_failed_run_is_tried_once_more(self, arguments, monkeypatch, capsys):
+        class Recovers(Imitation):
+            def __call__(self, workers, given, log):
+                if any("export" in call and "canon_b-seed0" in call for call in self.calls):
+                    self.fails = ""
+                return super().__call__(workers, given, log)
+
+        imitation = Recovers(fails="export .*canon_b-seed0")
+        code, out, err = run_study(monkeypatch, capsys, imitation, *arguments, "--seeds", "0")
+        assert code == 0 and "canon_b-seed0: export ended with code 1" in err
+        assert "once more: canon_b-seed0" in out
+        assert "export" in imitation.calls[-2] and "canon_b-seed0" in imitation.calls[-1]
+
     def test_divergence_is_a_result(self, arguments, tmp_path, monkeypatch, capsys):
         code, out, err = run_study(
             monkeypatch, capsys, Imitation(diverges="cat_rope-seed0"), *arguments, "--seeds", "0,1"
         )
         assert code == 0, err
         assert "cat_rope-seed0: diverged" in out
-        assert "diverged in cat_rope-seed0" in (tmp_path / "out/small_study.md").read_text()
+        table = (tmp_path / "out/small_study.md").read_text(encoding="utf-8")
+        assert "diverged in cat_rope-seed0" in table and "the seeds that are left are no" in table
+        # The other seed is shown, and carries nothing, whichever side it is on.
+        assert "| CAT, RoPE | Pythia (RoPE) | -0.200 (1 of 2) | unclear |" in table
+        assert "| depthwise W=4, RoPE | CAT, RoPE | +0.201 (1 of 2) | unclear |" in table
+        assert "| 3.810 (1 of 2) |" in table and "| 4.005 ± 0.007 |" in table
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        others = [p for p in summary["comparisons"] if "cat_rope" not in (p["model"], p["minus"])]
+        assert others and all(p["low"] is not None and p["lost"] == 0 for p in others)
+
+    def test_a_loss_that_is_not_finite_leaves_no_word(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        path = tmp_path / "out/runs/canon_b-seed2/eval/length_sweep.json"
+        values = json.loads(path.read_text())
+        for row in values["rows"]:
+            if row["length"] == 1024:
+                row |= {"loss": None, "perplexity": None, "document_nlls": None}
+        write_json(path, values)
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        words = {
+            (p["model"], p["minus"], p["length"]): (p["verdict"], p["n"], p["low"] is None)
+            for p in summary["comparisons"]
+        }
+        assert words["canon_b", "cat_rope", 128] == ("higher", 3, False)
+        assert words["canon_b", "cat_rope", 1024] == ("unclear", 2, True)
+        assert words["cat_rope", "pythia", 1024] == ("lower", 3, False)
+
+    def test_a_lost_seed_of_a_sum_is_lost(self):
+        full, lost = {"loss": 1.0, "document_nlls": [2.0]}, {"loss": None}
+        assert _sums({0: full, 1: full, 2: lost}, {0: full, 1: lost}) == {
+            0: {"loss": 2.0, "document_nlls": [4.0]},
+            1: lost,
+            2: lost,
+        }
+        assert _sums({0: full}, {}) == {}, "not finished yet"
+
+    def test_runs_of_two_precisions_are_not_compared(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
+        monkeypatch.setattr(Imitation, "precision", "bf16")
+        again = Imitation()
+        code, _, err = run_study(monkeypatch, capsys, again, *arguments, "--seeds", "0,1")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "pythia-seed0 is trained in fp32, a trial of pythia in bf16, which are not" in err
+        assert all("max_steps" in call for call in again.calls), "before anything is trained"
+        # Where it came about all the same, two runs are named; also by files of before.
+        for keep in (True, False):
+            cell = tmp_path / "out/runs/cat_rope-seed0/study.json"
+            values = {"diverged": False, "seconds": 1.0}
+            cell.write_text(json.dumps(values | ({"precision": "bf16"} if keep else {})))
+            config = cell.with_name("config.yaml")
+            config.write_text(config.read_text().replace("precision: fp32", "precision: bf16"))
+            code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")
+            assert (code, err.count("\n")) == (2, 1)
+            assert "pythia-seed0 is trained in fp32, cat_rope-seed0 in bf16" in err
+
+    def test_runs_of_two_commits_are_told(self, arguments, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("eval.small_study.execute.commit", lambda: "a" * 40)
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
+        table = tmp_path / "out/small_study.md"
+        assert "commit" not in table.read_text()
+        monkeypatch.setattr("eval.small_study.execute.commit", lambda: "b" * 40)
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0,1")[0] == 0
+        said = f"by code of different commits: {'a' * 12}, {'b' * 12}."
+        assert said in table.read_text()
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        assert summary["trained_with"]["commit"] == ["a" * 40, "b" * 40]
+        assert summary["trained_with"]["precision"] == ["fp32"]
+        # A record of before says nothing of it, and is read.
+        cell = tmp_path / "out/runs/pythia-seed0/study.json"
+        cell.write_text('{"diverged": false, "seconds": 2.0}')
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
+        assert f"different commits: unknown, {'a' * 12}." in table.read_text()
+
+    def test_the_last_run_has_no_more_threads_than_the_first(
+        self, arguments, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(4)})
+        arguments = [*arguments, "--seeds", "0"]
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments)[0] == 0
+        (tmp_path / "out/runs/pythia-seed0/study.json").unlink()
+        code, out, _ = run_study(monkeypatch, capsys, Imitation(), *arguments)
+        assert code == 0 and "1 to do" in out and "4 at a time, 1 threads each" in out
+        trained = json.loads((tmp_path / "out/summary.json").read_text())["trained_with"]
+        assert (trained["threads"], trained["parallel"]) == ([1], [4])
+        # Two at a time is another speed, which the page says.
+        (tmp_path / "out/runs/pythia-seed0/study.json").unlink()
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--parallel", 2)[0] == 0
+        table = (tmp_path / "out/small_study.md").read_text()
+        assert "Runs had different numbers of threads (2, 1)" in table
+
+    def test_reading_far_costs_attention_more(self, tmp_path):
+        def cost(model: str, question: str = "variants") -> float:
+            study = Study(SIZES["cpu"], (model,), (0,), tmp_path, tmp_path, question=question)
+            return reading_cost(study, study.config(study.jobs()[0]))
+
+        assert cost("pythia", "length") > cost("pythia") > 1.1
+        # A recurrence reads every token at the same cost.
+        assert cost("gated_deltanet") == pytest.approx(1.0)
+        for model in MODELS:
+            assert 1 - 1e-9 <= cost(model) < 8
+
+    def test_an_estimate_divides_by_the_runs_that_there_are(self, tmp_path):
+        jobs = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path).jobs()
+        estimate = Estimate({"pythia": 60.0}, {"pythia": 20.0})
+        assert "about 60 s for all" in estimate.text(jobs[:1], 4)
+        assert "about 90 s for all" in estimate.text(jobs, 2)
+        assert "about 90 s for all, up to 20 s more" in estimate.text(jobs, 2, ["pythia"] * 2)
 
     def test_estimate_starts_nothing(self, arguments, tmp_path, monkeypatch, capsys):
         imitation = Imitation()

@@ -238,7 +238,8 @@ def _line(
             values,
             {seed: _value(record) for seed, record in plain.items()},
             len(of_column),
-            _document_error(found[place], plain),
+            error := _document_error(found[place], plain),
+            None if error is None else len(_documents(plain)["tokens"]),
         )
     return {
         "row": row,
@@ -266,14 +267,19 @@ def _document_error(
 ) -> float | None:
     """The standard error, over documents, of the mean difference; none without documents."""
     seeds = these.keys() & others.keys()
-    first = next(iter(these.values()))
-    if "documents" not in first or len(first["documents"]["tokens"]) < 2:
+    documents = _documents(these)
+    if len(documents.get("tokens", ())) < 2:
         return None
     differences = [
         [a - b for a, b in zip(_nats(these[s]), _nats(others[s]), strict=True)] for s in seeds
     ]
     sums = [sum(of_document) / len(seeds) for of_document in zip(*differences, strict=True)]
-    return ratio_error(sums, first["documents"]["tokens"])
+    return ratio_error(sums, documents["tokens"])
+
+
+def _documents(records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Give nats and tokens of the scored documents, whose tokens are every model's; or nothing."""
+    return next(iter(records.values())).get("documents", {})
 
 
 def _nats(record: dict[str, Any]) -> list[float]:

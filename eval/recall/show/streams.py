@@ -69,7 +69,9 @@ def _value(line: dict[str, Any]) -> str:
 def _difference(line: dict[str, Any]) -> str:
     found = line["less_no_filters"]
     if found["low"] is None:
-        return f"{found['mean']:+.3f}"
+        # A run that diverged leaves no interval, and fewer seeds than were run.
+        lost = f" ({found['n']} of {found['n'] + found['lost']} seeds)" if found.get("lost") else ""
+        return f"{found['mean']:+.3f}{lost}"
     word = "" if found["verdict"] == UNCLEAR else f" {found['verdict']}"
     return f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]{word}"
 
