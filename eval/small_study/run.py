@@ -16,8 +16,6 @@ from cat_lm.io.locks import Lock
 from eval.small_study.plan import ROOT, Job, Study, check, claim
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from eval.small_study.execute import Workers
     from eval.small_study.progress import Estimate
     from eval.small_study.tune import Tuned
