@@ -232,6 +232,20 @@ def test_a_pictures_title_stands_clear_of_its_legend(name):
     assert legend.x1 <= drawing.bbox.x1
 
 
+def test_a_long_name_in_the_legend_takes_no_room_from_the_panel():
+    def widths(mixer):
+        run = Run("1 layer", "d = 16", mixer, Cell("selective-copy", "cat", 16, 16))
+        rows = [(run, {"accuracy": 1.0, "layers": 1})]
+        drawing = pictures.draw(rows, lambda *_: {16: 1.0, 32: 1.0}, "selective-copy, cpu scale")
+        FigureCanvasAgg(drawing).draw()
+        legend, (words,) = drawing.legends[0].get_window_extent(), drawing.texts
+        assert words.get_window_extent().x1 < legend.x0 and legend.x1 <= drawing.bbox.x1
+        return drawing.axes[0].get_window_extent().width
+
+    long = "cat:filter=exponential,filter_state=1,streams=q,init=identity"
+    assert widths(long) > 0.9 * widths("cat")
+
+
 def test_rows_of_one_column_stand_beside_each_other_below_a_broken_title():
     cell = Cell("mqar", "cat", 16, 16)
     rows = [(Run(row, "", "cat", cell), {"accuracy": 1.0, "layers": 2}) for row in ("a", "b", "c")]

@@ -30,7 +30,8 @@ _ROOM = 0.03  # below the least number
 _APART = 2**0.025  # lines of equal accuracy stand beside each other by this factor in length
 
 
-_LETTERS = 12  # of a title, to an inch
+_WIDE = 2.9  # inches of a panel, and the least beside all of them
+_LETTERS, _NAME_LETTERS = 12, 14  # of a title and of a legend, to an inch
 AXES = {"length": "sequence length", "width": "model width"}
 MEASURES = {"r2": "R²"}
 
@@ -64,8 +65,9 @@ def draw(
     single = all(len(_ticks(part, points)) < 2 for part in parts)
     bottom = _bottom([y for run, record in shown for y in points(run, record).values()])
     with matplotlib.rc_context(STYLE):
-        size = (1.6, 1.2, max(1.3, 0.6 + 0.2 * len(names))) if single else (2.9, 0.9, 2.4)
-        size = (size[0] + 2.9 * wide, size[1] + size[2] * high)
+        room = max(_WIDE, 0.6 + max(map(len, names.values())) / _NAME_LETTERS)
+        size = (1.6, 1.2, max(1.3, 0.6 + 0.2 * len(names))) if single else (room, 0.9, 2.4)
+        size = (size[0] + _WIDE * wide, size[1] + size[2] * high)
         drawing = Figure(figsize=size, layout="constrained")
         panels = drawing.subplots(high, wide, squeeze=False, sharey=True)
         limited = False
@@ -81,7 +83,7 @@ def draw(
         where = "outside lower right" if single else "outside right upper"
         handles = _legend({} if single else names, shown, limited, len(parts))
         drawing.legend(handles=handles, loc=where, fontsize=8)
-        told = [textwrap.fill(line, int(_LETTERS * 2.9 * wide)) for line in title.split("\n")]
+        told = [textwrap.fill(line, int(_LETTERS * _WIDE * wide)) for line in title.split("\n")]
         drawing.suptitle("\n".join(told), fontsize=10, x=0.01, ha="left")
     return drawing
 

@@ -11,6 +11,7 @@ copying there is no such rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 STREAMS = "qkv"
 SINGLE = 0.8  # share of a filter's sum of squares from which its largest tap counts as single
 _NUMBERED = 6  # taps up to which a picture has their values in words
+_TICKED = 24  # lags to every fourth of which there is room for a number
 _MOST_LINES = 60  # lines of one picture
 
 
@@ -167,7 +169,7 @@ def _panel(axes: Axes, stream: str, filters: Sequence[Sequence[float]], longest:
                 axes.text(lag, line, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
     axes.set_facecolor(GRID)  # where a filter ends before the longest
     axes.set_title(stream, fontsize=10, color=INK)
-    step = 1 if longest <= _NUMBERED else 4
+    step = 1 if longest <= _NUMBERED else 4 * math.ceil(longest / _TICKED)
     axes.set_xticks(range(0, longest, step))
     axes.set_yticks([])
     axes.set_xlabel(LAGS)
