@@ -83,7 +83,7 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
     title = f"Loss on pairs seen earlier in a window of {summary['recall']['length']:,}"
     found.append((title, recall_lines(summary), _recall_note(summary)))
     if tuned := tuned_lines(summary):
-        found.append(("Rates tried", tuned, rates_note()))
+        found.append(("Rates tried", tuned, rates_note(summary)))
     return found
 
 

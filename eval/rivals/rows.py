@@ -18,8 +18,7 @@ BASE = "tfpp"  # whose loss panel (c) is taken from
 REFERENCE = "pythia"  # whose number of parameters all have
 TOLERANCE = 0.02  # of that number
 SEEDS = (0, 1, 2, 3, 4, 5)  # words are read at six: adding more after a look is no test
-TUNING_SHARE = 2  # a run that chooses a rate has one of this many parts of the tokens
-TOKENS = {"cpu": 1_024_000, "gpu": 10_485_760}  # of a run that is reported
+TOKENS = {"cpu": 512_000, "gpu": 10_485_760}  # of a run that is reported
 DOCUMENTS = {"cpu": 100, "gpu": 80}  # held out, each scored at all lengths
 RATES = {"cpu": (1e-3, 3e-3, 1e-2), "gpu": (3e-4, 1e-3, 3e-3)}
 _RIVALS = ("tfpp_canon_abcd", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet")
@@ -49,10 +48,6 @@ class Comparison(Study):
         """The one question that there is."""
         return QUESTION
 
-    def budget(self, job: Job) -> int | None:
-        """Give the training tokens of a run: a part of them where it only chooses a rate."""
-        return self.tokens if job.rate is None else self.tokens // TUNING_SHARE
-
     @property
     def recall_length(self) -> int:
         """The window in which tokens are recalled, in tokens.
@@ -72,10 +67,7 @@ class Comparison(Study):
 
     def settings(self, fingerprints: Mapping[str, str]) -> dict[str, Any]:
         """Gather what decides the numbers."""
-        return super().settings(fingerprints) | {
-            "tuning_share": TUNING_SHARE,
-            "recall_length": self.recall_length,
-        }
+        return super().settings(fingerprints) | {"recall_length": self.recall_length}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.common import comparison
 from eval.common.precision import evaluation_dtype
 from eval.rivals.measure import HeldOut, held_out, measured
-from eval.rivals.rows import BASE, TUNING_SHARE, Comparison
+from eval.rivals.rows import BASE, Comparison
 from eval.rivals.text_recall import RECALL, SLICES
 from eval.small_study.collect import collect, compared, diverged_rows
 from eval.small_study.execute import read_result
@@ -39,7 +39,6 @@ def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         model |= costs(study, model["model"], text.counts.vocabulary)
     return summary | {
         "base": BASE,
-        "tuning_tokens": summary["training_tokens"] // TUNING_SHARE,
         "recall": recall_summary(study, text, found),
     }
 

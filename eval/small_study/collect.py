@@ -30,6 +30,7 @@ from eval.small_study.questions import MODELS, NONE
 from eval.small_study.tune import known
 
 if TYPE_CHECKING:
+    from cat_lm.config import RunConfig
     from eval.small_study.tune import Tuned
 
 RULE = " ".join((comparison.__doc__ or "").split("\n\n", 1)[1].split())
@@ -62,7 +63,8 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "question": {"name": study.question, "text": study.asked.text},
         "training_length": trained,
         # As planned: a run that diverged has come less far.
-        "training_tokens": config.total_steps * config.tokens_per_step,
+        "training_tokens": _tokens(config),
+        "tuning_tokens": _tokens(study.config(study.tuning_jobs()[0])) if study.rates else None,
         "unigram_loss": unigram_loss([runs[jobs[0]]]),
         "data_fingerprint": next(iter(runs[jobs[0]].data), None),
         "seeds": list(study.seeds),
@@ -77,6 +79,11 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "commands": {job.name: _typed(study, job) for job in jobs},
         **provenance(),
     }
+
+
+def _tokens(config: RunConfig) -> int:
+    """Count what a run trains on."""
+    return config.total_steps * config.tokens_per_step
 
 
 def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:

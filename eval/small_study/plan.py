@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run 
 CONFIGS = Path("configs/study")  # a file for each model, and bases for each size
 SEEDS = (0, 1, 2)
 TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
+TUNING_SHARE = 2  # such a run has one of this many parts of the tokens
 WITH_YARN = f"{NONE},{YARN}"
 # Of eval.length_sweep -> those beside none for rotary positions.
 METHODS = {"paper": 1, "all": 3, WITH_YARN: 1}
@@ -49,7 +50,7 @@ SIZES = {
     "gpu": Size("gpu", 8192, "all", 80, parallel=False),
 }
 # What versions did that did not say it: a folder of theirs is another study's.
-UNSAID = {"skip_tokens": 0}
+UNSAID = {"skip_tokens": 0, "tuning_share": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +117,17 @@ class Study:
         return QUESTIONS[self.question]
 
     def budget(self, job: Job) -> int | None:
-        """Give the training tokens of a run; None: as its configuration says."""
-        return self.tokens
+        """Give the training tokens of a run, a part where it only chooses a rate.
+
+        None: as its configuration says.
+        """
+        if job.rate is None:
+            return self.tokens
+        whole = self.tokens
+        if whole is None:
+            base = f"base={self.base_file(job.model)}"
+            whole = load_config(ROOT / self.config_file(job.model), [base]).train.max_tokens
+        return None if whole is None else max(1, whole // TUNING_SHARE)
 
     @property
     def contrasts(self) -> list[tuple[str, str]]:
@@ -248,7 +258,8 @@ class Study:
             if self.rates:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
-        return {
+        found: dict[str, Any] = {"tuning_share": TUNING_SHARE} if self.rates else {}
+        return found | {
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],
             "interactions": [[list(one) for one in pair] for pair in self.asked.interactions],

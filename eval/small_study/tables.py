@@ -214,10 +214,11 @@ def tuned_lines(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]] | 
     return ["validation loss at rate", *rates], lines
 
 
-def rates_note() -> str:
+def rates_note(summary: dict[str, Any]) -> str:
     """Say what the choice of rates does to all other numbers."""
     return (
-        f"Each is of one run of seed {TUNING_SEED}, in bold that of the rate chosen. All other "
+        f"Each is of one run of seed {TUNING_SEED} on {short_count(summary['tuning_tokens'])} "
+        "tokens, in bold that of the rate chosen. All other "
         "numbers are conditional on the rates chosen: no interval holds that another run, or rates "
         "between these, might have chosen otherwise."
     )
@@ -226,7 +227,7 @@ def rates_note() -> str:
 def _rates_table(summary: dict[str, Any]) -> str:
     if not (found := tuned_lines(summary)):
         return ""
-    return f"{markdown_table(*found)}\n\n{rates_note()}"
+    return f"{markdown_table(*found)}\n\n{rates_note(summary)}"
 
 
 def _said(pair: dict[str, Any] | None, asked: int) -> tuple[str, str]:

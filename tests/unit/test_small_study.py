@@ -402,7 +402,7 @@ class TestStudy:
         folder = tmp_path / "out"
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["missing"] == [] and len(summary["rows"]) == 9 * 10
-        assert summary["training_tokens"] == 1_433_600, "as configured"
+        assert summary["training_tokens"] == 716_800, "as configured"
         verdicts = {
             (pair["model"], pair["minus"]): pair["verdict"]
             for pair in summary["comparisons"]
