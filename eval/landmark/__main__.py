@@ -25,7 +25,7 @@ from cat_lm.cli import (
 )
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
-from eval.landmark.choices import SELECTORS, USUAL
+from eval.landmark.choices import SELECTORS, STATE, USUAL
 from eval.landmark.study import POSITIONS, SCALES, conduct, entered, settings, shown, stages
 
 
@@ -127,6 +127,12 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens", type=whole(limits.TOKENS.at_least(1)), help="of it (default: 1,000,000)"
+    )
+    parser.add_argument(
+        "--state",
+        type=whole(limits.CONV_STATE.at_least(1)),
+        metavar="N",
+        help=f"of --select ssm: numbers of state for each channel (default: {STATE})",
     )
     parser.add_argument(
         "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
@@ -256,7 +262,10 @@ def _sweep(options: argparse.Namespace) -> str:
     if options.calibrate is not None:
         lessons = options.calibrate, options.tokens or 1_000_000
     select = tuple(dict.fromkeys(options.select))
-    grid = Grid(options.lengths, select, options.blocks, options.top_k, options.local)
+    if options.state is not None and "ssm" not in select:
+        raise UserError(f"--state {options.state}: says nothing without --select ssm")
+    choice = options.blocks, options.top_k, options.local
+    grid = Grid(options.lengths, select, *choice, options.state or STATE)
     rows = sweep(
         options.models,
         grid,

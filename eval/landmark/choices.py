@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 # See `eval.landmark.selectors`; in the order of tables and colours.
-SELECTORS = ("oracle", "indexer", "learned", "quest", "box", "exponential", "local", "random")
+SELECTORS = (
+    "oracle",
+    "indexer",
+    "ssm",
+    "learned",
+    "quest",
+    "box",
+    "exponential",
+    "local",
+    "random",
+)
 # Learned afterwards, from data.
-LEARNED = ("indexer", "learned")
+LEARNED = ("indexer", "ssm", "learned")
+STATE = 16  # of ssm, where no number is given
 USUAL = tuple(name for name in SELECTORS if name not in LEARNED)

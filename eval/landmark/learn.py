@@ -20,6 +20,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write
 from cat_lm.landmark_calibration import drawn_windows, teach
 from eval.common.cell_store import key_hash
+from eval.landmark.choices import STATE
 from eval.landmark.selectors import learner
 
 if TYPE_CHECKING:
@@ -33,11 +34,17 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Lessons:
-    """Say what selectors are learned from: data, how many tokens, in windows of which length."""
+    """Say what is learned, and from what.
+
+    Attributes:
+        data, tokens, length: prepared data, how many tokens, in windows of which length.
+        state: numbers of state of the selector `ssm`.
+    """
 
     data: str
     tokens: int
     length: int
+    state: int = STATE
 
 
 def learn(
@@ -64,7 +71,7 @@ def learn(
     """
     for chooser in choosers:
         chooser.learners = {
-            (name, block): learner(name, model.config, block).to(model.device)
+            (name, block): learner(name, model.config, block, lessons.state).to(model.device)
             for block in blocks
             for name in names
         }
@@ -72,6 +79,8 @@ def learn(
         "names": list(names), "blocks": list(blocks), "local": local, "tokens": lessons.tokens,
         "length": lessons.length, "version": VERSION,
     }  # fmt: skip
+    if "ssm" in names:
+        key["state"] = lessons.state
     name = key_hash(key)
     every = nn.ModuleList(
         nn.ModuleList(chooser.learners.values()) for chooser in choosers

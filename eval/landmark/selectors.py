@@ -2,6 +2,7 @@
 
     box, exponential    q·K̄_j with the landmarks of `cat_lm.ops.landmark.keys`
     learned             the same with a filter for each head of keys, learned afterwards
+    ssm                 the same with one that is as long as the text (`long_landmark_keys`)
     quest               Σ_d max(q_d min_j[d], q_d max_j[d]) ≥ every q·k of block j: Quest's bound
                         (Tang et al., 2024), by the least and the largest key of each channel
     indexer             max over the tokens of block j of q'·k', with queries and keys of their own:
@@ -27,8 +28,10 @@ from cat_lm.model.rules import head_width, key_heads
 from cat_lm.ops import rotate
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.landmark.long_keys import long_landmark_keys
 from cat_lm.ops.landmark.select import landmark_scores
 from cat_lm.ops.landmark.teaching import block_mass
+from cat_lm.ops.long_filter import filters
 from eval.landmark.choices import LEARNED
 
 
@@ -57,23 +60,35 @@ Scores = Callable[[Tensor | slice, BlockLayout], Tensor]
 
 
 class LearnedFilter(nn.Module):
-    """A filter of b lags for each head of keys, and how sharply its scores tell blocks apart.
+    """A filter for each head of keys, and how sharply its scores tell blocks apart.
 
-    It starts as the box, and as `cat_lm.model.landmark.LandmarkCore` does.
+    It starts as in `cat_lm.model.landmark.LandmarkCore`: one of b lags as the box, one as long as
+    the text as the exponential one.
+
+    Args:
+        state: its numbers of state for each channel; 0 for a filter of b lags.
     """
 
     learning_rate = 1e-2
 
-    def __init__(self, config: Any, block: int):
+    def __init__(self, config: Any, block: int, state: int = 0):
         super().__init__()
-        box = block_weights("box", block).float()
-        self.filter = nn.Parameter(box.expand(key_heads(config), -1).clone())
+        heads, self.state = key_heads(config), state
+        if state:
+            start = filters.get("ssm").average(heads, state, block)
+        else:
+            start = block_weights("box", block).float().expand(heads, -1).clone()
+        self.filter = nn.Parameter(start)
         sharp = torch.full((config.num_attention_heads,), head_width(config) ** 0.5)
         self.sharpness = nn.Parameter(sharp.log())
 
     def prepared(self, streams: Streams, layout: BlockLayout) -> Scores:
         """Make the landmarks, whose products with queries are the scores."""
-        landmarks = landmark_keys(streams.key, self.filter, layout, carries=False)
+        if self.state:
+            modes = filters.get("ssm").modes_of(self.filter, self.state)
+            landmarks = long_landmark_keys(streams.key, modes, layout)
+        else:
+            landmarks = landmark_keys(streams.key, self.filter, layout, carries=False)
         return lambda rows, _: landmark_scores(streams.query[:, :, rows], landmarks)
 
     def logits(self, scores: Tensor, scaling: float) -> Tensor:
@@ -117,11 +132,17 @@ class Indexer(nn.Module):
         return scores
 
 
-def learner(name: str, config: Any, block: int) -> nn.Module:
-    """Make one of the selectors that are learned, as it starts; the same every time."""
+def learner(name: str, config: Any, block: int, state: int) -> nn.Module:
+    """Make one of the selectors that are learned, as it starts; the same every time.
+
+    Args:
+        state: of `ssm`, see `LearnedFilter`.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LearnedFilter(config, block) if name == "learned" else Indexer(config)
+        if name == "indexer":
+            return Indexer(config)
+        return LearnedFilter(config, block, state if name == "ssm" else 0)
 
 
 def prepared_scores(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
 from cat_lm.io.readers import Record
+from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import choose_device, model_config, model_folder
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.comparison import ratio_error
@@ -24,7 +25,7 @@ from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
-from eval.landmark.choices import LEARNED
+from eval.landmark.choices import LEARNED, STATE
 from eval.length_sweep.cells import Subject
 from eval.length_sweep.sweep import labels, refuse_repeated
 from eval.length_sweep.text import sweep_streams
@@ -61,13 +62,14 @@ class Cell(Record):
 
 @dataclass(frozen=True)
 class Grid:
-    """Say which cells there are, beside dense attention."""
+    """Say which cells there are, beside dense attention; `state` is that of the selector `ssm`."""
 
     lengths: tuple[int, ...]
     select: tuple[str, ...]
     blocks: tuple[int, ...]
     top_k: tuple[int, ...]
     local: int
+    state: int = STATE
 
 
 def sweep(
@@ -132,6 +134,8 @@ def _check(grid: Grid, lessons: tuple[str, int] | None) -> None:
         raise UserError(
             f"--calibrate {lessons[0]}: says nothing without --select {' or '.join(LEARNED)}"
         )
+    if problem := "ssm" in grid.select and filters.get("ssm").problem(grid.state):
+        raise UserError(f"--state {grid.state}: {problem}")
     largest, shortest = max(grid.blocks), min(grid.lengths)
     if largest * (grid.local + 1) > shortest:
         raise UserError(
@@ -215,7 +219,9 @@ class Cells:
 
             model, choosers = self._model()
             names = [name for name in self.grid.select if name in LEARNED]
-            lessons = Lessons(*self.lessons, _lesson_length(self.grid, model.config))
+            lessons = Lessons(
+                *self.lessons, _lesson_length(self.grid, model.config), self.grid.state
+            )
             identity = {"model": self.subject.sha256, "data": _data_identity(lessons)}
             self._learned = learn(
                 model, choosers, names, self.grid.blocks, self.grid.local, lessons,

@@ -11,6 +11,8 @@ import torch
 
 from cat_lm.ops.landmark import select as select_module
 from cat_lm.ops.landmark.layout import sequence_blocks
+from cat_lm.ops.long_filter import filters
+from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.sparsify import dense_model, sparsify
 from eval.landmark import cores, selectors
 from eval.landmark import diagnose as diagnosing
@@ -68,7 +70,7 @@ class Sizes:
 def test_scores_are_the_definition(name):
     streams = drawn()
     layout = sequence_blocks(18, BLOCK, None, None, streams.key.device)
-    module = selectors.learner(name, Sizes, BLOCK) if name in LEARNED else None
+    module = selectors.learner(name, Sizes, BLOCK, 4) if name in LEARNED else None
     if module is not None:
         with torch.no_grad():
             for parameter in module.parameters():
@@ -96,6 +98,10 @@ def test_scores_are_the_definition(name):
             expected = query @ landmark
             logit = module.logits(scores, 0.3)[1, head, t - 13, j]
             torch.testing.assert_close(logit, found * module.sharpness[head].exp() * 0.3)
+        elif name == "ssm":
+            modes = filters.get("ssm").modes_of(module.filter, 4)
+            taps = taps_of(modes, (j + 1) * BLOCK)[head // 2]
+            expected = query @ (keys[: (j + 1) * BLOCK].flip(0) * taps[:, None]).sum(dim=0)
         elif name == "quest":
             ends = zip(query, own.amin(dim=0), own.amax(dim=0), strict=True)
             expected = sum(max(q * least, q * most) for q, least, most in ends)
@@ -118,20 +124,21 @@ def test_scores_are_the_definition(name):
         torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_learned_chooses_as_a_model_with_its_filter(monkeypatch):
+@pytest.mark.parametrize("name, state", [("learned", 0), ("ssm", 4)])
+def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
     """Also where heads share keys, and each head weighs its blocks with a sharpness of its own."""
-    options = {"block": BLOCK, "top_k": 1, "local": 1, "filter": "learned"}
+    options = {"block": BLOCK, "top_k": 1, "local": 1, "filter": name, "filter_state": state}
     model = cat_model(**FIELDS, **GROUPED, attention="landmark", attention_options=options)
     choosers = cores.add_choosers(model)
     generator = torch.Generator().manual_seed(0)
     for chooser in choosers:
-        learned = selectors.learner("learned", model.config, BLOCK)
+        learned = selectors.learner(name, model.config, BLOCK, state)
         with torch.no_grad():
             learned.filter += 0.3 * torch.randn(learned.filter.shape, generator=generator)
             learned.sharpness += 2 * torch.randn(learned.sharpness.shape, generator=generator)
             chooser.dense.filter.copy_(learned.filter)
             chooser.dense.sharpness.copy_(learned.sharpness)
-        chooser.learners = {("learned", BLOCK): learned}
+        chooser.learners = {(name, BLOCK): learned}
     chosen, select = [], select_module.select_blocks
 
     def kept(*given):
@@ -141,7 +148,7 @@ def test_learned_chooses_as_a_model_with_its_filter(monkeypatch):
     monkeypatch.setattr(select_module, "select_blocks", kept)
     monkeypatch.setattr(cores, "select_blocks", kept)
     ids, found = random_ids(2, 61), {}
-    for selection in (None, cores.Selection("learned", BLOCK, 1, 1)):
+    for selection in (None, cores.Selection(name, BLOCK, 1, 1)):
         chosen.clear()
         for chooser in choosers:
             chooser.selection = selection
@@ -411,6 +418,8 @@ WRONG = {
     "learned": (("--select", "indexer"), "--select indexer: is learned; give --calibrate"),
     "nothing learned": (("--select", "box", "--calibrate", "x"), "--calibrate x: says nothing"),
     "tokens": (("--tokens", "5"), "--tokens 5: says nothing"),
+    "state": (("--state", "8"), "--state 8: says nothing without --select ssm"),
+    "odd state": (("--select", "ssm", "--state", "5", "--calibrate", "x"), "--state 5: "),
     "selector": (("--select", "best"), "--select: 'best' is not one of"),
     "block": (("--blocks", "0"), "--blocks: '0' must be"),
     "large": (("--blocks", "16"), "--blocks 16: with --local 2 there is no block to choose"),

@@ -351,7 +351,7 @@ class TestComparison:
         choosing = [call for call in first.calls if "/tuning/" in call]
         assert len(choosing) == 9, "the best of three is the middle one"
         assert all(f"train.seed={TUNING_SEED} " in call for call in choosing)
-        assert all("train.max_tokens=512000 " in call for call in choosing)
+        assert all("train.max_tokens=256000 " in call for call in choosing)
         reported = [c for c in first.calls if "train.py" in c and "/runs/" in c]
         assert len(reported) == 9
         assert all("train.max_tokens=1024000 " in call and "lr=0.003 " in call for call in reported)

@@ -254,7 +254,7 @@ class TestPlan:
         with pytest.raises(UserError, match="another data_fingerprint"):
             claim(study, OTHER)
         other = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path / "data", tokens=8192)
-        with pytest.raises(UserError, match=r"another configs\..*max_tokens \(1433600, now 8192\)"):
+        with pytest.raises(UserError, match=r"another configs\..*max_tokens \(716800, now 8192\)"):
             claim(other, F)
 
     def test_a_study_from_before_questions_is_not_continued(self, tmp_path):
@@ -479,6 +479,8 @@ class TestStudy:
         assert len(calls) == 15
         tuning, reported = calls[:9], calls[9:]
         assert all(f"train.seed={TUNING_SEED}" in call for call in tuning)
+        assert all("train.max_tokens=358400 " in f"{call} " for call in tuning), "half of them"
+        assert not any("max_tokens" in call for call in reported), "as configured"
         assert all("lr=0.003 optimizer.min_lr=0.0003 " in f"{call} " for call in reported)
         assert not any("tuning" in call for call in first.calls if "train.py" not in call)
         summary = json.loads((tmp_path / "out/summary.json").read_text())
