@@ -354,7 +354,7 @@ class TestComparison:
         assert all("train.max_tokens=256000 " in call for call in choosing)
         reported = [c for c in first.calls if "train.py" in c and "/runs/" in c]
         assert len(reported) == 9
-        assert all("train.max_tokens=1024000 " in call and "lr=0.003 " in call for call in reported)
+        assert all("train.max_tokens=512000 " in call and "lr=0.003 " in call for call in reported)
         swept = [call for call in first.calls if "length_sweep" in call]
         assert all(("--methods none " in call) == ("/gla-" in call) for call in swept)
         assert all(("--methods none,yarn " in call) == ("/tfpp" in call) for call in swept)
