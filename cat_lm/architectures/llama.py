@@ -156,8 +156,8 @@ class Llama(Transformer):
         return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
 
     def saved_in_fp32(self, section: LlamaSection) -> float:
-        """Count the inputs of the norms, which Llama's class casts first."""
-        return 2.0
+        """Count the inputs of the norms, too, which Llama's class casts first."""
+        return 2.0 + super().saved_in_fp32(section)
 
     def words(self, section: LlamaSection) -> str:
         """Name convolutions, positions, and heads that are shared."""

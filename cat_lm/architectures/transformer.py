@@ -52,8 +52,13 @@ def _known_entry(kind: type[attention.Entry]) -> AfterValidator:
 
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
-    # Whoever reads them takes a key without a value for one that is given.
-    return rope and {key: value for key, value in rope.items() if value is not None}
+    # Whoever reads them takes a key without a value for one that is given, and transformers warns
+    # of a factor that is written as a whole number.
+    return rope and {
+        key: float(value) if key.endswith("factor") else value
+        for key, value in rope.items()
+        if value is not None
+    }
 
 
 # Here, as a section has a key `attention` of its own.
@@ -325,6 +330,10 @@ class Transformer(Architecture):
         kept += filter_counts.saved_tensors(self, section)
         # What is normalised of q and k, and comes out: on a CPU once more in fp32 where it is bf16.
         return kept + {"none": 0, "l2": 4, "rms": 6}[section.qk_norm]
+
+    def saved_in_fp32(self, section: Any) -> float:
+        """Count the states of long filters."""
+        return filter_counts.saved_tensors(self, section)
 
     def _saved_by_canon(self, section: Any) -> float:
         """Count what Canon layers read, in tensors of [B, T, C]: others keep what comes out."""

@@ -140,9 +140,12 @@ class Memory:
 def memory_per_rank(
     config: RunConfig, parameters: int, world_size: int, vocab_size: int, on_gpu: bool = True
 ) -> Memory:
-    """Estimate what a rank needs, to within `MEMORY_ACCURACY`; precision must be decided.
+    """Estimate what a rank needs; precision must be decided.
 
-    On a CPU only memory that is written to counts; a GPU's buckets are reserved whole.
+    Tensors are counted, not what passes lay beside them for a moment: to within `MEMORY_ACCURACY`
+    for models like those of `tests/distributed/test_memory.py`; a small one on a CPU, with rows of
+    32,768 tokens, took twice as much. On a CPU only memory that is written to counts; a GPU's
+    buckets are reserved whole.
     """
     train = config.train
     stage, bf16 = train.zero_stage, train.precision == "bf16"

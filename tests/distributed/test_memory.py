@@ -95,7 +95,7 @@ def measured(ranks, values: dict) -> tuple[int, Memory]:
 
 ATTENDING = {"num_attention_heads": 4, "conv_window": 4}
 HEAD = ATTENDING | {"conv_type": "head"}
-LONG = {"num_attention_heads": 4, "conv_type": "head", "conv_filter": "ssm", "conv_state": 16}
+LONG = {"num_attention_heads": 4, "conv_type": "head", "conv_filter": "ssm", "conv_state": 64}
 TAUGHT = HEAD | {"attention": "landmark", "attention_options": {"block": 64, "top_k": 2}}
 # Long rows of a narrow model, in which masks are much.
 PACKED = (2048, 1, 4000, True)

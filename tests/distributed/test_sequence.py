@@ -27,13 +27,22 @@ LLAMA = NEOX | {"architecture": "llama", "num_attention_heads": 8, "num_key_valu
 LINEAR = SIZES | {"num_heads": 4, "intermediate_size": 48}
 # W − 1 = 5 tokens before a part of 6 (P = 4) or 12: a halo of nearly a whole part.
 MULTIHEAD = {"conv_type": "multihead", "conv_window": 6}
+SSM = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 4}
 CANON = {"canon": "ACD", "canon_window": 4, "canon_init": "uniform"}
 CASES = {
     "pythia": NEOX,
     "cat": NEOX | {"conv_type": "head", "conv_window": 21, "qk_norm": "l2"},
     "mh_cat": NEOX | MULTIHEAD | {"qk_norm": "l2", "qk_norm_place": "before"},
     "ranks": NEOX | {"conv_type": "head", "conv_window": 5, "conv_rank": 2, "conv_streams": "qk"},
-    "ssm, canon": NEOX | {"conv_type": "head", "conv_filter": "ssm", "conv_state": 4} | CANON,
+    "ssm, canon": NEOX | SSM | CANON,
+    "llama, exponential": LLAMA
+    | {"conv_type": "head", "conv_filter": "exponential", "conv_state": 2},
+    "ssm landmarks": LLAMA
+    | {"conv_type": "none", "attention": "landmark"}
+    | {
+        "attention_options": {"block": 4, "top_k": 1, "combine": "grouped"}
+        | {"filter": "ssm", "filter_state": 4}
+    },
     "landmark": NEOX
     | {"conv_type": "head", "conv_window": 4, "attention": "landmark"}
     | {"attention_options": {"block": 4, "top_k": 1, "filter": "learned", "combine": "grouped"}},
@@ -114,9 +123,9 @@ def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
     return found
 
 
-# A convolution by heads, one that mixes them, shared keys with Canon layers, Canon layers that read
-# one token, and a recurrence.
-USUAL = ("cat", "mh_cat", "llama, canon", "canon of one tap", "gla")
+# A convolution by heads, one that mixes them, filters as long as the text, shared keys with Canon
+# layers, Canon layers that read one token, and a recurrence.
+USUAL = ("cat", "mh_cat", "ssm, canon", "llama, canon", "canon of one tap", "gla")
 
 
 def check_differences(cases: dict[str, dict]) -> None:
@@ -162,6 +171,7 @@ RUNS = {
     "guided": Training(TAUGHT, 3, GUIDED),
     "guided, bf16": Training(TAUGHT, 1, GUIDED | {"precision": "bf16"}, rtol=1e-2),
     "calibrate": Training(TAUGHT, 2, CALIBRATE),
+    "ssm": Training(NEOX | SSM, 3),
 }
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4}  # else Adam makes whole steps of rounded zeros
 
@@ -219,7 +229,7 @@ def compare(world_size: int, parts: int, steps: int, names: Iterable[str]) -> No
 
 def test_training_with_parts_equals_training_without():
     """A few steps, with replicated and with partitioned parameters."""
-    compare(2, 2, 4, ("mh_cat, canon", "llama, canon"))
+    compare(2, 2, 4, ("mh_cat, canon", "llama, canon", "ssm"))
 
 
 def test_landmarks_are_taught_alike():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cat_lm.ops.long_filter import api, chunks, filters
-from cat_lm.ops.long_filter.api import FORMS, choose_backend, long_conv, state_after
+from cat_lm.ops.long_filter.api import FORMS, choose_backend, continued, long_conv, state_after
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 from tests.unit.long_filters import KINDS, by_loops, random_numbers, taps_by_definition
@@ -140,7 +140,25 @@ def test_half_precision_has_states_and_sums_in_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(long_conv(x.float(), modes), long_conv(x.float(), modes))
         inside = long_conv(x.float(), modes)
+        real = torch.arange(200)[None] < torch.tensor([[150], [200]])
+        padded = continued(x.float(), modes, None, None, real)[1]
     torch.testing.assert_close(inside, long_conv(x.float(), modes), rtol=0, atol=0)
+    assert padded.dtype == torch.float32
+    assert torch.equal(padded, continued(x.float(), modes, None, None, real)[1])
+
+
+@pytest.mark.parametrize("kind", filters.names())
+@pytest.mark.parametrize("place", [-200.0, -60.0, 60.0, 104.0, 200.0])
+def test_numbers_far_from_any_start_are_filters_with_gradients(kind, place):
+    numbers = filters.get(kind).start_as("uniform", 2, 4).float()
+    numbers[:, :2] = place  # of an SSM the decays, else θ
+    for step in (numbers[0, filters.get(kind).fixed(4) - 1].item(), place):
+        moved = numbers.clone()
+        moved[:, filters.get(kind).fixed(4) - 1] = step
+        moved.requires_grad_()
+        y = long_conv(torch.ones(1, 40, 2, 3), filters.get(kind).modes_of(moved, 4))
+        (gradient,) = torch.autograd.grad(y.square().sum(), moved)
+        assert y.isfinite().all() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Causal convolutions as long as the sequence, by FFT."""
+"""Causal convolutions as long as the sequence, by FFT, as Hyena and H3 are published.
+
+A transform's rounding mixes all positions: what comes later moves earlier outputs by some 1e-7 of
+the largest. CAT's long filters (`cat_lm.ops.long_filter`) are therefore computed without one.
+"""
 
 from __future__ import annotations
 

@@ -158,6 +158,11 @@ def state_after(
 
     For rows that end in padding, whose state must not decay further.
     """
+    with without_autocast(x):  # whose products would round the state
+        return _state_after(x, modes, lengths, initial_state)
+
+
+def _state_after(x: Tensor, modes: Modes, lengths: Tensor, initial_state: Tensor | None) -> Tensor:
     steps = torch.arange(x.shape[1], device=x.device)
     lags = lengths[:, None] - 1 - steps  # [B, T]
     cosines, sines = chunks.powers(modes, lags.clamp(min=0).flatten())

@@ -122,6 +122,11 @@ def _spread(heads: int, count: int) -> Tensor:
     return (low + (high - low) * places).exp().view(count, heads).T.contiguous()
 
 
+def _within(logarithm: Tensor) -> Tensor:
+    """Keep a logarithm to what has a finite power and square, far beyond all that are drawn."""
+    return logarithm.clamp(-30, 30)
+
+
 def _start_exponential(heads: int, state: int) -> Tensor:
     # σ(θ) = e^{−rate}
     return -_spread(heads, state).expm1().log()
@@ -142,7 +147,7 @@ def _exponential(theta: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
     """
     from torch.nn import functional as F
 
-    rate = F.softplus(-theta)
+    rate = F.softplus(-_within(theta))
     return Modes(now, rate, coefficients * (-(-2 * rate).expm1()).sqrt())
 
 
@@ -170,7 +175,7 @@ def _ssm(fixed: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
     """
     pairs = coefficients.shape[1] // 2
     log_decay, turning, log_step = fixed.split([pairs, pairs, 1], dim=1)
-    decay, step = log_decay.exp(), log_step.exp()
+    decay, step = _within(log_decay).exp(), _within(log_step).exp()
     rate, angle = step * decay, step * turning
     # e^{ΔA} − 1 without the cancellation of small steps.
     grown = (-rate).expm1() * angle.cos() - 2 * (angle / 2).sin() ** 2
