@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from eval.common.style import INK, MUTED, PAPER, STYLE, run_colour, run_marker
+from eval.small_study.questions import NONE, YARN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +22,8 @@ OUTLIER = 4.0  # loss differences, in those of half of the models, beyond which 
 
 def study_figure(summary: dict[str, Any]) -> Figure:
     """Above, loss at the training length: a point for each seed, a bar at their mean. Below,
-    perplexity against context length as trained and, beside it, scaled to the length as in the
-    paper: the mean over seeds in a band from the smallest to the largest; NoPE is dashed."""
+    perplexity against context length as trained and, beside it, scaled to the length: the mean over
+    seeds in a band from the smallest to the largest; NoPE is dashed."""
     models = [model for model in summary["models"] if model["seeds"]]
     with matplotlib.rc_context({**STYLE, "lines.markeredgewidth": 0.5}):
         above = 0.3 * len(models) + 0.9
@@ -32,14 +33,8 @@ def study_figure(summary: dict[str, Any]) -> Figure:
         )
         axes["scaled"].sharey(axes["none"])
         _losses(axes["loss"], summary, models)
-        lengths_panel(axes["none"], summary, models, ("none",), "positions as trained")
-        lengths_panel(
-            axes["scaled"],
-            summary,
-            models,
-            SCALED,
-            "scaled to the length, as in CAT's Figure 1",
-        )
+        lengths_panel(axes["none"], summary, models, (NONE,), "positions as trained")
+        lengths_panel(axes["scaled"], summary, models, *_scaled(summary))
         axes["none"].set_ylabel("perplexity per token")
         axes["scaled"].tick_params(axis="y", which="both", labelleft=False)
         figure.align_titles()
@@ -48,10 +43,15 @@ def study_figure(summary: dict[str, Any]) -> Figure:
         return figure
 
 
+def _scaled(summary: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Give the methods of the panel beside the one of positions as trained, and its title."""
+    if {row["method"] for row in summary["rows"]} & {*SCALED}:
+        return SCALED, "scaled to the length, as in CAT's Figure 1"
+    return (YARN, NONE), "rotary positions by YaRN, others as trained"
+
+
 def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:
-    found = [
-        _values(summary, m["model"], summary["training_length"], ("none",), "loss") for m in models
-    ]
+    found = [_values(summary, m["model"], summary["training_length"], NONE, "loss") for m in models]
     edge = _edge([statistics.fmean(values) for values in found if values])
     for index, values in enumerate(found):
         if not values:
@@ -93,13 +93,13 @@ def lengths_panel(
     methods: tuple[str, ...],
     title: str,
 ) -> None:
-    """Perplexity against context length under some methods of scaling."""
+    """Perplexity against context length, under the first of some methods that a length has."""
     lengths = sorted({row["length"] for row in summary["rows"]})
     for index, model in enumerate(models):
         found = [
             (length, values)
             for length in lengths
-            if (values := _values(summary, model["model"], length, methods, "perplexity"))
+            if (values := _first(summary, model["model"], length, methods))
         ]
         x = [length for length, _ in found]
         means = [statistics.fmean(values) for _, values in found]
@@ -128,14 +128,19 @@ def panel_title(axes: Axes, text: str) -> None:
     axes.set_title(text, fontsize=9, color=MUTED, loc="left")
 
 
-def _values(
-    summary: dict[str, Any], model: str, length: int, methods: tuple[str, ...], key: str
+def _first(
+    summary: dict[str, Any], model: str, length: int, methods: tuple[str, ...]
 ) -> list[float]:
+    """The perplexity of every seed by the first method that has any."""
+    each = (_values(summary, model, length, method, "perplexity") for method in methods)
+    return next(filter(None, each), [])
+
+
+def _values(summary: dict[str, Any], model: str, length: int, method: str, key: str) -> list[float]:
     """The value of every seed."""
     return [
         row[key]
         for row in summary["rows"]
-        if (row["model"], row["length"]) == (model, length)
-        and row["method"] in methods
+        if (row["model"], row["length"], row["method"]) == (model, length, method)
         and row[key] is not None
     ]

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -42,6 +43,7 @@ from eval.small_study.execute import (
     result_path,
     unfinished,
 )
+from eval.small_study.figure import study_figure
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.progress import Estimate, reading_cost
 from eval.small_study.questions import MODELS, QUESTIONS
@@ -1047,3 +1049,19 @@ class TestWorkers:
         assert unfinished([job]) == [job]
         complete_run(Workers(study, 1, 1), job)
         assert seen == [False] * 3 and unfinished([job]) == []
+
+
+@pytest.mark.parametrize("record, method", [("filters", "yarn"), ("small_study", "pi+temperature")])
+def test_the_panel_beside_positions_as_trained_is_of_what_was_swept(record, method):
+    """Of models without positions as they are, where those with are read by YaRN."""
+    summary = json.loads((ROOT / f"eval/records/{record}_cpu.json").read_text())
+    scaled = study_figure(summary).axes[2]
+    for line, model in zip(scaled.get_lines(), summary["models"], strict=False):
+        rope = model["position_embedding"] == "rope"
+        read = method if rope else "temperature" if method != "yarn" else "none"
+        expected = statistics.fmean(
+            row["perplexity"]
+            for row in summary["rows"]
+            if (row["model"], row["length"], row["method"]) == (model["model"], 1024, read)
+        )
+        assert line.get_label() == model["label"] and line.get_ydata()[-1] == expected
