@@ -243,7 +243,8 @@ def test_padding_on_the_right_leaves_the_state_exactly(specification, layer):
     mixer(x, padding_mask=mask, state=states[0])
     mixer(x[:, :40], padding_mask=mask[:, :40], state=states[1])
     for name in states[0].keys() - {"k", "v", "real"}:
-        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-6)
+        # Sums of other lengths are rounded otherwise on some CPUs: 2e-6 of a state of 17.
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("specification", "layer"), that("state"))
