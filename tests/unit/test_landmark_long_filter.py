@@ -20,6 +20,7 @@ from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmark
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.sparsify import Calibration, sparsify
+from cat_lm.training.estimate import _activations
 from tests.runs import run_values, write_config
 from tests.unit.test_model_landmark import CLOSE, chunks, each_family, landmark_model
 from tests.unit.test_ops_landmark import BLOCK, ROWS, drawn, rows_of
@@ -205,3 +206,16 @@ def test_a_dense_model_gets_them_by_calibration(tiny_corpus, tmp_path):
     assert all(found[name].shape == (4, 5) for name in own) and max(moved) < 0.3
     with pytest.raises(UserError, match=r"--calibrate .*: says nothing with --filter exponential"):
         sparsify(folder, tmp_path / "fixed", options | {"filter_state": 0}, calibration)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_states_of_filters_count_as_fp32_in_any_precision(family):
+    kept = {}
+    for precision in ("fp32", "bf16"):
+        for state in (16, 64):
+            own = [f"model.architecture={family}", f"model.conv_state={state}"]
+            own += [f"train.precision={precision}", "data.path=data/any"]
+            config = load_config("configs/pretrain/cat_ssm_rope.yaml", own)
+            kept[precision, state] = _activations(config, on_gpu=True)
+    grown = {name: kept[name, 64] - kept[name, 16] for name in ("fp32", "bf16")}
+    assert grown["bf16"] == pytest.approx(grown["fp32"]) and grown["bf16"] > 0
