@@ -82,6 +82,11 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
         found.append(("Beyond the training length, scaled", scaled, note))
     title = f"Loss on pairs seen earlier in a window of {summary['recall']['length']:,}"
     found.append((title, recall_lines(summary), _recall_note(summary)))
+    for name, text in summary["held_out"].items():
+        found.append((f"Loss and perplexity on {name}", held_out_lines(summary, text), ""))
+        if pairs := comparison_columns(summary, text, "loss"):
+            said = f"Differences on {name}", comparison_lines(summary, pairs), rule(summary)
+            found.append(said)
     if tuned := tuned_lines(summary):
         found.append(("Rates tried", tuned, rates_note(summary)))
     return found
@@ -122,6 +127,24 @@ def main_lines(summary: dict[str, Any]) -> Table:
     return head, lines
 
 
+def held_out_lines(summary: dict[str, Any], text: dict[str, Any]) -> Table:
+    """What each row reaches on a further text."""
+    trained, longest = summary["training_length"], max(cell["length"] for cell in text["cells"])
+    cells = {(c["model"], c["length"], c["method"]): c for c in text["cells"]}
+    head = ["row", f"loss at {trained:,}", f"ppl at {longest:,}", "with YaRN"]
+    lines = []
+    for model in summary["models"]:
+        at, far, scaled = (
+            cells.get((model["model"], *place))
+            for place in ((trained, "none"), (longest, "none"), (longest, YARN))
+        )
+        if not model["seeds"]:
+            continue
+        found = [value(at and at["loss"], 3), value(far and far["perplexity"], 2)]
+        lines.append([model["label"], *found, value(scaled["perplexity"], 2) if scaled else ""])
+    return head, lines
+
+
 def _main_note(summary: dict[str, Any]) -> str:
     return (
         "FLOPs: of a training step, forward and backward. Tokens/s: of training, the median over "
@@ -134,7 +157,7 @@ def _main_note(summary: dict[str, Any]) -> str:
 
 
 def all_differences(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Gather all comparisons made on the data's own text: head of a column -> differences."""
+    """Gather all comparisons on the text of the training: head of a column -> differences."""
     recalled = comparison_columns(summary, summary["recall"], "recall")
     return comparison_columns(summary, summary, "loss") | recalled
 
@@ -178,8 +201,8 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
     size = short_count(statistics.median(sizes)) if sizes else "this size"
     limits = (
         f"All of this is of {size} parameters, {short_count(summary['training_tokens'])} tokens "
-        f"and one text; it says nothing about other sizes, budgets or texts, nor about speed on "
-        "other machines."
+        "trained on one text; it says nothing about other sizes, budgets or texts to train on, nor "
+        "about speed on other machines."
     )
     return [carried, limits]
 

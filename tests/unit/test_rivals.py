@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,28 @@ class TestComparison:
         chosen = ["--models", "tfpp,tfpp_cat,gla", "--documents", 4, "--parallel", 1]
         chosen += ["--seeds", "0,1,2"]
         return ["--data", long_corpus, "--out", tmp_path / "out", *chosen]
+
+    def test_a_further_text_has_tables_on_the_page(
+        self, arguments, long_corpus, tmp_path, monkeypatch, capsys
+    ):
+        other = tmp_path / "books"
+        shutil.copytree(long_corpus, other)
+        call = [*arguments, "--held-out", other]
+        code, _, err = run(monkeypatch, capsys, Rivals(), *call)
+        assert code == 0, err
+        folder = tmp_path / "out"
+        text = (folder / "rivals.md").read_text(encoding="utf-8")
+        table = text.split("**Loss and perplexity on books**")[1].split("**")[0]
+        assert "| TF++ + CAT | " in table and "| GLA | " in table
+        differences = text.split("**Differences on books**")[1].split("**")[0]
+        assert differences.count("| TF++ + CAT | TF++ | -0.") == 1
+        assert {
+            pair["comparisons"]
+            for pair in json.loads((folder / "summary.json").read_text())["comparisons"]
+        } == {3 * 5}
+        assert "of 15 differences are carried" in text and "trained on one text" in text
+        page = (folder / "rivals.html").read_text(encoding="utf-8")
+        assert "<h2>Differences on books</h2>" in page
 
     def test_numbers_tables_and_page(self, arguments, tmp_path, monkeypatch, capsys):
         asked = []
