@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path, rates, whole, whole_numbers
+from cat_lm.cli import Parser, listed, path, rates, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped
@@ -82,6 +82,14 @@ def add_options(
         help=f"held-out documents that are scored of each text (default: {documents})",
     )
     add("--models", help=f"{models} (default: all)")
+    add(
+        "--reuse",
+        type=listed(path, "runs/rivals-cpu,runs/small_study-cpu"),
+        default=(),
+        metavar="DIR,…",
+        help="take trainings over from these studies where model, text, tokens, rates and seed are "
+        "the same",
+    )
     _add_training(parser, rates, tokens, seeds)
 
 
@@ -195,6 +203,7 @@ def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
         "documents": arguments.documents,
         "held_out": tuple(map(from_root, arguments.held_out)),
         "rates": arguments.rates,
+        "reuse": tuple(map(from_root, arguments.reuse)),
     }
 
 

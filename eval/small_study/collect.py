@@ -27,6 +27,7 @@ from eval.small_study.execute import (
 )
 from eval.small_study.plan import TUNING_SEED, Job, Study
 from eval.small_study.questions import MODELS, NONE
+from eval.small_study.tables import SHARPNESS
 from eval.small_study.tune import known
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "diverged": [job.name for job in diverged],
         "trained_with": _trained_with(study, jobs),
         "models": [_model(model, jobs, runs, records, rates) for model in study.models],
-        "attention": _attention(study, finished) if study.asked.attention else [],
+        **(_attention(study, finished) if study.asked.attention else {}),
         "rule": RULE,
         **texts.pop(""),
         "held_out": texts,
@@ -87,31 +88,49 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:
-    """The commits, precisions, threads and runs at once that runs were trained with.
+    """The commits, precisions, threads and runs at once that runs were trained with, and where.
 
     Also those that chose rates; None for runs of a version that did not write it.
     """
     every = [*(job for job in known(study)[0] if result_path(job).is_file()), *jobs]
     check_precisions(study, every, {})
     records = [read_result(job) for job in every]
-    keys = ("commit", "precision", "threads", "parallel")
+    keys = ("commit", "precision", "threads", "parallel", "reused")
     return {key: list(dict.fromkeys(record.get(key) for record in records)) for key in keys}
 
 
-def _attention(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """How sharply each model attends: mean and spread over seeds, and every run."""
+def _attention(study: Study, jobs: Sequence[Job]) -> dict[str, list[dict[str, Any]]]:
+    """How sharply each model attends, and the question's differences of it, paired by seed.
+
+    These intervals are corrected for one another: they are a table of their own.
+    """
     measured = {job: attention_of(study, job) for job in jobs}
-    found = []
-    for model in study.models:
-        own = {job.seed: one for job, one in measured.items() if job.model == model}
+    found, differences = [], []
+    runs = {
+        model: {job.seed: one for job, one in measured.items() if job.model == model}
+        for model in study.models
+    }
+    for model, own in runs.items():
         if not own:
             continue
         line: dict[str, Any] = {"model": model, "runs": own}
-        for key in ("entropy", "largest_logit"):
+        for key in SHARPNESS:
             summary = comparison.summarise([one[key] for one in own.values()])
             line[key] = dataclasses.asdict(summary) | {"asked": len(study.seeds)}
         found.append(line)
-    return found
+    lost = diverged_rows(study)
+    for key in SHARPNESS:
+        values = {
+            model: dict.fromkeys(lost[model], math.nan)
+            | {seed: one[key] for seed, one in own.items()}
+            for model, own in runs.items()
+        }
+        made = len(SHARPNESS) * len(study.contrasts)
+        for a, b in study.contrasts:
+            if difference := comparison.compare(values[a], values[b], made):
+                where = {"model": a, "minus": b, "of": key}
+                differences.append(where | finite(dataclasses.asdict(difference)))
+    return {"attention": found, "attention_comparisons": differences}
 
 
 def _text(study: Study, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
@@ -220,21 +239,26 @@ def _comparisons(
             place = (job.model, row["length"], row["method"])
             cells.setdefault(place, {})[job.seed] = row
     found, lost = [], diverged_rows(study)
-    for length, method in study.columns():
+
+    def at(model: str, length: int, method: str) -> dict[int, dict[str, Any]]:
         # Models without positions to scale are read as they are.
-        read = {j.model for j, rows in swept.items() if method in {row["method"] for row in rows}}
-        by = {model: method if model in read else NONE for model in study.models}
-        at = {m: lost[m] | cells.get((m, length, by[m]), {}) for m in study.models}
-        sides = [(a, b, at[a], at[b]) for a, b in study.contrasts]
-        # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
-        sides += [
-            (f"{a} − {b}", f"{c} − {d}", _sums(at[a], at[d]), _sums(at[c], at[b]))
-            for (a, b), (c, d) in study.interactions
-        ]
-        for a, b, ours, theirs in sides:
-            if difference := compared(ours, theirs, study.comparisons()):
-                where = {"model": a, "minus": b, "length": length, "method": method}
-                found.append(where | difference)
+        read = method if (model, length, method) in cells else NONE
+        return lost[model] | cells.get((model, length, read), {})
+
+    for models, length, method in study.places():
+        rows = [at(model, length, method) for model in models]
+        match models:
+            case (a,):
+                names, sides = (a, a), (*rows, at(a, study.trained_length, NONE))
+            case (a, b):
+                names, sides = (a, b), rows
+            case (a, b, c, d):
+                # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
+                names = f"{a} − {b}", f"{c} − {d}"
+                sides = _sums(rows[0], rows[3]), _sums(rows[2], rows[1])
+        if difference := compared(*sides, study.comparisons()):
+            where = {"model": names[0], "minus": names[1], "length": length, "method": method}
+            found.append(where | difference)
     return found
 
 

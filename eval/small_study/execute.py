@@ -152,16 +152,24 @@ class JobFailed(Exception):
     """A job whose command did not do what it should."""
 
 
-def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
+def complete_run(
+    workers: Workers, job: Job, trained: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """One run from its first command to its result, which is also written into its folder.
 
-    A training that ends because its steps were not finite is a result as well. Raises JobFailed
-    where a command fails.
+    A training that ends because its steps were not finite is a result as well.
+
+    Args:
+        trained: what the result says of a training that is there from elsewhere.
+
+    Raises:
+        JobFailed: a command failed.
     """
     begin = time.perf_counter()
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
     # What a study that goes on elsewhere, or with other code, may mix.
     result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
+    result |= trained or {}
     log = job.folder / "study.log"
     for stage, arguments in commands(workers.study, job).items():
         code = workers.process(arguments, log)

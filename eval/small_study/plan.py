@@ -19,6 +19,7 @@ CONFIGS = Path("configs/study")  # a file for each model, and bases for each siz
 SEEDS = (0, 1, 2)
 TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
 TUNING_SHARE = 2  # such a run has one of this many parts of the tokens
+SETTINGS = "settings.json"  # in a study's folder: what decides its numbers
 WITH_YARN = f"{NONE},{YARN}"
 # Of eval.length_sweep -> those beside none for rotary positions.
 METHODS = {"paper": 1, "all": 3, WITH_YARN: 1}
@@ -82,6 +83,7 @@ class Study:
         held_out: further prepared folders whose validation splits are scored beside the data's.
         rates: learning rates to choose among for each model; none: the configurations'.
         chosen: model -> the rate that was chosen; empty before.
+        reuse: folders of other studies, whose trainings are taken over where they are the same.
     """
 
     size: Size
@@ -95,6 +97,7 @@ class Study:
     held_out: tuple[Path, ...] = ()
     rates: tuple[float, ...] = ()
     chosen: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reuse: tuple[Path, ...] = ()
 
     def jobs(self) -> list[Job]:
         """Seed by seed, so that all models have one run before any has two."""
@@ -224,10 +227,33 @@ class Study:
             found.append(most)
         return max(found)
 
+    def scaled(self, model: str) -> bool:
+        """Tell whether a model's positions are read by YaRN, too."""
+        return YARN in self.methods_of(Job(model, 0, self.out)).split(",")
+
+    def places(self) -> list[tuple[tuple[str, ...], int, str]]:
+        """Give what is compared on a text: models, length, and how positions are read there.
+
+        The models are two, four of a difference of differences, or one, whose loss there is
+        compared with its own at the trained length. Where none of them has positions to scale,
+        reading them otherwise is no other comparison.
+        """
+        pairs = [*self.contrasts, *((*a, *b) for a, b in self.interactions)]
+        alone = [(model,) for model in self.models if self.asked.growth]
+        return [
+            (models, length, method)
+            for length, method in self.columns()
+            for models in (*pairs, *(alone if length > self.trained_length else ()))
+            if method == NONE or self._no_column_without(method) or any(map(self.scaled, models))
+        ]
+
+    def _no_column_without(self, method: str) -> bool:
+        """Tell whether the longest length is read in one way only."""
+        return self.asked.beyond == (method,)
+
     def comparisons(self) -> int:
         """Count all that are made together, which intervals are corrected for."""
-        asked = len(self.contrasts) + len(self.interactions)
-        return asked * len(self.columns()) * len(self.texts())
+        return len(self.places()) * len(self.texts())
 
     def scored_tokens(self) -> int:
         """Held-out tokens that a finished run is scored on, over all lengths, methods and texts."""
@@ -269,6 +295,7 @@ class Study:
             "lengths": self.lengths(),
             "methods": self.methods,
             "beyond": list(self.asked.beyond),
+            "growth": self.asked.growth,
             "skip_tokens": self.skip_tokens,
             "sweep_tokens": self.sweep_tokens(),
             "held_out": held_out,
@@ -280,7 +307,7 @@ def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
 
     Raises UserError where the folder holds runs of a study with other settings.
     """
-    path = study.out / "settings.json"
+    path = study.out / SETTINGS
     settings = study.settings(fingerprints)
     if not path.is_file():
         return settings
@@ -304,7 +331,7 @@ def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
 
 def claim(study: Study, fingerprints: Mapping[str, str]) -> None:
     """Writes the settings into the study's folder, after `check`."""
-    write_json(study.out / "settings.json", check(study, fingerprints))
+    write_json(study.out / SETTINGS, check(study, fingerprints))
 
 
 def _has(values: Any, dotted: str) -> bool:

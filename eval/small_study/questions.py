@@ -118,6 +118,8 @@ class Question:
             as trained, or `YARN`, for models with rotary positions, the others as trained. Empty:
             losses are compared at the training length alone.
         attention: whether the entropy of attention and its largest logit are measured.
+        growth: whether a model's loss at the longest length is compared with its own at the
+            trained one.
     """
 
     text: str
@@ -126,6 +128,7 @@ class Question:
     interactions: tuple[tuple[tuple[str, str], tuple[str, str]], ...] = ()
     beyond: tuple[str, ...] = ()
     attention: bool = False
+    growth: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -184,6 +187,7 @@ QUESTIONS = {
             *((_CAT, model) for model in (_V, _QK, _KV, _QV)),
         ),
         interactions=_interactions((_V, _PLAIN), (_QK, _PLAIN)),
+        beyond=(YARN,),
     ),
     "maps": Question(
         "do filters that mix attention maps differ from those that mix embeddings?",
@@ -191,6 +195,9 @@ QUESTIONS = {
             *((model, _PLAIN) for model in (_MULTIHEAD, _MAPS, _MH_V, _MAPS_V)),
             (_MAPS, _MULTIHEAD),
             (_MAPS_V, _MH_V),
+            # What filters of q and k add to those of v.
+            (_MULTIHEAD, _MH_V),
+            (_MAPS, _MAPS_V),
         ),
     ),
     "length": Question(
@@ -202,6 +209,7 @@ QUESTIONS = {
         factors=(1, 2, 4, 8, 16, 32),
         interactions=_interactions((_CAT, _PLAIN)),
         beyond=(NONE, YARN),
+        growth=True,
     ),
     "canon": Question(
         "do Canon layers differ from CAT, and does either add to the other, in both families?",

@@ -40,9 +40,12 @@ def run_missing(
     Raises UserError where the folder is another study's, and where runs failed.
     """
     from eval.small_study.execute import check_precisions, unfinished
+    from eval.small_study.reuse import check_reuse
     from eval.small_study.tune import known, tuned
 
-    (check if estimate_only else claim)(study, fingerprints)
+    check_reuse(study, check(study, fingerprints))
+    if not estimate_only:
+        claim(study, fingerprints)
     jobs, (tuning, more) = study.jobs(), known(study)
     check_precisions(study, [*tuning, *jobs], {})
     todo = unfinished([*tuning, *jobs])
@@ -108,8 +111,9 @@ class Runner:
         Args:
             study: that they are run for; its rates may have been chosen meanwhile.
         """
-        from eval.small_study.execute import complete_run, unfinished
+        from eval.small_study.execute import unfinished
         from eval.small_study.progress import Progress
+        from eval.small_study.reuse import taken_over
 
         todo = [job for job in unfinished(jobs) if job not in self.failed]
         if not todo:
@@ -117,10 +121,10 @@ class Runner:
         estimate, self.workers.study = self.estimate, study
         self.begun |= {*todo}
         with Progress(jobs, todo, estimate, study) as progress:
-            if self.workers.run(todo, complete_run, progress.finished):
+            if self.workers.run(todo, taken_over, progress.finished):
                 again = unfinished(todo)
                 print(f"once more: {', '.join(job.name for job in again)}", flush=True)
-                self.workers.run(again, complete_run, progress.finished)
+                self.workers.run(again, taken_over, progress.finished)
         self.failed |= {*unfinished(todo)}
 
 

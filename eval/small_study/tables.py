@@ -18,6 +18,8 @@ WORDS = {
     "higher": "**higher**",
     "one seed": "one seed",
 }
+# Key of `attention_statistics` -> head of its column.
+SHARPNESS = {"entropy": "entropy / ln t", "largest_logit": "largest logit"}
 EDGES = {"": "", "<=": "≤ ", ">=": "≥ "}
 
 
@@ -83,12 +85,14 @@ def setting(summary: dict[str, Any]) -> str:
 
 
 def _mixed(summary: dict[str, Any]) -> str:
-    """Say where runs were not trained alike; nothing where they were."""
+    """Say where runs were not trained alike, or not here; nothing where they were."""
     found = summary.get("trained_with", {})
     commits = [commit[:12] if commit else "unknown" for commit in found.get("commit", ())]
     said = ""
     if len(commits) > 1:
         said += f" Runs were trained by code of different commits: {', '.join(commits)}."
+    if others := [folder for folder in found.get("reused", ()) if folder]:
+        said += f" Trainings that are the same there were taken over from {', '.join(others)}."
     threads = [str(number or "unknown") for number in found.get("threads", ())]
     if len(threads) > 1:
         said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
@@ -162,7 +166,7 @@ def comparison_lines(
     lines = [
         [
             _label(labels, a),
-            _label(labels, b),
+            _label(labels, b) if a != b else f"itself at {summary['training_length']:,}",
             *(part for column in columns for part in _said(column.get((a, b)), asked)),
         ]
         for a, b in dict.fromkeys(pair for column in columns for pair in column)
@@ -184,11 +188,31 @@ def _attention_table(summary: dict[str, Any]) -> str:
         [labels[one["model"]], value(one["entropy"], 3), value(one["largest_logit"], 1)]
         for one in summary["attention"]
     ]
-    table = markdown_table(["model", "entropy / ln t", "largest logit"], lines)
-    return (
+    table = markdown_table(["model", *SHARPNESS.values()], lines)
+    said = (
         "Attention at the training length, mean over queries, heads and layers (1: all earlier "
         f"tokens are read alike), and the largest logit of any:\n\n{table}"
     )
+    return said + _attention_differences(summary, labels)
+
+
+def _attention_differences(summary: dict[str, Any], labels: dict[str, str]) -> str:
+    found = {(p["model"], p["minus"], p["of"]): p for p in summary["attention_comparisons"]}
+    if not found:
+        return ""
+    head = ["of", "minus", *(part for name in SHARPNESS.values() for part in (name, ""))]
+    lines = [
+        [labels[a], labels[b]]
+        + [
+            part
+            for key in SHARPNESS
+            for part in _said(found.get((a, b, key)), len(summary["seeds"]))
+        ]
+        for a, b in dict.fromkeys((a, b) for a, b, _ in found)
+    ]
+    made = next(iter(found.values()))["comparisons"]
+    note = f"Over seeds alone, corrected for the {made} of this table:"
+    return f"\n\n{note}\n\n{markdown_table(head, lines)}"
 
 
 def tuned_lines(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]] | None:

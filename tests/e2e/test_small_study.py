@@ -45,3 +45,15 @@ def test_one_run_from_start_to_table(long_corpus, tmp_path, monkeypatch, capsys)
     before = (run / "metrics.jsonl").stat().st_mtime_ns
     assert "0 to do" in said()
     assert (run / "metrics.jsonl").stat().st_mtime_ns == before
+
+    # Another question takes the training over: its step is not made again, its lengths are.
+    other = tmp_path / "other"
+    call += ["--out", str(other), "--question", "streams", "--reuse", str(out)]
+    assert "[1/1] cat_rope-seed3: held-out loss" in said()
+    again = other / "runs/cat_rope-seed3"
+    assert (again / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    weights = [folder / "model/model.safetensors" for folder in (run, again)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    summary = json.loads((other / "summary.json").read_text())
+    assert {row["method"] for row in summary["rows"]} == {"none", "yarn"}
+    assert summary["trained_with"]["reused"] == [str(out)]

@@ -209,12 +209,30 @@ class TestPlan:
         models = ("pythia", "nope")
         study = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="length")
         assert study.columns() == [(128, "none"), (4096, "none"), (4096, "yarn")]
-        assert study.comparisons() == 3, "of one difference"
+        # One difference, at three places; what each model loses at the longest, twice for RoPE.
+        assert study.comparisons() == 3 + 3
+        assert study.places() == [
+            (("nope", "pythia"), 128, "none"),
+            (("nope", "pythia"), 4096, "none"),
+            (("pythia",), 4096, "none"),
+            (("nope",), 4096, "none"),
+            (("nope", "pythia"), 4096, "yarn"),
+            (("pythia",), 4096, "yarn"),
+        ]
+        pair = ("cat_nope", "nope")
+        nope = Study(SIZES["cpu"], pair, (0,), tmp_path, tmp_path, question="length")
+        assert {method for _, _, method in nope.places()} == {"none"}, "nothing to scale"
         assert [study.methods_of(job) for job in study.jobs()] == ["none,yarn", "none"]
         assert study.cells() == 6 + 5
         streams = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="streams")
-        assert streams.columns() == [(128, "none")]
-        assert {streams.methods_of(job) for job in streams.jobs()} == {"paper"}
+        assert streams.columns() == [(128, "none"), (1024, "yarn")]
+        pair = Study(
+            SIZES["cpu"], ("cat_v_nope", "nope"), (0,), tmp_path, tmp_path, question="streams"
+        )
+        assert pair.comparisons() == 2, "models without positions are read as they are"
+        maps = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="maps")
+        assert maps.columns() == [(128, "none")]
+        assert {maps.methods_of(job) for job in maps.jobs()} == {"paper"}
 
     def test_the_readme_has_the_questions(self):
         text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
@@ -443,7 +461,7 @@ class TestStudy:
 
         def imitated(study: Study, job: Job) -> dict[str, object]:
             measured.append(job.name)
-            entropy = 0.5 + 0.1 * job.seed
+            entropy = 0.5 + 0.1 * job.seed - 0.1 * (job.model == "cat_rope")
             layer = {"entropy": entropy, "largest_logit": 7.0}
             return layer | {"layers": [layer]}
 
@@ -461,7 +479,15 @@ class TestStudy:
         table = (folder / "small_study.md").read_text(encoding="utf-8")
         label = "| CAT, l2 norm after − Pythia, l2 norm of q and k | CAT, RoPE − Pythia (RoPE) |"
         assert f"{label} -0.090 [" in table
-        assert "| CAT, RoPE | 0.550 ± 0.071 | 7.0 ± 0.0 |" in table
+        assert "| CAT, RoPE | 0.450 ± 0.071 | 7.0 ± 0.0 |" in table
+        # Of attention, too: a filter sharpens it here, within a norm it does not.
+        sharper = {(p["model"], p["minus"]): p for p in summary["attention_comparisons"][:3]}
+        assert {p["of"] for p in sharper.values()} == {"entropy"}
+        assert {p["comparisons"] for p in sharper.values()} == {6}
+        assert sharper["cat_rope", "pythia"]["mean"] == pytest.approx(-0.1)
+        assert sharper["cat_rope", "pythia"]["verdict"] == "lower"
+        assert sharper["cat_l2", "qk_l2"]["verdict"] == "unclear"
+        assert "| CAT, RoPE | Pythia (RoPE) | -0.100 [-0.100, -0.100] | **lower** | +0" in table
         # Weights that were measured are not measured again.
         job = Job("cat_l2", 1, folder / "runs/cat_l2-seed1")
         study = Study(SIZES["cpu"], ("cat_l2",), (1,), folder, tmp_path, question="qk_norm")
@@ -750,6 +776,90 @@ class TestStudy:
         cell.write_text('{"diverged": false, "seconds": 2.0}')
         assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
         assert f"different commits: unknown, {'a' * 12}." in table.read_text()
+
+    @pytest.fixture
+    def earlier(self, long_corpus, tmp_path, monkeypatch, capsys) -> Path:
+        """Return a finished study of two models, with rates chosen, of which checkpoints are."""
+        monkeypatch.setattr("eval.small_study.execute.commit", lambda: "a" * 40)
+        out = tmp_path / "earlier"
+        call = ["--data", long_corpus, "--out", out, "--models", "pythia,cat_rope"]
+        call += ["--documents", 4, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2"]
+        assert run_study(monkeypatch, capsys, Imitation(), *call)[0] == 0
+        for run in (*out.glob("runs/*"), *out.glob("tuning/*")):
+            (run / "checkpoints").mkdir()
+            (run / "checkpoints/of").write_text(run.name)
+        monkeypatch.setattr("eval.small_study.execute.commit", lambda: "b" * 40)
+        return out
+
+    def test_trainings_of_another_question_are_taken_over(
+        self, arguments, earlier, tmp_path, monkeypatch, capsys
+    ):
+        class Shifted(Imitation):
+            LOSS: ClassVar = Imitation.LOSS | {"kv_shift": 3.9}
+
+        call = [*arguments[:4], "--question", "canon", "--models", "pythia,cat_rope,kv_shift"]
+        call += ["--documents", 4, "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        (tmp_path / "out/runs/cat_rope-seed0").mkdir(parents=True)  # begun here: goes on here
+        (tmp_path / "out/runs/pythia-seed0.copy").mkdir()  # a copy that was cut short
+        code, _, err = run_study(monkeypatch, capsys, imitation := Shifted(), *call)
+        assert code == 0, err
+        folder = tmp_path / "out"
+        found = {
+            run.name: (run / "checkpoints/of").is_file()
+            for run in (*folder.glob("runs/*"), *folder.glob("tuning/*"))
+        }
+        assert found == {
+            **{f"{m}-lr{r}": True for m in ("pythia", "cat_rope") for r in (1e-3, 3e-3, 0.01)},
+            **{f"kv_shift-lr{rate}": False for rate in (1e-3, 3e-3, 0.01)},
+            **{f"pythia-seed{seed}": seed < 2 for seed in range(3)},
+            **{f"cat_rope-seed{seed}": seed == 1 for seed in range(3)},
+            **{f"kv_shift-seed{seed}": False for seed in range(3)},
+        }
+        assert sum("eval.length_sweep" in one for one in imitation.calls) == 9, "measured here"
+        cell = json.loads((folder / "runs/pythia-seed0/study.json").read_text())
+        assert (cell["reused"], cell["commit"]) == (str(earlier), "a" * 40)
+        trained = json.loads((folder / "summary.json").read_text())["trained_with"]
+        assert trained["reused"] == [str(earlier), None]
+        said = f"Trainings that are the same there were taken over from {earlier}."
+        assert said in (folder / "small_study.md").read_text()
+        assert run_study(monkeypatch, capsys, again := Shifted(), *call)[0] == 0
+        assert again.calls == []
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (["--tokens", "1M"], "has no training that is asked for here"),
+            (["--rates", "1e-3,2e-3,1e-2"], "has no training that is asked for here"),
+            (["--models", "canon_b"], "has no training that is asked for here"),
+            (["--out", "earlier"], "is the study's own folder"),
+            (["--reuse", "nowhere"], "nowhere/settings.json: no such file"),
+        ],
+    )
+    def test_a_study_that_has_nothing_of_it_is_refused(
+        self, arguments, earlier, tmp_path, monkeypatch, capsys, change, said
+    ):
+        option, value = change
+        value = tmp_path / value if option in ("--out", "--reuse") else value
+        call = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        if option == "--out":
+            call += ["--models", "pythia,cat_rope"]
+        code, _, err = run_study(monkeypatch, capsys, Imitation(), *call, option, value)
+        assert code == 2 and said in err and err.count("\n") == 1
+        assert not (tmp_path / "out/settings.json").exists()
+
+    def test_a_training_of_another_rate_or_that_diverged_is_made_again(
+        self, arguments, earlier, tmp_path, monkeypatch, capsys
+    ):
+        (config := earlier / "runs/pythia-seed0/config.yaml").write_text(
+            config.read_text().replace("lr: 0.003", "lr: 0.004")
+        )
+        cell = earlier / "runs/pythia-seed1/study.json"
+        cell.write_text('{"diverged": true, "seconds": 2.0}')
+        call = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        assert run_study(monkeypatch, capsys, Imitation(), *call)[0] == 0
+        runs = tmp_path / "out/runs"
+        assert [(runs / f"cat_rope-seed{n}/checkpoints").is_dir() for n in (0, 1)] == [True, True]
+        assert [(runs / f"pythia-seed{n}/checkpoints").is_dir() for n in (0, 1)] == [False, False]
 
     def test_the_last_run_has_no_more_threads_than_the_first(
         self, arguments, tmp_path, monkeypatch, capsys
