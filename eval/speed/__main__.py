@@ -10,7 +10,7 @@ import sys
 
 from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
-from cat_lm.errors import UserError, command
+from cat_lm.errors import command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
     DTYPES,
@@ -139,6 +139,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     _add_repeats(parser, 5)
+    _add_processes(parser)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -320,8 +321,6 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
 @command
 def main() -> None:
     options = _parser().parse_args()
-    if getattr(options, "contexts", None) and options.processes:
-        raise UserError("--contexts: is measured in one process; leave out --processes")
     from cat_lm.io.files import write_json
     from cat_lm.training.launcher import join_launcher
     from eval.common.outputs import claim_file

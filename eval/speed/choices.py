@@ -8,6 +8,7 @@ from cat_lm import architectures
 from cat_lm.ops.convolution import kinds
 
 DTYPES = ("float32", "bfloat16")
+PYTHIA = "pythia"  # of `models`, which every model's speed in training is compared with
 # The whole step from the packed projection to attention's inputs, and what it convolves by.
 QKV, QKV_KIND = "qkv", kinds.HEAD.name
 # This project's backends, and what else convolves: `eval.speed.conv.kernels`.

@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
-from eval.speed.choices import models
 from eval.speed.conv.contest import against_rival
-from eval.speed.model.train import relative_to_plain
+from eval.speed.conv.lengths import DIRECTIONS, against_rivals, head_filters
+from eval.speed.model.contexts import compared
+from eval.speed.model.decode import shortest_prompt
+from eval.speed.model.train import relative_speeds
 from eval.speed.timing import summary
 
 Records = Mapping[str, list[dict[str, Any]]]  # by policy, in the order of the processes
@@ -100,23 +103,26 @@ def _join_train(joined: dict[str, Any], records: Records) -> None:
     for of_it in records.values():
         for record in of_it:
             joined["absent"] |= record["absent"]
-    known, rows = models(), joined["results"]
+    rows = joined["results"]
     for name in rows.keys() & joined["absent"].keys():
         del rows[name]  # it could not be made in one of the processes
     chosen = {
         name: choose(records, lambda r, name=name: r["results"][name]["step_seconds"]["median"])
         for name in rows
     }
+    seconds = {name: of_it.values for name, of_it in chosen.items()}
     for name, row in rows.items():
-        before, plain = row["step_seconds"]["median"], chosen.get(known[name].plain)
+        before = row["step_seconds"]["median"]
         row["step_seconds"] = chosen[name].record()
         faster = before / row["step_seconds"]["median"]
         row["tokens_per_second"] *= faster
         row["mfu"] = row["mfu"] and row["mfu"] * faster
-        row |= relative_to_plain(chosen[name].values, plain and plain.values)
+        row |= relative_speeds(name, seconds)
 
 
 def _join_decode(joined: dict[str, Any], records: Records) -> None:
+    if "contexts" in joined:
+        return _join_contexts(joined, records)
     rates = [f"tokens_per_second_{kind}" for kind in ("cached", "cold", "uncached")]
     for i, row in enumerate(joined["results"]):
         for name in ("prompt_seconds", *rates):
@@ -128,6 +134,68 @@ def _join_decode(joined: dict[str, Any], records: Records) -> None:
             row[name] = chosen.record()
         with_cache, without = (row[f"tokens_per_second_{k}"] for k in ("cached", "uncached"))
         row["cache_speedup"] = with_cache["median"] / without["median"]
+    for i, row in enumerate(joined["results"]):
+        if row["of_shortest_prompt"]:
+            row["of_shortest_prompt"] = _of_shortest(joined["results"], i, records).record()
 
 
-_JOINERS = {"conv": _join_conv, "train": _join_train, "decode": _join_decode}
+def _of_shortest(rows: list[dict[str, Any]], number: int, records: Records) -> Chosen:
+    """Choose for both prompts of a ratio the policy under which the shortest is fastest.
+
+    Each prompt's own best would compare two policies, and not two lengths.
+    """
+    policy = shortest_prompt(rows, rows[number])["tokens_per_second_cached"]["policy"]
+    tried = {
+        each: [record["results"][number]["of_shortest_prompt"]["median"] for record in of_it]
+        for each, of_it in records.items()
+    }
+    return Chosen(policy, tried[policy], tried)
+
+
+def _join_contexts(joined: dict[str, Any], records: Records) -> None:
+    for number, part in product(range(len(joined["contexts"])), ("layer", "model")):
+        row = joined["contexts"][number]
+
+        def read(name: str, record: dict[str, Any], at: int = number, part: str = part) -> float:
+            return record["contexts"][at][part]["seconds"][name]["median"]
+
+        chosen = {name: choose(records, partial(read, name)) for name in row[part]["seconds"]}
+        row[part] = compared({name: of_it.values for name, of_it in chosen.items()})
+        row[part]["seconds"] = {name: of_it.record() for name, of_it in chosen.items()}
+
+
+def _join_lengths(joined: dict[str, Any], records: Records) -> None:
+    """Join contenders' rows; one that any process refused is refused, without times."""
+    every = [refused for of_it in records.values() for r in of_it for refused in r["refused"]]
+    wrong = {_place(refused): refused for refused in every}
+    joined["refused"] = list(wrong.values())
+    joined["rows"] = [row for row in joined["rows"] if _place(row) not in wrong]
+    by_place = {
+        policy: [{_place(row): row for row in record["rows"]} for record in of_it]
+        for policy, of_it in records.items()
+    }
+    head = head_filters(joined["case"]["window"])
+    for way in DIRECTIONS:
+
+        def read(place: tuple[int, str], rows: dict[Any, Any], way: str = way) -> float:
+            return rows[place][way]["seconds"]["median"]
+
+        places = map(_place, joined["rows"])
+        chosen = {place: choose(by_place, partial(read, place)) for place in places}
+        for row in joined["rows"]:
+            time, name = _place(row)
+            seconds = {of: one.values for (at, of), one in chosen.items() if at == time}
+            ratios = against_rivals(seconds[name], seconds, head)
+            row[way] = {"seconds": chosen[time, name].record(), **ratios}
+
+
+def _place(row: dict[str, Any]) -> tuple[int, str]:
+    return row["time"], row["contender"]
+
+
+_JOINERS = {
+    "conv": _join_conv,
+    "lengths": _join_lengths,
+    "train": _join_train,
+    "decode": _join_decode,
+}

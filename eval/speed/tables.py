@@ -70,32 +70,35 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def train_table(record: dict[str, Any]) -> str:
-    """Tokens a second, relative speed, MFU and memory of each model."""
+    """Tokens a second, relative speeds, MFU and memory of each model."""
     case = record["case"]
     size = case["size"]
     title = (
         f"{_size(size)}, batch {case['batch_size']} x {case['context_length']}, "
         f"step: {record['step']}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
     )
-    header = ("", "tokens/s", "range", "of plain", "range", "MFU", "peak MiB")
+    header = ("", "tokens/s", "range", "of plain", "range", "of Pythia", "range", "MFU", "peak MiB")
     tokens = case["batch_size"] * case["context_length"]
     rows = []
     for row in record["results"].values():
         fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["range"])
-        relative = row["relative_to_plain"]
         rows.append(
             (
                 row["model"],
                 f"{row['tokens_per_second']:.0f}",
                 f"{slow}-{fast}",
-                "" if relative is None else f"{relative:.3f}",
-                _ends(row["relative_range"], digits=3),
+                *_ratio(row["relative_to_plain"], row["relative_range"]),
+                *_ratio(row["relative_to_pythia"], row["relative_to_pythia_range"]),
                 "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
                 f"{row['peak_memory_bytes'] / 2**20:.0f}",
             )
         )
     absent = [f"absent: {name}: {reason}" for name, reason in record["absent"].items()]
     return "\n".join([title, aligned(header, rows), *absent])
+
+
+def _ratio(median: float | None, ends: list[float] | None) -> tuple[str, str]:
+    return "" if median is None else f"{median:.3f}", _ends(ends, digits=3)
 
 
 def decode_table(record: dict[str, Any]) -> str:
@@ -107,20 +110,25 @@ def decode_table(record: dict[str, Any]) -> str:
         return "\n".join([f"{_size(size)}; {_where(record)}", *context_lines(record)])
     case = record["results"][0]["case"]
     title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
-    header = ("", "prompt", "prompt s", "cached tokens/s", "cold", "uncached tokens/s", "ratio")
+    header = ("", "prompt", "prompt s", "cached tokens/s", "of shortest", "cold")
+    header += ("uncached tokens/s", "ratio")
     rows = [
         (
             row["model"],
             str(row["case"]["prompt_tokens"]),
             f"{row['prompt_seconds']['median']:.3f}",
             _rate(row["tokens_per_second_cached"]),
+            _rate(row["of_shortest_prompt"]) if row["of_shortest_prompt"] else "",
             _rate(row["tokens_per_second_cold"]),
             _rate(row["tokens_per_second_uncached"]),
             f"{row['cache_speedup']:.1f}",
         )
         for row in record["results"]
     ]
-    return "\n".join([title, aligned(header, rows)])
+    how = "of shortest: cached tokens/s in parts of those after the model's shortest prompt"
+    if "processes" in record:
+        how += ", both under the policy that suits the shortest"
+    return "\n".join([title, aligned(header, rows), how])
 
 
 def _rate(values: dict[str, Any]) -> str:

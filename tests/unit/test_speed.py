@@ -358,6 +358,7 @@ def test_train_record(speed):
         assert row["model"] in out
     pythia = record["results"]["pythia"]
     assert pythia["relative_to_plain"] == 1 and pythia["relative_range"] == [1, 1]
+    assert pythia["relative_to_pythia"] == 1 and pythia["relative_to_pythia_range"] == [1, 1]
     assert record["step"] == "forward and backward" and record["absent"] == {}
     assert record["results"]["mh_cat"]["convolution"].startswith("multihead convolution")
 
@@ -486,7 +487,7 @@ def test_models_without_stock_are_built_and_counted(name):
 
 def test_families_side_by_side(speed, monkeypatch):
     monkeypatch.setattr(train, "_peak_memories", lambda case, names: dict.fromkeys(names, 0))
-    names = ("llama-head", "mixer-mamba", "llama", "llama-stock", "pythia")
+    names = ("llama-head", "mixer-mamba", "llama", "llama-stock", "pythia", "gla")
     code, record, out, err = speed(
         *("train", *TINY, "--context-length", 16, "--batch-size", 2, "--repeats", 2),
         *("--models", ",".join(names)),
@@ -499,7 +500,28 @@ def test_families_side_by_side(speed, monkeypatch):
     assert rows["llama"]["relative_to_plain"] == rows["pythia"]["relative_to_plain"] == 1
     assert rows["mixer-mamba"]["relative_to_plain"] is None
     assert rows["llama-stock"]["relative_to_plain"] > 0
+    # And every one against Pythia, round by round.
+    assert rows["gla"]["relative_to_plain"] is None
+    for row in rows.values():
+        rounds = zip(rows["pythia"]["step_seconds"]["all"], row["step_seconds"]["all"], strict=True)
+        ratios = [pythia / own for pythia, own in rounds]
+        assert row["relative_to_pythia"] == pytest.approx(sum(ratios) / 2)
+        assert row["relative_to_pythia_range"] == [min(ratios), max(ratios)]
+        assert f"{row['relative_to_pythia']:.3f}" in out
     assert rows["llama-stock"]["parameters"] == rows["llama"]["parameters"]
+
+
+def test_without_pythia_its_column_is_blank(speed, monkeypatch):
+    monkeypatch.setattr(train, "_peak_memories", lambda case, names: dict.fromkeys(names, 0))
+    arguments = ("--context-length", 16, "--batch-size", 2, "--repeats", 1, "--models", "gla")
+    code, record, out, err = speed("train", *TINY, *arguments)
+    assert code == 0, err
+    row = record["results"]["gla"]
+    assert row["relative_to_pythia"] is row["relative_to_pythia_range"] is None
+    _, header, line = out.splitlines()
+    assert "of Pythia" in header and line.split()[-2:] == ["unknown", "0"]
+    # Name, tokens a second and their range, MFU, peak memory.
+    assert len(line.split()) == 5
 
 
 def test_a_kind_and_a_family_of_ones_own_are_rows(speed, monkeypatch):
@@ -558,6 +580,15 @@ def test_decode_record(speed):
             assert len(measured["all"]) == 2
         assert row["cache_speedup"] == pytest.approx(cached["median"] / uncached["median"])
         assert row["near_ties"] == 0
+        if row["case"]["prompt_tokens"] == 5:
+            shortest, ratio = cached["all"], row["of_shortest_prompt"]
+            assert ratio is None
+        else:
+            ratio = row["of_shortest_prompt"]["all"]
+            assert ratio == [
+                own / rival for own, rival in zip(cached["all"], shortest, strict=True)
+            ]
+            assert f"{row['of_shortest_prompt']['median']:.2f} (" in out
         assert MODELS[row["name"]].label in out
 
 
@@ -714,7 +745,6 @@ def test_a_mixer_that_fails_does_not_stop_the_others(speed, monkeypatch):
         ),
         (("decode", "--models", "stock"), "'stock' is not one of"),
         (("decode", "--block", "8"), "--block: says nothing without --contexts"),
-        (("decode", "--contexts", "8", "--processes", "2"), "--contexts: is measured in one"),
         (("decode", "--contexts", "8", "--uncached-tokens", "2"), "--uncached-tokens: says"),
         (("decode", "--contexts", "8", "--models", "mamba"), "has no landmark attention"),
         (("decode", "--contexts", str(2**24), "--models", "cat"), "a cache of --contexts"),

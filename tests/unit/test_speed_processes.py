@@ -12,6 +12,7 @@ import pytest
 from cat_lm.errors import UserError
 from eval.speed import join, processes, tables
 from eval.speed.__main__ import _parser
+from eval.speed.conv import lengths
 from tests.unit import speed_child
 
 
@@ -111,7 +112,25 @@ def test_training_is_joined():
     assert rows["cat"]["mfu"] == pytest.approx(0.1 / 4)
     assert rows["cat"]["relative_to_plain"] == 0.5
     assert rows["cat"]["relative_range"] == [0.4, 0.5]
+    assert rows["cat"]["relative_to_pythia"] == 0.5
+    assert rows["cat"]["relative_to_pythia_range"] == [0.4, 0.5]
     assert rows["cat"]["peak_memory_bytes"] == 7 * 2**20
+
+
+def test_a_family_without_a_plain_model_is_compared_with_pythia():
+    def record(pythia: float, gla: float) -> dict:
+        found = train_record(pythia, gla)
+        found["results"]["gla"] = found["results"].pop("cat")
+        return found
+
+    records = {
+        "default": [record(4.0, 5.0), record(3.0, 4.0), record(4.0, 4.0)],
+        "active": [record(2.0, 9.0), record(1.0, 9.0), record(3.0, 9.0)],
+    }
+    row = join.join(records)["results"]["gla"]
+    assert row["relative_to_plain"] is row["relative_range"] is None
+    # Round by round: 2 / 5, 1 / 4, 3 / 4.
+    assert row["relative_to_pythia"] == 0.4 and row["relative_to_pythia_range"] == [0.25, 0.75]
 
 
 def test_a_model_that_is_absent_once_is_absent():
@@ -121,18 +140,122 @@ def test_a_model_that_is_absent_once_is_absent():
     assert joined["results"].keys() == {"pythia"} and joined["absent"] == {"cat": "failed"}
 
 
-def test_decoding_is_joined():
-    def record(rate: float) -> dict:
-        rates = ("cached", "cold", "uncached")
-        row = {f"tokens_per_second_{name}": {"median": rate} for name in rates}
+def decode_record(*rates: float, prompts: tuple[int, ...] = (9, 5, 7)) -> dict:
+    """A process's record of one model, whose shortest prompt stands second."""
+    rows = []
+    for rate, prompt in zip(rates, prompts, strict=False):
+        kinds = ("cached", "cold", "uncached")
+        row = {f"tokens_per_second_{name}": {"median": rate} for name in kinds}
         row |= {"prompt_seconds": {"median": 1 / rate}, "tokens_per_second_cold": {"median": 2.0}}
-        return {"benchmark": "decode", "device": {"type": "cpu"}, "results": [row]}
+        ratio = None if prompt == min(prompts[: len(rates)]) else {"median": rate / rates[1]}
+        row |= {"of_shortest_prompt": ratio, "case": {"prompt_tokens": prompt}}
+        rows.append(row | {"name": "cat"})
+    return {"benchmark": "decode", "device": {"type": "cpu"}, "results": rows}
 
-    (row,) = join.join({"default": [record(3.0)], "bound": [record(5.0)]})["results"]
+
+def test_decoding_is_joined():
+    records = {"default": [decode_record(3.0)], "bound": [decode_record(5.0)]}
+    (row,) = join.join(records)["results"]
+    assert row["of_shortest_prompt"] is None
     # Of rates the largest is best, of seconds the smallest.
     for name in ("tokens_per_second_cached", "prompt_seconds"):
         assert row[name]["policy"] == "bound"
     assert row["tokens_per_second_cold"]["median"] == 2.0 and row["cache_speedup"] == 1.0
+
+
+def test_lengths_of_prompts_are_compared_under_one_policy():
+    """Each is fastest under its own: a ratio of the two would say 3 / 2."""
+    records = {
+        "default": [decode_record(1.0, 2.0, 4.0), decode_record(1.5, 2.0, 3.0)],
+        "bound": [decode_record(3.0, 1.0, 1.0), decode_record(3.0, 1.0, 1.0)],
+    }
+    first, shortest, last = join.join(records)["results"]
+    assert first["tokens_per_second_cached"]["policy"] == "bound"
+    assert shortest["tokens_per_second_cached"]["policy"] == "default"
+    assert first["of_shortest_prompt"]["policy"] == "default"
+    assert first["of_shortest_prompt"]["range"] == [0.5, 0.75]
+    assert first["of_shortest_prompt"]["tried"] == {"default": [0.5, 0.75], "bound": [3.0, 3.0]}
+    assert shortest["of_shortest_prompt"] is None
+    assert last["of_shortest_prompt"]["all"] == [2.0, 1.5]
+
+
+def test_contexts_are_joined():
+    def record(sdpa: float, matmul: float, landmark: float) -> dict:
+        seconds = {"sdpa": sdpa, "matmul": matmul, "landmark": landmark}
+        part = {"seconds": {name: {"median": value} for name, value in seconds.items()}}
+        row = {"layer": copy.deepcopy(part), "model": part, "layer_bytes": {"dense": 7}}
+        return {"benchmark": "decode", "device": {"type": "cpu"}, "contexts": [row]}
+
+    records = {
+        "default": [record(6.0, 9.0, 2.0), record(8.0, 9.0, 2.0), record(6.0, 9.0, 1.0)],
+        "passive": [record(9.0, 5.0, 4.0), record(9.0, 4.0, 4.0), record(9.0, 6.0, 4.0)],
+    }
+    (row,) = join.join(records)["contexts"]
+    assert row["layer_bytes"] == {"dense": 7}
+    for part in (row["layer"], row["model"]):
+        policies = {name: values["policy"] for name, values in part["seconds"].items()}
+        assert policies == {"sdpa": "default", "matmul": "passive", "landmark": "default"}
+        assert part["dense"] == "matmul"
+        # Round by round: 5 / 2, 4 / 2, 6 / 1.
+        assert part["times_as_fast"]["all"] == [2.5, 2.0, 6.0]
+
+
+def lengths_record(*rows: tuple[int, str, float], wrong: tuple[int, str] | None = None) -> dict:
+    """A process's record of lengths, without the row that is `wrong`."""
+    found = [
+        {"time": time, "contender": name}
+        | {way: {"seconds": {"median": seconds}} for way in lengths.DIRECTIONS}
+        for time, name, seconds in rows
+        if (time, name) != wrong
+    ]
+    refused = [{"time": wrong[0], "contender": wrong[1], "reason": "dx"}] if wrong else []
+    return {
+        "benchmark": "lengths",
+        "device": {"type": "cpu", "threads": 2},
+        "machine": "a machine",
+        "repeats": 3,
+        "case": {"window": 3, "batch": 1, "heads": 2, "head_dim": 4, "dtype": "float32"},
+        "backends": {"ssm": {"name": "cpu"}},
+        "rows": found,
+        "refused": refused,
+    }
+
+
+HEAD = lengths.head_filters(3)
+
+
+def test_lengths_are_joined():
+    def record(head: float, long: float, longer: float) -> dict:
+        return lengths_record((8, HEAD, head), (8, "ssm", long), (16, "ssm", longer))
+
+    records = {
+        "default": [record(4.0, 1.0, 2.0), record(6.0, 1.0, 2.0), record(4.0, 2.0, 2.0)],
+        "active": [record(1.0, 4.0, 1.0), record(1.0, 4.0, 1.0), record(3.0, 4.0, 1.0)],
+    }
+    joined = join.join(records)
+    _, row, longer = joined["rows"]
+    for way in lengths.DIRECTIONS:
+        assert row[way]["seconds"]["policy"] == "default"
+        # Round by round, the head filters under the policy that suits them: 1 / 1, 1 / 1, 3 / 2.
+        assert row[way]["times_as_fast_as_head"]["all"] == [1.0, 1.0, 1.5]
+        assert row[way]["times_as_fast_as_attention"] is None
+        # Of another length there is no rival.
+        assert longer[way]["times_as_fast_as_head"] is None
+        assert longer[way]["seconds"]["all"] == [1.0, 1.0, 1.0]
+    text = tables.table(joined)
+    assert "1.00 (1.00-1.50)" in text and "in each of 3 processes" in text
+
+
+def test_a_length_that_one_process_refused_is_refused():
+    rows = (8, HEAD, 1.0), (8, "ssm", 1.0), (16, "ssm", 1.0)
+    wrong = lengths_record(*rows, wrong=(8, "ssm"))
+    for records in ([wrong, lengths_record(*rows)], [lengths_record(*rows), wrong]):
+        joined = join.join({"default": records})
+        assert [(row["time"], row["contender"]) for row in joined["rows"]] == [
+            (8, HEAD),
+            (16, "ssm"),
+        ]
+        assert joined["refused"] == wrong["refused"]
 
 
 # The processes
@@ -177,7 +300,7 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
 
 
 def test_what_has_rivals_takes_processes():
-    for benchmark, given in product(("conv", "train", "decode"), ("1", "5")):
+    for benchmark, given in product(("conv", "lengths", "train", "decode"), ("1", "5")):
         options = _parser().parse_args([benchmark, "--processes", given])
         assert options.processes == int(given)
         assert _parser().parse_args([benchmark]).processes is None

@@ -4,7 +4,7 @@ At every length: head filters of W taps; each kind of long filter in chunks, as 
 the same filter by a Fourier transform, from the same learned numbers, which is quick and not causal
 in its rounding; and causal attention of the same heads. Before a convolution is timed, what it
 computes and its gradients, of x and of all that is learned, are compared with a Fourier transform
-in float64. All contenders of a length take turns in one process.
+in float64. All contenders of a length take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cat_lm.ops.long_filter.chunks import taps_of
 from eval.common.text_table import aligned
 from eval.speed.conv.check import distances, verdict
 from eval.speed.progress import say
-from eval.speed.timing import Timing, time_in_turn, times_as_fast
+from eval.speed.timing import time_in_turn, times_as_fast
 
 DIRECTIONS = ("forward", "forward_backward")
 ATTENTION = "causal attention (sdpa)"
@@ -96,7 +96,7 @@ def length_speed(options: LengthOptions, device: torch.device) -> dict[str, Any]
                 found.append(one)
             else:
                 refused.append({"time": time, "contender": one.name, "reason": wrong})
-        rows += _timed(found, _head(options), dy, options.repeats, device)
+        rows += _timed(found, head_filters(options.window), dy, options.repeats, device)
     dtype = torch.promote_types(getattr(torch, options.dtype), torch.float32)
     backends = {
         name: choose_backend(device, dtype, state_size(_modes(name, options, device)))._asdict()
@@ -113,9 +113,9 @@ def _modes(name: str, options: LengthOptions, device: torch.device) -> filters.M
     return filters.get(name).modes_of(numbers.to(device), options.state)
 
 
-def _head(options: LengthOptions) -> str:
-    """Name the contender that others are compared with."""
-    return f"head filters, W={options.window}"
+def head_filters(window: int) -> str:
+    """Name the contender of `window` taps that others are compared with."""
+    return f"head filters, W={window}"
 
 
 def _contenders(options: LengthOptions, x: Tensor, generator: torch.Generator) -> list[_Contender]:
@@ -123,7 +123,9 @@ def _contenders(options: LengthOptions, x: Tensor, generator: torch.Generator) -
     time, window = x.shape[1], options.window
     taps = torch.randn((options.heads, window), generator=generator, device=x.device)
     taps = (taps / window**0.5).to(x.dtype)
-    found = [_Contender(_head(options), head_conv, (x, taps), ("dx", "dtaps"), lambda taps: taps)]
+    found = [
+        _Contender(head_filters(window), head_conv, (x, taps), ("dx", "dtaps"), lambda taps: taps)
+    ]
     for name in filters.names():
         modes = {
             part: numbers
@@ -191,29 +193,33 @@ def _timed(
         both = partial(one.forward_backward, _leaves(one.inputs), dy)
         calls |= {(one.name, "forward"): one.forward, (one.name, "forward_backward"): both}
     timings = time_in_turn(calls, device, repeats, title=f"{time} tokens")
-    return [
-        {
-            "time": time,
-            "contender": one.name,
-            **{way: _row(timings, one.name, head, way) for way in DIRECTIONS},
-        }
-        for one in contenders
-    ]
+    rows = [{"time": time, "contender": one.name} for one in contenders]
+    for way in DIRECTIONS:
+        seconds = {one.name: timings[one.name, way].seconds for one in contenders}
+        for row, one in zip(rows, contenders, strict=True):
+            ratios = against_rivals(seconds[one.name], seconds, head)
+            row[way] = {"seconds": timings[one.name, way].record(), **ratios}
+    return rows
 
 
-def _row(
-    timings: Mapping[tuple[str, str], Timing], name: str, head: str, way: str
-) -> dict[str, Any]:
-    """A direction's times, and head filters' and attention's in parts of them; None if refused."""
-    own = timings[name, way]
+def against_rivals(
+    own: Sequence[float], seconds: Mapping[str, Sequence[float]], head: str
+) -> dict[str, dict[str, Any] | None]:
+    """Compare a contender with head filters and with attention, by rounds.
+
+    Args:
+        own: seconds of the rounds, in one direction.
+        seconds: of the same rounds, by contender.
+        head: the name of the head filters.
+
+    Returns:
+        How many times as fast as each it is, summed up; None where that one was refused.
+    """
     rivals = {"times_as_fast_as_head": head, "times_as_fast_as_attention": ATTENTION}
-    ratios = {
-        key: times_as_fast(own.seconds, timings[rival, way].seconds)
-        if (rival, way) in timings
-        else None
+    return {
+        key: times_as_fast(own, seconds[rival]) if rival in seconds else None
         for key, rival in rivals.items()
     }
-    return {"seconds": own.record(), **ratios}
 
 
 def length_lines(record: dict[str, Any]) -> list[str]:
@@ -231,17 +237,17 @@ def length_lines(record: dict[str, Any]) -> list[str]:
         f"refused: {one['contender']} at {one['time']} tokens: {one['reason']}"
         for one in record["refused"]
     ]
-    how = "of head filters, of attention: how many times as fast, in median"
+    how = "of head filters, of attention: how many times as fast, in median (and range)"
     return [f"{shape}; long filters: {backends}; {how}", aligned(header, rows), *wrong]
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
     low, high = found["seconds"]["range"]
-    return [
-        f"{1e3 * found['seconds']['median']:.2f}",
-        f"{1e3 * low:.2f}-{1e3 * high:.2f}",
-        *(
-            "-" if found[key] is None else f"{found[key]['median']:.2f}"
-            for key in ("times_as_fast_as_head", "times_as_fast_as_attention")
-        ),
-    ]
+    cells = [f"{1e3 * found['seconds']['median']:.2f}", f"{1e3 * low:.2f}-{1e3 * high:.2f}"]
+    for key in ("times_as_fast_as_head", "times_as_fast_as_attention"):
+        if (ratio := found[key]) is None:
+            cells.append("-")
+        else:
+            least, most = ratio["range"]
+            cells.append(f"{ratio['median']:.2f} ({least:.2f}-{most:.2f})")
+    return cells

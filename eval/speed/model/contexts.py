@@ -96,8 +96,8 @@ def measure(case: ContextCase, dense: nn.Module, sparse: nn.Module, repeats: int
     return {
         "case": asdict(case),
         "layer_bytes": read,
-        "layer": _compared(layer),
-        "model": _compared(whole),
+        "layer": compared(layer),
+        "model": compared(whole),
     }
 
 
@@ -246,8 +246,12 @@ def _timed(
     return found
 
 
-def _compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Seconds of each, and how many times as fast landmark attention is as the faster dense one."""
+def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Sum seconds up, and compare landmark attention's with those of the faster dense one.
+
+    Args:
+        seconds: a token, one for each round, of `DENSE` and of landmark attention.
+    """
     best = min(DENSE, key=lambda name: summary(seconds[name])["median"])
     ratios = [theirs / own for theirs, own in zip(seconds[best], seconds["landmark"], strict=True)]
     return {

@@ -57,10 +57,14 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
         cases: of one model size.
         names: of `decoding_models`.
 
+    Returns:
+        The record's part. `of_shortest_prompt` of a row says how much of its rate with the cache
+        is left of that after its model's shortest prompt, by repeats: 1 is flat in the length.
+
     Raises:
         UserError: a model cannot be built, or decodes otherwise with its cache than without.
     """
-    results = []
+    results: list[dict[str, Any]] = []
     starts = cold_prompts(cases, len(names))
     longest = max(
         case.prompt_tokens + max(case.cached_tokens, case.uncached_tokens) for case in cases
@@ -75,7 +79,18 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
             measured = measure(case, model, name, repeats, starts.pop(0))
             results.append({"name": name, **measured})
         del model
+    for row in results:
+        row["of_shortest_prompt"] = None
+        if (shortest := shortest_prompt(results, row)) is not row:
+            rates = (one["tokens_per_second_cached"]["all"] for one in (row, shortest))
+            row["of_shortest_prompt"] = summary([a / b for a, b in zip(*rates, strict=True)])
     return {"results": results}
+
+
+def shortest_prompt(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
+    """Give the row of the same model after the shortest prompt, the first of equal ones."""
+    own = (each for each in rows if each["name"] == row["name"])
+    return min(own, key=lambda each: each["case"]["prompt_tokens"])
 
 
 def cold_prompts(cases: Sequence[DecodeCase], models: int) -> list[int]:

@@ -66,8 +66,8 @@ def train_speed(
     """Measure the models of a case.
 
     Args:
-        names: of `choices.models`; each speed is relative to that of its family's plain model,
-            where that is among them.
+        names: of `choices.models`; each speed is relative to those of its family's plain model
+            and of Pythia, where they are among them.
         peak_tflops: of the device in this dtype, for MFU; default: by its name, for bf16.
         peak_memory: whether to measure it, which takes a process for each model.
 
@@ -116,16 +116,15 @@ def _row(
     case: TrainCase, name: str, timings: Mapping[str, Timing], parameters: int, peak: float | None
 ) -> dict[str, Any]:
     """Give a model's speed; `peak` in FLOP/s, if it is known."""
-    model, timing = choices.models()[name], timings[name]
-    plain = timings.get(model.plain)
+    timing = timings[name]
     config = model_config(case.size, name, case.context_length)
     flops = flops_per_token(config, parameters, case.context_length) * case.tokens
     return {
-        "model": model.label,
+        "model": choices.models()[name].label,
         "parameters": parameters,
         "step_seconds": summary(timing.seconds),
         "tokens_per_second": case.tokens / timing.median,
-        **relative_to_plain(timing.seconds, plain and plain.seconds),
+        **relative_speeds(name, {each: of_it.seconds for each, of_it in timings.items()}),
         "flops_per_step": flops,
         "mfu": flops / timing.median / peak if peak else None,
     }
@@ -161,10 +160,23 @@ def _built(case: TrainCase, name: str) -> tuple[nn.Module, str | None]:
     return model, compile_rotation(model, random_ids(case.size, 1, 8))
 
 
-def relative_to_plain(seconds: Sequence[float], plain: Sequence[float] | None) -> dict[str, Any]:
-    """Compare a model's speed with its family's plain model's, in median and range over rounds."""
-    ratio = times_as_fast(seconds, plain) if plain else {"median": None, "range": None}
-    return {"relative_to_plain": ratio["median"], "relative_range": ratio["range"]}
+def relative_speeds(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Compare a model's speed with its family's plain model's and Pythia's, by rounds.
+
+    Args:
+        seconds: of a step, one for each round, of every model that was timed.
+
+    Returns:
+        Median and range of each ratio of tokens a second; None where that rival was not timed.
+    """
+    found: dict[str, Any] = {}
+    for rival, median, ends in (
+        (choices.models()[name].plain, "relative_to_plain", "relative_range"),
+        (choices.PYTHIA, "relative_to_pythia", "relative_to_pythia_range"),
+    ):
+        ratio = times_as_fast(seconds[name], seconds[rival]) if rival in seconds else {}
+        found |= {median: ratio.get("median"), ends: ratio.get("range")}
+    return found
 
 
 # Imports are most of what a small model takes, and no part of a step's memory.
