@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,83 +19,133 @@ from tests.distributed.trainers import opened
 from tests.runs import losses, run_values
 from tests.unit.test_families import CASES, SHARED
 
-STEPS, STOPPED_AT = 6, 3
-# (stage, precision) of a case; one rank goes on with stage 3 − stage. Only stage 3 takes parameters
-# from the modules; what the others divide is the optimizer's, which knows no family: of them each
-# family has one.
-WHOLE = [(1, "fp32"), (0, "bf16"), (2, "fp32")]
-SHORT = [("mamba2", 3, "bf16"), ("gla", 1, "fp32")]
-LONG = [(case, 3, "bf16") for case in CASES]
-LONG += [(case, *WHOLE[number % len(WHOLE)]) for number, case in enumerate(CASES)]
+# Two ranks are stopped at the first step, and one rank that goes on from there at the second.
+STEPS, STOPPED_AT, ALONE_UNTIL = 7, 3, 6
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of losses that other ranks sum up in another order
 
 
-def values_of(data: str, run: Path, case: str, stage: int, precision: str, **train: Any) -> dict:
-    values = run_values(data, run, zero_stage=stage, precision=precision, max_steps=STEPS, **train)
-    family = case.partition(":")[0]
-    values["model"] = {"architecture": family, **SHARED, **CASES[case]}
+class Run(NamedTuple):
+    """A case of a family, and the ZeRO stages on two ranks, on one, and on two again."""
+
+    case: str
+    stage: int
+    alone: int
+    back: int
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.case}-{self.stage}"
+
+
+def runs_of(number: int, case: str) -> list[Run]:
+    """From stage 3 and from another, which goes round from case to case; of two ranks every stage.
+
+    Stage 3 alone takes parameters from the modules: each run goes over to it or from it, or between
+    two of the others.
+    """
+    whole, other, last = ((number + shift) % 3 for shift in range(3))
+    precision = "bf16" if whole == 0 else "fp32"
+    return [Run(case, 3, 0, other, "bf16"), Run(case, whole, 3 - whole, last, precision)]
+
+
+RUNS = [run for number, case in enumerate(CASES) for run in runs_of(number, case)]
+# Of two families, which begin with and without partitioned parameters.
+SHORT = [run for run in RUNS if (run.case, run.stage == 3) in (("mamba2", True), ("gla", False))]
+
+
+def values_of(data: str, folder: Path, run: Run, stage: int, **train: Any) -> dict:
+    how = {"zero_stage": stage, "precision": run.precision, "max_steps": STEPS}
+    values = run_values(data, folder, **how, **train)
+    family = run.case.partition(":")[0]
+    values["model"] = {"architecture": family, **SHARED, **CASES[run.case]}
     values["data"]["mask_documents"] = True
     values["validation"] = {"every_steps": STEPS, "max_tokens": 256}
     values["checkpoint"] = {"every_steps": STEPS}
     return values
 
 
-def train(ranks, values: dict, stop: bool = False) -> int:
-    """Run train.py's Trainer; with `stop` it gets a signal at step STOPPED_AT."""
+def train(ranks, values: dict, stop_at: int | None = None) -> int:
+    """Run train.py's Trainer, which gets a signal at the step `stop_at`."""
     from train import Trainer
 
     class Stopped(Trainer):
         def train_step(self, batch, waited):
             super().train_step(batch, waited)
-            if stop and self.step == STOPPED_AT and ranks.rank == ranks.world_size - 1:
+            if self.step == stop_at and ranks.rank == ranks.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with opened(Stopped, ranks, values) as trainer:
         return trainer.run()
 
 
-def on_two_ranks(ranks, data: str, folder: str, cases: list[tuple]) -> list[list[int]]:
+def first_checkpoint(run: Path) -> str:
+    return str(min((run / "checkpoints").glob("step-*[0-9]")))
+
+
+def on_two_ranks(ranks, data: str, folder: str, runs: list[Run]) -> list[list[int]]:
     """Train straight, and stopped and gone on."""
     codes = []
-    for case, stage, precision in cases:
-        run = Path(folder) / f"{case}-{stage}-{precision}"
-        found = [train(ranks, values_of(data, run / "straight", case, stage, precision))]
-        values = values_of(data, run / "stopped", case, stage, precision, resume="auto")
-        codes.append([*found, train(ranks, values, stop=True), train(ranks, values)])
+    for run in runs:
+        own = Path(folder) / run.name
+        found = [train(ranks, values_of(data, own / "straight", run, run.stage))]
+        values = values_of(data, own / "stopped", run, run.stage, resume="auto")
+        codes.append([*found, train(ranks, values, STOPPED_AT), train(ranks, values)])
     return codes
 
 
-def on_one_rank(ranks, data: str, folder: str, cases: list[tuple]) -> list[int]:
-    """Go on from where two ranks were stopped, with another stage."""
+def on_one_rank(ranks, data: str, folder: str, runs: list[Run]) -> list[int]:
+    """Go on from where two ranks were stopped, with another stage, and be stopped too."""
     codes = []
-    for case, stage, precision in cases:
-        run = Path(folder) / f"{case}-{stage}-{precision}"
-        start = min((run / "stopped/checkpoints").glob("step-*[0-9]"))
-        values = values_of(data, run / "alone", case, 3 - stage, precision, resume=str(start))
-        codes.append(train(ranks, values))
+    for run in runs:
+        own = Path(folder) / run.name
+        start = first_checkpoint(own / "stopped")
+        values = values_of(data, own / "alone", run, run.alone, resume=start)
+        codes.append(train(ranks, values, ALONE_UNTIL))
     return codes
+
+
+def on_two_ranks_again(ranks, data: str, folder: str, runs: list[Run]) -> list[int]:
+    """Go on from where the one rank was stopped, with a third stage."""
+    codes = []
+    for run in runs:
+        own = Path(folder) / run.name
+        start = first_checkpoint(own / "alone")
+        codes.append(train(ranks, values_of(data, own / "back", run, run.back, resume=start)))
+    return codes
+
+
+def test_every_case_has_all_stages_on_two_ranks():
+    for case in CASES:
+        own = [run for run in RUNS if run.case == case]
+        assert {stage for run in own for stage in (run.stage, run.back)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
-    "cases",
+    "runs",
     [
         pytest.param(SHORT, id="every stage"),
         # All families: minutes.
-        pytest.param([c for c in LONG if c not in SHORT], id="others", marks=pytest.mark.long),
+        pytest.param([r for r in RUNS if r not in SHORT], id="others", marks=pytest.mark.long),
     ],
 )
-def test_every_family_is_stopped_and_goes_on(cases, tiny_corpus, tmp_path):
-    given = (str(tiny_corpus), str(tmp_path), cases)
+def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
+    given = (str(tiny_corpus), str(tmp_path), runs)
     for codes_of_rank in run_on_ranks(on_two_ranks, 2, *given):
-        assert codes_of_rank == [[0, REQUEUE_EXIT_CODE, 0]] * len(cases)
-    assert run_on_ranks(on_one_rank, 1, *given) == [[0] * len(cases)]
-    for case, stage, precision in cases:
-        run = tmp_path / f"{case}-{stage}-{precision}"
-        straight = losses(run / "straight")
-        assert losses(run / "stopped") == straight, case
+        assert codes_of_rank == [[0, REQUEUE_EXIT_CODE, 0]] * len(runs)
+    assert run_on_ranks(on_one_rank, 1, *given) == [[REQUEUE_EXIT_CODE] * len(runs)]
+    assert run_on_ranks(on_two_ranks_again, 2, *given) == [[0] * len(runs)] * 2
+    for run in runs:
+        own = tmp_path / run.name
+        straight = losses(own / "straight")
+        assert losses(own / "stopped") == straight, run
         steps = {row[0]: row[1] for row in straight if len(row) == 3}
-        assert steps[STEPS] < steps[1], case
-        alone = {row[0]: row[1] for row in losses(run / "alone") if len(row) == 3}
-        assert max(alone) == STEPS and STOPPED_AT < min(alone) <= STOPPED_AT + 2
-        for step, loss in alone.items():
-            assert abs(loss - steps[step]) < TOLERANCE[precision] * loss, (case, step)
+        assert steps[STEPS] < steps[1], run
+        alone, back = (
+            {row[0]: row[1] for row in losses(own / name) if len(row) == 3}
+            for name in ("alone", "back")
+        )
+        assert max(alone) == ALONE_UNTIL and STOPPED_AT < min(alone) <= STOPPED_AT + 2
+        assert list(back) == [STEPS]
+        for step, loss in (alone | back).items():
+            assert abs(loss - steps[step]) < TOLERANCE[run.precision] * loss, (run, step)

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
 from cat_lm import architectures
+from cat_lm.config import load_config
 from cat_lm.export import export_checkpoint
 from cat_lm.library_model import TOLERANCE
 from cat_lm.model.weight_decay import parameters_by_decay
@@ -32,6 +33,7 @@ from cat_lm.training.building import give_memory, without_weights
 from eval.length_sweep.perplexity import span_windows, token_nlls
 from tests.finished_runs import checkpoint
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, CONTEXT = 257, 64
 SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 CASES: dict[str, dict[str, Any]] = {
@@ -147,6 +149,33 @@ def test_what_is_said_of_a_model_is_so(case):
     how = (torch.device("cpu"), torch.float32, "auto")
     assert family.describe_backend(model.config, *how)
     assert bool(family.describe_mixer_backend(model.config, *how)) == family.recurrent
+
+
+# Of a row: layers, key and value channels, heads, FLOPs of a number of the state, taps, matrices
+# of the values' width, and what else of a layer multiplies its width of 1024.
+LINEAR_ROWS = {
+    "gla": (24, 512, 1024, 4, 15, 0, 3, 16 * (1 + 512 / 1024)),  # gates of keys, of rank 16
+    "delta_net": (24, 1024, 1024, 8, 18, 4, 2, 8),  # a rate a head
+    "gated_deltanet": (21, 768, 1536, 3, 21, 4, 3, 2 * 3),  # a rate and a decay a head
+}
+
+
+@pytest.mark.parametrize("row", LINEAR_ROWS)
+def test_flops_of_the_linear_rows(row):
+    """By hand, of the width C = 1024 with SwiGLU of 2816 channels, and 32,000 tokens.
+
+    Each weight of a matrix and of two norms a layer counts 6, each number of the state [K / H, V]
+    what its recurrence does with it, and each tap 6 on its channel.
+    """
+    config = load_config(ROOT / f"configs/pretrain/{row}.yaml")
+    family, section = architectures.get(row), config.model
+    layers, keys, values, heads, each, taps, wide, narrow = LINEAR_ROWS[row]
+    mixing = layers * (each * keys * values // heads + 6 * taps * (2 * keys + values))
+    assert family.mixing_flops(section, 9) == family.mixing_flops(section, 2048) == mixing
+    layer = 1024 * (2 * keys + wide * values + narrow + 3 * 2816 + 2)
+    expected = 6 * (layers * layer + 1024 + 32_000 * 1024) + mixing
+    parameters = config.num_parameters(32_000)
+    assert family.flops_per_token(section, parameters, 2048) == expected
 
 
 @every_case
