@@ -16,9 +16,10 @@ from eval.common.grids import cells
 from eval.common.grids.execution import Execution
 from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import TUNING_SEED, Choice
+from eval.recall.grids import contrasts
 from eval.recall.grids import figure as grid
 from eval.recall.grids.catalog import FIGURES
-from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, Run, plan
+from eval.recall.grids.plan import CONTROL, GRIDS, NEGATIVE, SCALES, TWO_LAYERS, Run, plan
 
 
 def test_every_figure_has_a_grid_and_every_grid_a_figure():
@@ -37,7 +38,8 @@ def test_every_cell_of_every_grid_fits(name, scale):
             task.at_length(length)
         assert cell.stop_above is None  # all train for as long
     shown = [place.run for place in places if place.run.row != CONTROL]
-    assert len({run.cell for run in shown}) == len(shown)
+    models = [run.cell for run in shown if run.line != NEGATIVE]
+    assert len(set(models)) == len(models)
     panels = {(run.row, run.column) for run in shown}
     assert panels == {(run.row, run.column) for run in shown if run.line == NEGATIVE}
 
@@ -46,9 +48,9 @@ def test_every_cell_of_every_grid_fits(name, scale):
 def test_every_row_has_a_control_as_hard_and_as_long_as_what_it_vouches_for(name):
     places = plan(name, SCALES["paper"])
     controls = {p.run.column: p for p in places if p.run.row == CONTROL}
-    assert set(controls) == {p.run.row for p in places} - {CONTROL}
+    assert set(controls) == {p.run.row.removesuffix(TWO_LAYERS) for p in places} - {CONTROL}
     for place in (p for p in places if p.run.row != CONTROL):
-        control, cell = controls[place.run.row], place.run.cell
+        control, cell = controls[place.run.row.removesuffix(TWO_LAYERS)], place.run.cell
         alike = {"d_model": 1, "seq_len": 1, "mixer": "", "layers": 1, "task": ""}
         alike |= {"test_lengths": (), "fixed_items": False}
         assert replace(control.run.cell, **alike) == replace(cell, **alike)
@@ -81,16 +83,54 @@ def test_the_papers_grids():
     assert {len(p.rates) for p in length} == {5} and {p.seeds for p in length} == {5}
     assert length[0].run.cell.test_lengths == (32, 64, 128, 256, 512, 1024)
     one_layer = [p.run for p in plan("one-layer", SCALES["paper"]) if p.run.row != CONTROL]
+    one_layer = [run for run in one_layer if not run.row.endswith(TWO_LAYERS)]
     assert all((r.cell.layers or make_mixer(r.cell.mixer).layers) == 1 for r in one_layer)
     # What has one layer anyway is the same run in both figures.
     shown = [p.run for p in accuracy if p.run.row != CONTROL]
     of_both = {run.cell for run in shown if run.line in ("cat", "lincat")}
     assert of_both <= {run.cell for run in one_layer}
     assert "attention:position=none" in {p.run.line for p in accuracy}
-    widths = {p.run.cell.d_model for p in plan("width", SCALES["cpu"])}
-    assert widths == {16, 32, 64, 128}
     with pytest.raises(UserError, match="choose one of"):
         plan("accuracies", SCALES["paper"])
+
+
+def test_the_figure_of_one_layer_has_the_two_of_the_figure_accuracy():
+    for scale in SCALES.values():
+        accuracy = {p.run.cell: p for p in plan("accuracy", scale) if p.run.row != CONTROL}
+        one_layer = [p for p in plan("one-layer", scale) if p.run.row != CONTROL]
+        two = [p for p in one_layer if p.run.row.endswith(TWO_LAYERS)]
+        for place in two:
+            same = accuracy[place.run.cell]  # the same file in one OUT
+            assert (same.rates, same.seeds) == (place.rates, place.seeds)
+            assert same.run.row + TWO_LAYERS == place.run.row
+            assert place.run.line == NEGATIVE or make_mixer(place.run.line).layers == 2
+        of_one = [p for p in one_layer if p not in two and make_mixer(p.run.line).layers == 2]
+        places = [(p.run.row + TWO_LAYERS, p.run.column, p.run.line) for p in of_one]
+        models = [p for p in two if p.run.line != NEGATIVE]
+        assert places == [(p.run.row, p.run.column, p.run.line) for p in models] != []
+    one = SCALES["smoke"].with_models(["lincat"])  # has one layer in the paper
+    assert not [p for p in plan("one-layer", one) if p.run.row.endswith(TWO_LAYERS)]
+    row = plan("one-layer", SCALES["smoke"], ["MQAR"])
+    assert {p.run.row for p in row} == {"MQAR", f"MQAR{TWO_LAYERS}", CONTROL}
+    assert not [p for p in plan("one-layer-length", SCALES["smoke"]) if "two" in p.run.row]
+
+
+def test_the_figure_of_widths_has_a_control_at_each_and_time_for_mamba():
+    for scale in SCALES.values():
+        places = plan("width", scale)
+        controls = [p for p in places if p.run.row == CONTROL]
+        assert [p.run.cell.d_model for p in controls] == [*scale.memory_widths]
+        assert {p.run.across for p in places} == {"width"}
+        mamba = [p.run.cell for p in places if p.run.line == "mamba"]
+        for place, cell in zip(controls, mamba, strict=True):
+            alike = replace(cell, mixer="attention", layers=None)
+            assert place.run.cell == alike and make_mixer("attention").layers == 2
+    cells = [p.run.cell for p in plan("width", SCALES["cpu"])]
+    assert {cell.d_model for cell in cells} == {16, 32, 64, 128}
+    (mamba,) = {(c.seq_len, c.layers, c.all_steps) for c in cells if c.mixer == "mamba"}
+    assert mamba == (32, 1, 4_000)  # after 3,000 it has 0.88 to 0.99 at width 64 (RESULTS.md)
+    cells = [p.run.cell for p in plan("width", SCALES["paper"])]
+    assert {(c.layers, c.epochs) for c in cells} == {(None, 64)}
 
 
 def small(name: str):
@@ -254,6 +294,72 @@ def test_differences_are_paired_and_corrected_for_their_number():
     assert not differences(summary(rows[::3], grid.tests))  # one seed says nothing
 
 
+def line(mixer: str, values: tuple[float, ...], x: int = 16, row: str = "MQAR") -> dict:
+    """A line of `summary`, as far as it is compared."""
+    runs = {str(seed): value for seed, value in enumerate(values)}
+    return {"row": row, "column": "d = 8", "mixer": mixer, "x": x, "runs": runs}
+
+
+def pairs_of(found: list[dict]) -> list[tuple]:
+    return [(x["row"], x["column"], x["x"], x["mixer"], x["minus"]) for x in found]
+
+
+def test_one_layer_is_compared_with_two_of_the_same_model_at_the_same_length():
+    two = f"MQAR{TWO_LAYERS}"
+    lines = [line("cat", (1.0, 1.0)), line("mamba", (0.5, 0.625)), line("mamba", (0.25, 0.5), 32)]
+    lines += [line(NEGATIVE, (0.1,)), line("mamba", (0.75, 1.0), 16, two), line(NEGATIVE, (0.1,))]
+    lines += [line("based", (1.0, 1.0), 16, two), line("mamba", (1.0, 1.0), 16, CONTROL)]
+    lines[5]["row"] = two
+    first, layers = contrasts.told(lines, [], "length")
+    place = ("MQAR", "d = 8", 16)
+    assert pairs_of([first]) == [(*place, "cat", "mamba")]
+    # No two layers at 32, and no one layer of Based: neither is compared.
+    assert pairs_of([layers]) == [(*place, "mamba", f"mamba{TWO_LAYERS}")]
+    assert layers["mean"] == -0.3125 and layers["comparisons"] == first["comparisons"] == 2
+    (alone,) = contrasts.told([x for x in lines if x["row"] != two], [], "length")
+    assert alone["comparisons"] == 1 and alone["high"] < first["high"]
+
+
+def test_the_largest_width_is_compared_with_the_least_of_the_same_model():
+    lines = [line(mixer, values, x) for mixer, x, values in (
+        *(("cat", 16, (1.0, 0.75)), ("cat", 64, (1.0, 1.0)), ("cat", 32, (0.5, 0.25))),
+        *(("mamba", 16, (0.25, 0.375)), ("mamba", 64, (0.75, 1.0)), (NEGATIVE, 16, (0.0, 0.0))),
+        *((NEGATIVE, 64, (0.0, 0.0)), ("based", 16, (0.5, 0.5))),
+    )]  # fmt: skip
+    lines += [
+        line("attention", (0.5, 0.5), 16, CONTROL),
+        line("attention", (1.0, 1.0), 64, CONTROL),
+    ]
+    found = contrasts.told(lines, [], "width")
+    panels, wide = found[:3], found[3:]
+    assert pairs_of(panels) == [
+        ("MQAR", "d = 8", x, "cat", minus)
+        for x, minus in ((16, "mamba"), (64, "mamba"), (16, "based"))
+    ]
+    assert pairs_of(wide) == [
+        ("MQAR", "d = 8", 64, f"{mixer}, d = 64", f"{mixer}, d = 16") for mixer in ("cat", "mamba")
+    ]
+    assert [x["mean"] for x in wide] == [0.125, 0.5625]
+    assert {x["comparisons"] for x in found} == {5}
+    assert pairs_of(contrasts.told(lines, [], "length")) == pairs_of(panels)  # lengths: none
+
+
+def test_generated_answers_are_compared_and_counted_too():
+    copying = [found(run, seed, 0.5, free_running_accuracy=value) for run, values in (
+        (of(small("accuracy")[0])[0], (0.25, 0.5, 0.375)),
+        (replace(of(small("accuracy")[0])[0], line="mamba"), (1.0, 0.875, 0.9375)),
+        (replace(of(small("accuracy")[0])[0], row=CONTROL, line="mamba"), (1.0, 1.0, 1.0)),
+    ) for seed, value in enumerate(values)]  # fmt: skip
+    lines, generated = (summary(copying, how) for how in (grid.tests, grid.generated_tests))
+    assert generated[0]["runs"] == {"0": 0.25, "1": 0.5, "2": 0.375}
+    fed, own = contrasts.told(lines, generated, "length")
+    assert (fed["row"], own["row"]) == ("MQAR", "MQAR, generated")
+    assert (fed["mean"], own["mean"]) == (0.0, pytest.approx(-0.5625))
+    assert fed["comparisons"] == own["comparisons"] == 2
+    # A test that fed no answers back has no such line.
+    assert not summary([found(of(small("accuracy")[0])[0], 0, 0.5)], grid.generated_tests)
+
+
 def test_points_are_the_lengths_of_the_tests_or_the_width():
     run = of(small("length")[0])[0]
     tests = {"trained length": (16, 0.9), "length 8": (8, 0.8), "length 32": (32, 0.5)}
@@ -287,6 +393,11 @@ def test_controls_are_measured_against_their_limits():
     (one,) = found["positive"]
     assert one["passed"] and one["accuracy"] == pytest.approx(0.991) and one["min"] == 0.983
     assert found["negative"][0]["passed"]
+    # Across widths each has its own, and one that learned vouches for no other.
+    wide = [replace(run, cell=replace(run.cell, d_model=64)) for run in positive]
+    rows = [(run, {"accuracy": 0.5, "layers": 2}) for run in positive]
+    both = grid.controls([*rows, *((run, {"accuracy": 1.0, "layers": 2}) for run in wide)])
+    assert [(x["d_model"], x["passed"]) for x in both["positive"]] == [(16, False), (64, True)]
     # Every place has its own; a guesser's luck is at most all answers.
     cell = replace(negative.cell, task="mqar:keys=2,vocab_size=8", test_examples=1)
     runs = [negative, replace(negative, row="MQNAR", column="d = 9", cell=cell), *positive]

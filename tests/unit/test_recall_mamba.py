@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from eval.common.comparison import t_quantile
 from eval.common.grids import cells, execution
+from eval.common.grids.tuning import TUNING_SEED, Choice
 from eval.recall import __main__ as command
 from eval.recall.grids import mamba
 from eval.recall.grids.plan import Run
@@ -19,7 +22,7 @@ from eval.recall.train.cell import Cell
 
 def test_the_grid_has_every_dropout_start_rate_and_seed_once():
     for scale in mamba.SCALES.values():
-        runs = mamba.plan(scale)
+        runs = mamba.every_run(mamba.plan(scale))
         assert len({run.cell for run in runs}) == len(runs)
         places = len(scale.lengths) * len(scale.rates) * scale.seeds
         for dropout in (0.0, 0.1):
@@ -34,9 +37,11 @@ def test_the_grid_has_every_dropout_start_rate_and_seed_once():
                 assert len(there) == places
         assert len(runs) == 4 * places
     assert len(mamba.SCALES["cpu"].rates) >= 3
-    more = mamba.plan(mamba.SCALES["cpu"], seeds=5)
-    assert {run.cell for run in more} > {run.cell for run in mamba.plan(mamba.SCALES["cpu"])}
-    one = mamba.plan(mamba.SCALES["cpu"], rates=(1e-2,))
+    few, more, one = (
+        mamba.every_run(mamba.plan(mamba.SCALES["cpu"], **how))
+        for how in ({}, {"seeds": 5}, {"rates": (1e-2,)})
+    )
+    assert {run.cell for run in more} > {run.cell for run in few}
     assert {run.cell.lr for run in one} == {1e-2} and {r.cell for r in one} < {r.cell for r in more}
 
 
@@ -75,9 +80,76 @@ def test_a_run_is_over_its_plateau_where_it_is_first_above(lines):
 
 
 def test_the_page_tells_how_many_and_when(lines):
-    told = mamba.markdown(lines)
+    told = mamba.markdown({"lines": lines, "chosen": [], "differences": [], "tuning_seed": 7})
     assert "| dropout | start | rate 0.001 | rate 0.01 |" in told
     assert "| 0 | own | 0 of 1; 0.12 to 0.12 | 2 of 3, 20 (10 to 30); 0.10 to 0.98 |" in told
+
+
+def tuned(values: dict[tuple[float, str], tuple[float, ...]], row: str = "L = 16") -> list:
+    """Runs at their chosen rates, as run_tuned gives them; one rate lies on the edge."""
+    cell = Cell("mqar", "mamba", 16, 16)
+    found = []
+    for (dropout, start), accuracies in values.items():
+        edge = Choice(3e-2, {1e-2: 0.5, 3e-2: 0.75}, True)
+        choice = edge if (dropout, start) == (0.1, "own") else Choice(1e-2, {}, False)
+        for seed, accuracy in enumerate(accuracies):
+            changed = {"lr": choice.rate, "seed": seed, "embedding_dropout": dropout}
+            run = Run(row, "", "", dataclasses.replace(cell, **changed))
+            found.append((run, record_of([0.1], accuracy, start), choice))
+    return found
+
+
+VALUES = {
+    (0.0, "own"): (0.9, 0.8, 0.85),
+    (0.0, "zoology"): (0.9, 0.79, 0.86),
+    (0.1, "own"): (0.5, 0.38, 0.46),
+    (0.1, "zoology"): (0.5, 0.4, 0.9),
+}
+
+
+def test_dropout_and_start_are_compared_by_pairs_corrected_for_their_number():
+    found = mamba.compared(tuned(VALUES))
+    names = [(x["of"], x["less"]) for x in found["differences"]]
+    assert names == [
+        ("dropout 0.1, start own", "dropout 0, start own"),
+        ("dropout 0.1, start zoology", "dropout 0, start zoology"),
+        ("dropout 0, start zoology", "dropout 0, start own"),
+        ("dropout 0.1, start zoology", "dropout 0.1, start own"),
+    ]
+    dropout, start = found["differences"][0], found["differences"][2]
+    each = (-0.4, -0.42, -0.39)
+    assert dropout["mean"] == pytest.approx(sum(each) / 3)
+    deviation = (sum((x - sum(each) / 3) ** 2 for x in each) / 2) ** 0.5
+    half = t_quantile(1 - 0.025 / 4, 2) * deviation / 3**0.5
+    assert dropout["high"] - dropout["mean"] == pytest.approx(half)
+    assert (dropout["verdict"], start["verdict"]) == ("lower", "unclear")
+    assert {x["comparisons"] for x in found["differences"]} == {4}
+    both = mamba.compared([*tuned(VALUES), *tuned(VALUES, "L = 32")])["differences"]
+    assert len(both) == 8 and both[0]["low"] < dropout["low"]  # of two lengths twice as many
+
+
+def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):
+    record = {"lines": lines, "tuning_seed": 7, **mamba.compared(tuned(VALUES))}
+    told = mamba.markdown(record)
+    assert "| L = 16 | 0 | own | 0.01 | 0.850 |" in told
+    assert "| L = 16 | 0.1 | own | ≥ 0.03 | 0.447 |" in told and "with seed 7" in told
+    assert "In 1 of 4 rows it is the least or largest of those tried" in told
+    first = (
+        r"\| dropout 0.1, start own less dropout 0, start own \| -0.403 \| -0.4\d+ to -0.3\d+ \|"
+    )
+    assert re.search(first + r" lower \|", told)
+    assert "paired by seed over 3 seeds; 95% for all 4 intervals together" in told
+    one = mamba.compared(tuned({line: found[:1] for line, found in VALUES.items()}))
+    assert "Differences" not in mamba.markdown(record | one)  # of one seed: no interval
+
+
+def test_a_rate_that_some_lines_have_alone_leaves_the_others_a_place(lines):
+    wider = [{**lines[0], "rate": 3e-2, "start": "zoology"}]
+    record = {"lines": lines + wider, "chosen": [], "differences": [], "tuning_seed": 7}
+    assert re.search(r"\| 0 \| own \| .* \| – \|$", mamba.markdown(record), re.M)
+    drawing = mamba.draw(lines + wider)
+    labels = {text.get_text() for text in drawing.legends[0].get_texts()}
+    assert labels == {"dropout 0, start own", "dropout 0, start zoology"}
 
 
 def test_the_picture_has_a_curve_for_each_run(lines):
@@ -102,6 +174,7 @@ def test_the_command_estimates_runs_and_goes_on(tmp_path, monkeypatch, capsys):
             cells.run(out, run.cell, device, quiet=True)
 
     monkeypatch.setattr(execution, "execute", in_this_process)
+    monkeypatch.setattr(execution, "hours_by_mixer", lambda groups, device: {"mamba": 0.1})
     monkeypatch.setattr(mamba, "save_figure", lambda *_: None)
     monkeypatch.chdir(tmp_path)
 
@@ -126,3 +199,34 @@ def test_the_command_estimates_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     assert ran == [lost]
     run("--seeds", "2")
     assert "8 runs, 4 to do" in capsys.readouterr().out and len(ran) == 5
+    record = json.loads(Path("out/mamba.json").read_text())
+    assert len(record["differences"]) == 4 and not any(x["lr_on_edge"] for x in record["chosen"])
+
+
+def test_a_rate_on_the_edge_is_widened_and_its_runs_are_shown(tmp_path, monkeypatch):
+    """Cells without training, whose validation is better the smaller their rate is."""
+    ran = []
+
+    def imitated(groups, out, device, workers):
+        for run in (run for group in groups for run in group):
+            ran.append((run.cell.lr, run.cell.seed))
+            record = record_of([0.5], 0.5) | run.cell.resolved() | {"cell": {}, "filters": []}
+            record["validation"] = {"accuracy": 1 - run.cell.lr}
+            cells._keep(out, run.cell, record, device)
+
+    monkeypatch.setattr(execution, "execute", imitated)
+    monkeypatch.setattr(execution, "hours_by_mixer", lambda groups, device: {"mamba": 0.1})
+    monkeypatch.setattr(mamba, "save_figure", lambda *_: None)
+    how = (execution.Execution(), 2, (1e-2, 3e-2))
+    record = mamba.study("smoke", tmp_path, *how)
+    every = [(rate, seed) for rate in (1e-2, 3e-2) for seed in (0, 1)]
+    trials = [(rate, TUNING_SEED) for rate in (1e-2, 3e-2)]
+    assert ran[:16] == every * 4 and ran[16:24] == trials * 4
+    assert ran[24:28] == [(3e-3, TUNING_SEED)] * 4 and ran[28:] == [(3e-3, 0), (3e-3, 1)] * 4
+    assert {x["seed"] for x in record["lines"]} == {0, 1}  # the one that chose is not shown
+    assert {x["rate"] for x in record["lines"]} == {3e-3, 1e-2, 3e-2}
+    assert all(x["lr_on_edge"] and x["lr"] == 3e-3 for x in record["chosen"])
+    assert "≤ 0.003" in (tmp_path / "mamba.md").read_text()
+    # One rate is no choice.
+    alone = mamba.study("smoke", tmp_path, execution.Execution(), 2, (1e-2,))
+    assert not any(x["lr_on_edge"] or x["tried"] for x in alone["chosen"])

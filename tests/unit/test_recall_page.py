@@ -29,7 +29,8 @@ def control(passed: bool, accuracy: float = 0.5) -> dict:
 def test_failed_controls_are_told():
     positive, negative = page.warnings({"controls": control(False)})
     assert "0.500" in positive and "under-trained" in positive
-    assert "of MQAR failed: `attention` with 2 layers reaches" in positive and "16" in positive
+    assert "of MQAR failed: `attention` with 2 layers reaches" in positive
+    assert "at width 8 and length 16" in positive
     assert "length 16" in negative and "0.2000" in negative
     assert not page.warnings({"controls": control(True)})
 
@@ -216,7 +217,7 @@ def test_a_picture_shows_every_run_in_its_panel_and_the_mean_as_a_line():
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_pictures_title_stands_clear_of_its_legend(name):
-    failed = [{"row": row, "passed": False} for row in ("MQAR", "hard MQNAR")]
+    failed = [{"row": row, "passed": False} for row in ("MQAR", "MQAR", "hard MQNAR")]  # at widths
     passed = [{"row": "MQNAR", "passed": True}]
     record = {"figure": name, "scale": "smoke"}
     title = grid.picture_title(record | {"controls": {"positive": failed + passed}})

@@ -162,7 +162,7 @@ def scales_table() -> str:
 
     def shown(value: object) -> str:
         if isinstance(value, tuple):
-            return ", ".join(map(shown, value))
+            return ", ".join(map(shown, value)) or "none"
         if isinstance(value, float):
             return f"{value:g}"
         return "Zoology's" if value is None else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.cat import Options
 from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters
+from eval.common.comparison import t_quantile
 from eval.common.grids import cells, execution
 from eval.common.grids.tuning import Choice
 from eval.recall.grids import streams
@@ -61,6 +63,27 @@ def test_a_small_language_model_learns_and_is_repeatable(cell, tiny_corpus):
     assert other["loss"] != record["loss"]
     with pytest.raises(UserError, match="changed since"):
         dataclasses.replace(cell, fingerprint="0" * 64).run("cpu")
+
+
+def test_a_rate_is_chosen_by_documents_that_are_not_scored(cell, tiny_corpus):
+    corpus = open_corpus(tiny_corpus, "validation")
+    kept = dataclasses.replace(cell, documents=corpus.num_documents - 3, choosing_documents=3)
+    sizes = [corpus.document(i)[1] - corpus.document(i)[0] for i in range(corpus.num_documents)]
+    predicted = [min(n - 1, 100) for n in sizes]
+    record = dataclasses.replace(kept, steps=2).run("cpu", quiet=True)
+    assert record["documents"]["tokens"] == predicted[3:]  # of all there are but the first
+    assert record["validation"]["tokens_scored"] == sum(predicted[:3])
+    # What is reported decides nothing.
+    assert kept.score(record) == -record["validation"]["loss"] != -record["loss"]
+    assert kept.score(record | {"loss": 0.0}) == kept.score(record)
+    assert kept.tested_rows == 4 * corpus.num_documents and kept.timed().choosing_documents == 0
+    # Without such documents nothing is chosen, and the cell has the name that it always had.
+    assert "validation" not in dataclasses.replace(cell, steps=2).run("cpu", quiet=True)
+    assert "choosing_documents" not in cell.key()
+    assert kept.key() == {**cell.key(), "documents": kept.documents, "choosing_documents": 3}
+    more = dataclasses.replace(kept, documents=corpus.num_documents - 2)
+    with pytest.raises(UserError, match=r"are to be scored and 3 others choose rates; prepare it"):
+        more.run("cpu")
 
 
 def test_the_rate_rises_over_a_tenth_and_falls_to_a_tenth():
@@ -120,6 +143,13 @@ def test_a_short_document_ends_with_its_eod_and_one_without_text_counts_nothing(
     ignored = IGNORE_INDEX
     assert found.labels.tolist() == [[9, ignored], [ignored, ignored], [7, 8], [9, ignored]]
     assert found.documents.tolist() == [0, 1, 2, 2]
+    first, rest = (
+        held_out(corpus, n, 8, 2, among) for n, among in ((1, range(1)), (2, range(1, 3)))
+    )
+    assert first.inputs.tolist() + rest.inputs.tolist() == found.inputs.tolist()
+    assert rest.documents.tolist() == [0, 1, 1]
+    with pytest.raises(UserError, match=r"small: 1 documents .* have no token to predict; prepare"):
+        held_out(corpus, 1, 8, 2, range(1, 2))
 
 
 def test_the_error_over_documents_is_that_of_their_ratio():
@@ -131,7 +161,7 @@ def test_the_error_over_documents_is_that_of_their_ratio():
 
 
 def tiny(scale: str) -> streams.Scale:
-    return dataclasses.replace(streams.SCALES[scale], documents=4)
+    return dataclasses.replace(streams.SCALES[scale], documents=4, choosing=2)
 
 
 def test_the_grid_compares_like_with_like(tiny_corpus):
@@ -160,6 +190,9 @@ def test_the_grid_compares_like_with_like(tiny_corpus):
         len(s.rates) == 3 == len(s.text_rates) for n, s in streams.SCALES.items() if n != "smoke"
     )
     assert streams.SCALES["cpu"].documents >= 200 <= streams.SCALES["paper"].documents
+    assert all(scale.choosing > 0 for scale in streams.SCALES.values())
+    texts = [p.run.cell for p in places if p.run.row != streams.RECALL]
+    assert {(cell.documents, cell.choosing_documents) for cell in texts} == {(4, 2)}
 
 
 def test_every_model_of_the_grid_starts_as_the_one_without_filters():
@@ -201,6 +234,11 @@ def test_data_that_do_not_fit_are_one_line(tiny_corpus, tmp_path):
     few = dataclasses.replace(streams.SCALES["smoke"], documents=200)
     with pytest.raises(UserError, match=r"--data .*: its validation split has \d+ documents, 200"):
         streams.plan(few, [str(tiny_corpus)])
+    there = open_corpus(tiny_corpus, "validation").num_documents
+    few = dataclasses.replace(few, documents=there - 2, choosing=2)
+    streams.plan(few, [str(tiny_corpus)])
+    with pytest.raises(UserError, match=r"are to be scored and 3 others choose rates"):
+        streams.plan(dataclasses.replace(few, choosing=3), [str(tiny_corpus)])
     with pytest.raises(UserError, match="no such folder"):
         streams.plan(tiny("smoke"), ["nowhere"])
     with pytest.raises(UserError, match="there is another folder of this name"):
@@ -216,9 +254,19 @@ def row_of(row: str, mixer: str, line: str, seed: int, value: float, choice: Cho
     return Run(row, mixer, line, SimpleNamespace(seed=seed)), record, choice
 
 
+def summarised(values: dict[tuple[str, str, str], tuple[float, ...]], choice: Choice) -> tuple:
+    return streams.summary(
+        [
+            row_of(*place, seed, value, choice)
+            for place, of_seeds in values.items()
+            for seed, value in enumerate(of_seeds)
+        ]
+    )
+
+
 @pytest.fixture
 def lines() -> list[dict]:
-    """Recall by one mixer and text by two, three seeds."""
+    """Recall by one mixer and text by another, three seeds."""
     choice = Choice(1e-2, {1e-2: 0.5, 1e-3: 0.25, 3e-2: 0.375}, False)
     edge = Choice(3e-2, {1e-2: -2.5, 3e-2: -2.25}, True)
     values = {
@@ -236,7 +284,7 @@ def lines() -> list[dict]:
             for place, of_seeds in values.items()
             for seed, value in enumerate(of_seeds)
         ]
-    )
+    )[0]
 
 
 def test_lines_differ_from_the_same_without_filters(lines):
@@ -246,7 +294,8 @@ def test_lines_differ_from_the_same_without_filters(lines):
     assert k["runs"] == {"0": 2.0, "1": 2.1, "2": 2.2} and k["rate"] == 0.03
     less = k["less_no_filters"]
     assert less["mean"] == pytest.approx(-0.5) and less["verdict"] == "lower"
-    assert less["comparisons"] == 15 and less["document_error"] == pytest.approx(0, abs=1e-9)
+    # Four lines with filters, and k less v and less K = V, k: all of the page.
+    assert less["comparisons"] == 6 and less["document_error"] == pytest.approx(0, abs=1e-9)
     assert found["text: a", "v"]["less_no_filters"]["verdict"] == "unclear"
     shared = found[streams.RECALL, "K = V, k"]["less_no_filters"]
     assert shared["mean"] == pytest.approx(1 - 0.5 / 3)  # against K = V without filters
@@ -256,8 +305,85 @@ def test_lines_differ_from_the_same_without_filters(lines):
     assert [x["streams"] for x in lines if x["by_algebra"]] == ["none", "K = V, none"]
 
 
+@pytest.fixture
+def sums() -> tuple[list[dict], list[dict]]:
+    """Text by softmax and linear attention; losses of lines that are compared, and of one more."""
+    softmax = {"none": (4.0, 4.1), "k": (3.5, 3.7), "q": (3.9, 4.0), "k, W = 2": (3.5, 3.6)}
+    linear = {"none": (5.0, 5.2), "k": (3.0, 3.4), "v": (4.0, 4.2), "K = V, k": (3.25, 3.5)}
+    return summarised(
+        {
+            ("text: a", f"{mixer} attention, head", name): of_seeds
+            for mixer, of_line in (("softmax", softmax), ("linear", linear))
+            for name, of_seeds in of_line.items()
+        },
+        Choice(1e-2, {}, False),
+    )
+
+
+def test_contrasts_that_were_fixed_are_made_of_what_is_there(sums):
+    lines, contrasts = sums
+    found = {(x["mixer"], x["contrast"]): x for x in contrasts}
+    softmax, linear, both = (
+        *("softmax attention, head", "linear attention, head"),
+        "linear − softmax, head",
+    )
+    means = {key: x["mean"] for key, x in found.items()}
+    assert means == {
+        (softmax, "k less q"): pytest.approx(-0.35),
+        (softmax, "k, W = 2 less k"): pytest.approx(-0.05),
+        (linear, "k less v"): pytest.approx(-0.9),
+        (linear, "k less K = V, k"): pytest.approx(-0.175),
+        # (3 − 5) − (3.5 − 4) and (3.4 − 5.2) − (3.7 − 4.1): the gain of one less that of the other
+        (both, "k less none"): pytest.approx(-1.45),
+    }
+    half = t_quantile(1 - 0.025 / 10, 1) * 0.05  # seeds of -1.5 and -1.4; 5 filtered lines beside
+    gain = found[both, "k less none"]
+    assert gain["high"] - gain["mean"] == pytest.approx(half)
+    assert {x["comparisons"] for x in contrasts} == {10}
+    of_lines = [x["less_no_filters"] for x in lines if x["less_no_filters"]]
+    assert len(of_lines) == 5 and {x["comparisons"] for x in of_lines} == {10}
+
+
+def test_documents_of_all_sides_make_the_error_of_a_contrast():
+    """Two documents of ten tokens; the gains differ in the first alone."""
+    values = {"softmax": (4.0, 4.0), "linear": (4.0, 4.0)}
+    rows = []
+    for mixer, of in values.items():
+        for name, seed in itertools.product(("none", "k"), range(2)):
+            place = ("text: a", f"{mixer} attention, head", name)
+            run, record, choice = row_of(*place, seed, of[seed], Choice(1e-2, {}, False))
+            if (mixer, name) == ("linear", "k"):
+                record["documents"] = {"nats": [29.0, 41.0], "tokens": [10, 10]}
+                record["loss"] = 3.5
+            rows.append((run, record, choice))
+    _, (gain,) = streams.summary(rows)
+    # Sums of −10 and 0 nats in ten tokens each: their mean −0.5, each 0.5 from it.
+    assert gain["mean"] == -0.5 and gain["documents"] == 2
+    assert gain["document_error"] == pytest.approx(0.5)
+
+
+def test_contrasts_have_tables_of_their_own(sums):
+    text = "\n".join(page._contrasts(sums[1]))
+    within, between = text.split("text: a: one line less another")[1].split("text: a: what filters")
+    assert "| contrast | softmax attention, head | linear attention, head |" in within
+    assert re.search(r"\| k less q \| -0\.350 \[-\d+\.\d+, \+\d+\.\d+\] \| – \|", within)
+    assert re.search(r"\| k less none \| -1\.450 \[", between) and "k less q" not in between
+    one = {("text: a", "DeltaNet, head", name): (2.0, 2.5) for name in ("none", "k", "v")}
+    lines, contrasts = summarised(one, Choice(1e-2, {}, False))
+    assert "| k less v | +0.000 [+0.000, +0.000] |" in page.markdown(lines, contrasts)
+    assert "contrast" not in page.markdown(lines, [])
+
+
+def test_the_contrasts_are_of_lines_and_mixers_of_the_grid():
+    names = {line.name for line in streams.LINES}
+    asked = [line.name for pair in (*streams.CONTRASTS, streams.GAINS) for line in pair]
+    assert {*asked} <= names and all(a != b for a, b in streams.CONTRASTS)
+    assert tuple(line.name for line in streams.CONTRASTS[0]) == ("k", "q")
+    assert {*streams.SUMS} < {*streams.MIXERS}
+
+
 def test_the_page_has_every_number_in_its_place(lines):
-    recall, text = page.markdown(lines).split("text: a: loss on held-out documents")
+    recall, text = page.markdown(lines, []).split("text: a: loss on held-out documents")
     assert "| convolved | softmax attention, head |" in recall
     assert "| none | 0.125 (0.125 to 0.125) † |" in recall and "by algebra" in recall
     assert "| k | 0.958 (0.875 to 1.000) |" in recall
@@ -266,7 +392,7 @@ def test_the_page_has_every_number_in_its_place(lines):
     assert "in 3 of 3: DeltaNet, head, none: 0.03; DeltaNet, head, k: 0.03" in text
     assert re.search(r"\| k \| -0\.500 \[-0\.500, -0\.500\] lower \|", text)
     assert re.search(r"\| v \| -0\.033 \[-\d\.\d+, \+\d\.\d+\] \|", text)
-    assert "corrected for the column's 15 comparisons" in text
+    assert "corrected for the page's 6 comparisons" in text
     rows = list(csv.DictReader(io.StringIO(page.csv_text(lines))))
     assert len(rows) == len(lines)
     assert [float(row["mean"]) for row in rows] == [line["mean"] for line in lines]
@@ -277,7 +403,7 @@ def test_one_seed_and_one_rate_are_told_without_intervals():
     choice = Choice(1e-2, {}, False)
     place = ("text: a", "DeltaNet, head")
     rows = [row_of(*place, "none", 0, 2.5, choice), row_of(*place, "k", 0, 2.25, choice)]
-    told = page.markdown(streams.summary(rows))
+    told = page.markdown(*streams.summary(rows))
     assert "| k | -0.250 |" in told and "One learning rate was run." in told
 
 
@@ -288,15 +414,9 @@ def test_a_run_that_diverged_says_nothing_and_leaves_the_rest():
         ("text: a", "DeltaNet, head"),
     )
     losses = {"none": (2.5, 2.6), "k": (math.nan, 2.1)}
-    found = streams.summary(
-        [
-            row_of(*place, name, i, v, choice)
-            for name, of in losses.items()
-            for i, v in enumerate(of)
-        ]
-    )
+    found, _ = summarised({(*place, name): of for name, of in losses.items()}, choice)
     assert found[1]["less_no_filters"]["verdict"] == "unclear"
-    assert "| k | -0.500 (1 of 2 seeds) |" in page.markdown(found)
+    assert "| k | -0.500 (1 of 2 seeds) |" in page.markdown(found, [])
     page.draw(found)
     held = json.loads(json.dumps(finite(found), allow_nan=False))
     assert held[0]["rates_tried"] == {"0.01": -2.5, "0.03": None} and held[1]["mean"] is None
@@ -320,8 +440,8 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(streams, "LINES", (streams.Line("none"), streams.Line("k")))
     monkeypatch.setattr(streams, "save_figure", lambda drawing, path: path.write_text("drawn"))
     monkeypatch.setattr(streams, "MIXERS", {"DeltaNet": streams.MIXERS["DeltaNet"]})
-    small = {"examples": 64, "documents": 4, "text_rates": (1e-3, 3e-3), "text_steps": 2}
-    scale = dataclasses.replace(streams.SCALES["smoke"], **small)
+    small = {"examples": 64, "text_rates": (1e-3, 3e-3), "text_steps": 2}
+    scale = dataclasses.replace(tiny("smoke"), **small)
     monkeypatch.setitem(streams.SCALES, "smoke", scale)
     ran = []
 
@@ -338,7 +458,10 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     alone = streams.ablation("smoke", [], tmp_path, how)["lines"]
     assert {line["row"] for line in alone} == {streams.RECALL}
     record = streams.ablation("smoke", texts, tmp_path, how)
-    assert [line for line in record["lines"] if line["row"] == streams.RECALL] == alone
+    again = [line for line in record["lines"] if line["row"] == streams.RECALL]
+    compared = [[line.pop("less_no_filters") for line in found] for found in (alone, again)]
+    assert again == alone  # but for the intervals: the page has as many comparisons again
+    assert [{x["comparisons"] for x in found if x} for found in compared] == [{2}, {4}]
     text = [x for x in record["lines"] if x["row"].startswith("text: ")]
     assert all(len(x["runs"]) == 2 and len(x["rates_tried"]) >= 2 for x in text)
     head, depthwise = (
@@ -347,10 +470,12 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     )
     assert head["runs"] == depthwise["runs"]
     assert len(set(ran)) == len(ran)
+    assert {x["contrast"] for x in record["contrasts"]} == set()  # one filtered line of one mixer
     for name in ("streams.json", "streams.md", "streams.csv", "streams"):
         assert (tmp_path / name).stat().st_size > 0
     ran.clear()
-    assert streams.ablation("smoke", texts, tmp_path, how)["lines"] == record["lines"]
+    found = streams.ablation("smoke", texts, tmp_path, how)["lines"]
+    assert [x for x in found if x["row"] != streams.RECALL] == text
     assert not ran
     more = streams.ablation("smoke", texts, tmp_path, how, seeds=3)
     assert {cell.seed for cell in ran} == {2} and len(more["lines"][0]["runs"]) == 3

@@ -38,8 +38,8 @@ def test_beyond_a_rate_that_is_not_on_the_ladder():
 
 def test_rates_of_all_scales_stand_on_the_ladder_and_seeds_are_not_the_tuning_one():
     for scale in SCALES.values():
-        assert {*scale.rates, *scale.length_rates} <= set(LADDER)
-        assert list(scale.rates) == sorted(scale.rates)
+        for rates in (scale.rates, scale.length_rates, scale.memory_rates):
+            assert set(rates) <= set(LADDER) and list(rates) == sorted(rates)
         assert max(scale.seeds, scale.length_seeds) < TUNING_SEED
 
 

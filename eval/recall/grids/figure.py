@@ -15,11 +15,12 @@ from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution
-from eval.common.grids.summary import TRAINED, differences, summary
+from eval.common.grids.summary import TRAINED, summary
 from eval.common.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
+from eval.recall.grids import contrasts
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Place, Run, plan
 from eval.recall.show import filter_plots, page
@@ -68,6 +69,8 @@ def figure(
         return None
     rows = [(run, record) for run, record, _ in found]
     lines, shown = summary(found, tests), _names(places)
+    generated = summary(found, generated_tests)
+    axis = "width" if any(run.across == "width" for run, _ in rows) else "length"
     record = {
         "figure": name,
         "shows": FIGURES[name].shows,
@@ -76,11 +79,12 @@ def figure(
         "protocol": PROTOCOL,
         "tuning_seed": TUNING_SEED,
         "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
-        "axis": "width" if any(run.across == "width" for run, _ in rows) else "length",
+        "axis": axis,
         "controls": controls(rows),
         "lines": lines,
         "fixed_items": summary(found, fixed_tests),
-        "differences": differences(lines),
+        "generated": generated,
+        "differences": contrasts.told(lines, generated, axis),
         "filters": filter_plots.table(rows),
         "provenance": provenance(),
     }
@@ -132,7 +136,7 @@ def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
 def picture_title(record: dict[str, Any]) -> str:
     """Lines short enough to stand beside the legend of one column of panels."""
     title = f"{record['figure']}, {record['scale']} scale"
-    failed = [x["row"] for x in record["controls"]["positive"] if not x["passed"]]
+    failed = dict.fromkeys(x["row"] for x in record["controls"]["positive"] if not x["passed"])
     return f"{title}\ncontrol failed: {', '.join(failed)}" if failed else title
 
 
@@ -151,6 +155,15 @@ def fixed_tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]
     return {run.cell.seq_len: every[TRAINED], **found} if found else {}
 
 
+def generated_tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """As `tests`, of those with a model's own answers fed back: their accuracy is that one."""
+    return {
+        x: {"accuracy": test["free_running_accuracy"]}
+        for x, test in tests(run, record).items()
+        if "free_running_accuracy" in test
+    }
+
+
 def points(name: str = "accuracy", of: Any = tests) -> Points:
     """What a picture shows of a run: where -> one number of the test there, if it has it."""
 
@@ -163,15 +176,16 @@ def points(name: str = "accuracy", of: Any = tests) -> Points:
 def controls(rows: Rows) -> dict[str, Any]:
     """Check that a model learned each row's task, and models without mixing stayed at chance.
 
-    Positive: the mean over seeds is at least 0.99 at the row's largest length and width, trained
-    as all are. Negative: at most five standard deviations of a guesser's accuracy above chance.
+    Positive: the mean over seeds is at least 0.99 at the row's largest length and width, or at
+    each width of a figure across them, trained as all are. Negative: at most five standard
+    deviations of a guesser's accuracy above chance.
     """
-    of_row: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
+    of_row: dict[tuple[str, int], list[tuple[Run, dict[str, Any]]]] = {}
     for run, record in rows:
         if run.row == CONTROL:
-            of_row.setdefault(run.column, []).append((run, record))
+            of_row.setdefault((run.column, run.cell.d_model), []).append((run, record))
     return {
-        "positive": [_positive(row, runs) for row, runs in of_row.items()],
+        "positive": [_positive(row, runs) for (row, _), runs in of_row.items()],
         "negative": [_negative(run, record) for run, record in rows if run.line == NEGATIVE],
     }
 

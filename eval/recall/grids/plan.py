@@ -22,6 +22,8 @@ BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> i
 # What must learn each row's task: (mixer, layers).
 POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat:heads=2", 1)}
 COPIER = ("mamba", 2)
+# How rows end that have, beside one layer of a model, its two: for the difference alone.
+TWO_LAYERS = ", two layers"
 # Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
 # positions one layer cannot know the order of tokens that noise separates.
 COPY_MODELS = ("cat:window={copies},position=learned", "cat", *_PAPER)
@@ -40,7 +42,9 @@ class Scale:
         batch_size: none for Zoology's.
         bigrams: tasks with bigrams as keys, of BIGRAMS.
         bigram_keys: keys at length 64, more in proportion; none: as many as fit.
-        memory_widths, memory_vocab, memory_len, memory_models: of the figure `width`.
+        memory_widths, memory_vocab, memory_len, memory_epochs, memory_rates, memory_models: of the
+            figure `width`; memory_one_layer: those of its models that have one layer, where their
+            own number takes longer to learn than there is time.
         copies, signals: tokens to copy, and different ones to choose from.
         models, copy_models: mixers, without the negative control; the latter of copying, where
             {copies} is the number of tokens to copy.
@@ -64,7 +68,10 @@ class Scale:
     memory_widths: tuple[int, ...]
     memory_vocab: int
     memory_len: int
+    memory_epochs: int
+    memory_rates: tuple[float, ...]
     memory_models: tuple[str, ...] = ("cat", "based", "mamba")
+    memory_one_layer: tuple[str, ...] = ()
     bigrams: tuple[str, ...] = ("hard-mqnar:pool=dense",)
     bigram_keys: int | None = None
     copies: int = 16
@@ -108,6 +115,8 @@ SCALES = {
         memory_widths=(8, 16),
         memory_vocab=64,
         memory_len=16,
+        memory_epochs=2,
+        memory_rates=(3e-3, 1e-2),
         copies=4,
         signals=4,
     ),
@@ -129,8 +138,13 @@ SCALES = {
         epochs=12,
         batch_size=64,
         memory_widths=(16, 32, 64, 128),
-        memory_vocab=512,
-        memory_len=64,
+        # RESULTS.md: at L = 32 and width 64 one layer of Mamba has 0.88 to 0.99 after 3,000 steps,
+        # where two need 7,250 to 9,500. Here are 4,000.
+        memory_vocab=128,
+        memory_len=32,
+        memory_epochs=16,
+        memory_rates=(1e-3, 3e-3, 1e-2, 3e-2),  # a larger width may want a smaller one
+        memory_one_layer=("mamba",),
         copies=4,
         signals=8,
     ),
@@ -153,6 +167,8 @@ SCALES = {
         memory_widths=(32, 64, 128, 256),
         memory_vocab=8192,
         memory_len=256,
+        memory_epochs=64,
+        memory_rates=(1e-3, 1e-2, 1e-1),
         bigrams=("mqnar", "hard-mqnar:pool=dense"),
         bigram_keys=10,
     ),
@@ -171,23 +187,34 @@ def plan(figure: str, scale: Scale, rows: Sequence[str] = ()) -> list[Place]:
     if figure not in FIGURES:
         raise UserError(f"figure {figure!r}: choose one of {', '.join(FIGURES)}")
     places = list(GRIDS[FIGURES[figure].grid](scale, FIGURES[figure].one_layer))
-    known = list(dict.fromkeys(place.run.row for place in places))
+    known = list(dict.fromkeys(map(_task_row, places)))
     for row in rows:
         if row not in known:
             raise UserError(f"--rows {row!r}: of {figure}, choose among {', '.join(known)}")
-    places = [place for place in places if place.run.row in (rows or known)]
+    places = [place for place in places if _task_row(place) in (rows or known)]
     return [*places, *positive_controls(places)]
+
+
+def _task_row(place: Place) -> str:
+    """The row of panels, that of one layer where a place is of two."""
+    return place.run.row.removesuffix(TWO_LAYERS)
 
 
 def positive_controls(places: Sequence[Place]) -> Iterator[Place]:
     """For each row a model that must learn its task: at the row's largest length and width, with
-    its rows, epochs and rates. A control that is easier or longer would vouch for nothing."""
-    for row in dict.fromkeys(place.run.row for place in places):
-        of_row = [p for p in places if p.run.row == row and p.run.line != NEGATIVE]
-        hardest = max(of_row, key=lambda p: (p.run.cell.seq_len, p.run.cell.d_model))
-        mixer, layers = POSITIVE.get(row, COPIER)
-        cell = replace(hardest.run.cell, mixer=mixer, layers=_layers(mixer, layers))
-        yield replace(hardest, run=Run(CONTROL, row, mixer, cell))
+    its rows, epochs and rates. A control that is easier or longer would vouch for nothing. Across
+    widths there is one at each: a width at which nothing learns says nothing of memory."""
+    for row in dict.fromkeys(map(_task_row, places)):
+        of_row = [p for p in places if _task_row(p) == row and p.run.line != NEGATIVE]
+        by_width = of_row[0].run.across == "width"
+        widths = {p.run.cell.d_model for p in of_row}
+        for width in sorted(widths) if by_width else [max(widths)]:
+            of_width = [p for p in of_row if p.run.cell.d_model == width]
+            hardest = max(of_width, key=lambda p: p.run.cell.seq_len)
+            mixer, layers = POSITIVE.get(row, COPIER)
+            cell = replace(hardest.run.cell, mixer=mixer, layers=_layers(mixer, layers))
+            across = "width" if by_width else "length"
+            yield replace(hardest, run=Run(CONTROL, row, mixer, cell, across))
 
 
 def _tasks(scale: Scale) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
@@ -208,9 +235,17 @@ def _at_length(task: str, scale: Scale, length: int) -> str:
 
 
 def _accuracy(scale: Scale, one_layer: bool) -> Iterator[Place]:
+    yield from _by_length(scale, scale.models, one_layer)
+    # What one layer is compared with: the cells of the figure `accuracy`.
+    two = [mixer for mixer in scale.models if make_mixer(mixer).layers == 2]
+    for place in _by_length(scale, two, False) if one_layer and two else ():
+        yield replace(place, run=replace(place.run, row=place.run.row + TWO_LAYERS))
+
+
+def _by_length(scale: Scale, models: Sequence[str], one_layer: bool) -> Iterator[Place]:
     for row, task, lengths, examples in _tasks(scale):
         for width in scale.widths:
-            for mixer in (*scale.models, NEGATIVE):
+            for mixer in (*models, NEGATIVE):
                 for length in lengths:
                     at_length = _at_length(task, scale, length)
                     base = _base(scale, at_length, mixer, width, length, examples, one_layer)
@@ -245,10 +280,12 @@ def _copying(scale: Scale, one_layer: bool) -> Iterator[Place]:
 def _width(scale: Scale, one_layer: bool) -> Iterator[Place]:
     task, length = f"mqar:vocab_size={scale.memory_vocab}", scale.memory_len
     for mixer in (*scale.memory_models, NEGATIVE):
+        one = one_layer or mixer.partition(":")[0] in scale.memory_one_layer
         for width in scale.memory_widths:
-            base = _base(scale, task, mixer, width, length, scale.examples, one_layer)
+            base = _base(scale, task, mixer, width, length, scale.examples, one)
+            base = replace(base, epochs=scale.memory_epochs)
             run = Run("MQAR", f"L = {length}", mixer, base, "width")
-            yield _place(run, scale.rates, scale.seeds)
+            yield _place(run, scale.memory_rates, scale.seeds)
 
 
 # What a figure of the catalog may be made of.

@@ -10,15 +10,17 @@ So: softmax attention, linear attention, DeltaNet and Gated DeltaNet, each with 
 every subset of its streams, with one filter a head (CAT's) and one a channel (the post's), with
 separate and with shared keys and values, and with windows of 2. All else is the same: heads, no
 biases, no activation after the filters, no dropout inside, filters that start as the identity, so
-that each model starts as the one without them, and a rate chosen for each on a seed that is not
-reported. None has positions: softmax and linear attention know order by causality and convolution
-alone.
+that each model starts as the one without them, and a rate chosen for each on a seed, and of a text
+on documents, that are not reported. None has positions: softmax and linear attention know order by
+causality and convolution alone.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +80,19 @@ LINES = (
 )
 
 
+# Compared beside each line and the same without filters; fixed before any run.
+CONTRASTS = (
+    *((Line("k"), Line("q")), (Line("k"), Line("v"))),
+    *((Line(streams, SHORT), Line(streams)) for streams in ("k", "qkv")),
+    *((Line(streams), Line(streams, shared_kv=True)) for streams in ("k", "qkv")),
+)
+GAINS = (Line("k"), Line("qkv"))  # over no filters: of linear less that of softmax attention
+
+Spot = tuple[str, str, str]  # row, column and line
+Sides = tuple[tuple[Spot, ...], tuple[Spot, ...]]  # the values to add, and to take away
+Found = Mapping[Spot, dict[int, dict[str, Any]]]  # the records of each seed
+
+
 @dataclass(frozen=True)
 class Scale:
     """Fix how large the ablation is: recall with one layer, then text with `layers`.
@@ -85,6 +100,7 @@ class Scale:
     Attributes:
         rates, text_rates: learning rates to choose from.
         documents: held-out ones of each text that are scored.
+        choosing: held-out ones of each text before them, by which rates are chosen.
     """
 
     d_model: int
@@ -100,15 +116,16 @@ class Scale:
     text_steps: int
     text_rates: tuple[float, ...]
     documents: int
+    choosing: int
 
 
 _RATES = (3e-3, 1e-2, 3e-2)
 SCALES = {
-    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 2, 1, 32, 4, (3e-3,), 4),
-    "cpu": Scale(64, 128, 32, 16_000, 2, 64, _RATES, 3, 2, 64, 1_000, _RATES, 200),
+    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 2, 1, 32, 4, (3e-3,), 4, 2),
+    "cpu": Scale(64, 128, 32, 16_000, 2, 64, _RATES, 3, 2, 64, 1_000, _RATES, 200, 50),
     "paper": Scale(
         *(128, 8192, 128, 100_000, 32, 256, (1e-3, 3e-3, 1e-2), 3),
-        *(12, 1024, 20_000, (3e-4, 1e-3, 3e-3), 400),
+        *(12, 1024, 20_000, (3e-4, 1e-3, 3e-3), 400, 100),
     ),
 }
 
@@ -163,7 +180,7 @@ def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
     """The call that makes a cell of a text for a mixer; raises UserError where data do not do."""
     manifest = read_manifest(data)
     documents = manifest["splits"]["validation"]["documents"]
-    check_documents(f"--data {data}", documents, scale.documents)
+    check_documents(f"--data {data}", documents, scale.documents, scale.choosing)
     return lambda mixer: LanguageCell(
         data,
         manifest["fingerprint"],
@@ -174,6 +191,7 @@ def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
         scale.text_steps,
         scale.text_rates[0],
         documents=scale.documents,
+        choosing_documents=scale.choosing,
     )
 
 
@@ -199,48 +217,79 @@ def ablation(
     rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
     if rows is None:
         return None
-    lines = summary(rows)
-    record = {"scale": scale_name, "data": list(texts), "lines": lines, "provenance": provenance()}
+    lines, contrasts = summary(rows)
+    record = {"scale": scale_name, "data": list(texts), "lines": lines, "contrasts": contrasts}
+    record["provenance"] = provenance()
     write_json(out / "streams.json", finite(record))  # a rate may diverge
-    write_text(out / "streams.md", page.markdown(lines))
+    write_text(out / "streams.md", page.markdown(lines, contrasts))
     write_text(out / "streams.csv", page.csv_text(lines))
     save_figure(page.draw(lines), out / "streams")
-    print(page.markdown(lines))
+    print(page.markdown(lines, contrasts))
     return record
 
 
-def summary(rows: Sequence[tuple[Run, dict[str, Any], Choice]]) -> list[dict[str, Any]]:
-    """Give each row, column and line its values over the seeds, and how it differs from no filters.
+def summary(
+    rows: Sequence[tuple[Run, dict[str, Any], Choice]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Gather the values of each row, column and line over the seeds, and what is compared.
 
     `value` is accuracy for recall, where more is better, and nats a token for text, where less is.
-    Comparisons made together are those of a column: of one mixer with one kind of filter on one
-    task.
+    Comparisons made together are all of the page: of every line with the same without filters, and
+    CONTRASTS and GAINS.
+
+    Returns:
+        The lines, and the contrasts of which all runs are there.
     """
-    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    choices: dict[tuple[str, str, str], Choice] = {}
+    found: Found = defaultdict(dict)
+    choices: dict[Spot, Choice] = {}
     for run, record, choice in rows:
         place = (run.row, run.column, run.line)
         found[place][run.cell.seed], choices[place] = record, choice
-    return [_line(place, found, choices[place]) for place in found]
+    filtered = {place: less for place in found if (less := _less_no_filters(place, found))}
+    contrasts = list(_contrasts(found))
+    together = len(filtered) + len(contrasts)
+    lines = []
+    for place, choice in choices.items():
+        less = _difference(*filtered[place], found, together) if place in filtered else None
+        lines.append(_line(place, found[place], choice) | {"less_no_filters": less})
+    told = [
+        {"row": row, "mixer": column, "contrast": name, **difference}
+        for (row, column, name), sides in contrasts
+        if (difference := _difference(*sides, found, together))
+    ]
+    return lines, told
 
 
-def _line(
-    place: tuple[str, str, str], found: Mapping[Any, dict[int, dict[str, Any]]], choice: Choice
-) -> dict[str, Any]:
+def _less_no_filters(place: Spot, found: Found) -> Sides | None:
+    """A line and the same without filters; none for the latter."""
     row, column, name = place
-    values = {seed: _value(record) for seed, record in found[place].items()}
     line = next(line for line in LINES if line.name == name)
-    of_column = [other for other in LINES if other.streams != "none"]
-    difference = None
-    if line in of_column:
-        plain = found[row, column, line.baseline]
-        difference = compare(
-            values,
-            {seed: _value(record) for seed, record in plain.items()},
-            len(of_column),
-            error := _document_error(found[place], plain),
-            None if error is None else len(_documents(plain)["tokens"]),
-        )
+    plain = (row, column, line.baseline)
+    return None if line.streams == "none" or plain not in found else ((place,), (plain,))
+
+
+def _contrasts(found: Found) -> Iterator[tuple[Spot, Sides]]:
+    """Row, column and name of each contrast of which all runs are there, with its two sides."""
+    none = Line("none").name
+    for row, column in dict.fromkeys(place[:2] for place in found):
+        for lines in CONTRASTS:
+            name = " less ".join(line.name for line in lines)
+            one, other = ((row, column, line.name) for line in lines)
+            if one in found and other in found:
+                yield (row, column, name), ((one,), (other,))
+    for row, kind in itertools.product(dict.fromkeys(place[0] for place in found), CONV_TYPES):
+        of_softmax, of_linear = (f"{mixer}, {kind}" for mixer in SUMS)
+        for line in GAINS:
+            plus = ((row, of_linear, line.name), (row, of_softmax, none))
+            minus = ((row, of_linear, none), (row, of_softmax, line.name))
+            if found.keys() >= {*plus, *minus}:
+                yield (row, f"{page.BETWEEN}, {kind}", f"{line.name} less {none}"), (plus, minus)
+
+
+def _line(place: Spot, records: Mapping[int, dict[str, Any]], choice: Choice) -> dict[str, Any]:
+    row, column, name = place
+    values = {seed: _value(record) for seed, record in records.items()}
+    line = next(line for line in LINES if line.name == name)
     return {
         "row": row,
         "mixer": column,
@@ -253,8 +302,7 @@ def _line(
         "min": min(values.values()),
         "max": max(values.values()),
         "runs": {str(seed): value for seed, value in values.items()},
-        "standard_error_of_documents": next(iter(found[place].values())).get("standard_error"),
-        "less_no_filters": None if difference is None else asdict(difference),
+        "standard_error_of_documents": next(iter(records.values())).get("standard_error"),
     }
 
 
@@ -262,25 +310,35 @@ def _value(record: dict[str, Any]) -> float:
     return record["loss"] if "loss" in record else record["accuracy"]
 
 
-def _document_error(
-    these: Mapping[int, dict[str, Any]], others: Mapping[int, dict[str, Any]]
-) -> float | None:
-    """The standard error, over documents, of the mean difference; none without documents."""
-    seeds = these.keys() & others.keys()
-    documents = _documents(these)
-    if len(documents.get("tokens", ())) < 2:
-        return None
-    differences = [
-        [a - b for a, b in zip(_nats(these[s]), _nats(others[s]), strict=True)] for s in seeds
+def _difference(
+    plus: Sequence[Spot], minus: Sequence[Spot], found: Found, together: int
+) -> dict[str, Any] | None:
+    """The sum of some places' values less the sum of others', seed by seed, of as many."""
+    sums = [
+        {seed: math.fsum(_value(found[place][seed]) for place in places) for seed in seeds}
+        for places in (plus, minus)
+        for seeds in [set.intersection(*(set(found[place]) for place in places))]
     ]
-    sums = [sum(of_document) / len(seeds) for of_document in zip(*differences, strict=True)]
-    return ratio_error(sums, documents["tokens"])
+    error = _document_error(plus, minus, found)
+    documents = None if error is None else len(_tokens(found[plus[0]]))
+    difference = compare(*sums, together, error, documents)
+    return None if difference is None else asdict(difference)
 
 
-def _documents(records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Give nats and tokens of the scored documents, whose tokens are every model's; or nothing."""
-    return next(iter(records.values())).get("documents", {})
+def _document_error(plus: Sequence[Spot], minus: Sequence[Spot], found: Found) -> float | None:
+    """The standard error, over documents, of the mean difference; none without documents."""
+    seeds = set.intersection(*(set(found[place]) for place in (*plus, *minus)))
+    tokens = _tokens(found[plus[0]])
+    if len(tokens) < 2:
+        return None
+    signs = [(place, 1) for place in plus] + [(place, -1) for place in minus]
+    sums = [0.0] * len(tokens)
+    for seed, (place, sign) in itertools.product(sorted(seeds), signs):
+        for number, nats in enumerate(found[place][seed]["documents"]["nats"]):
+            sums[number] += sign * nats / len(seeds)
+    return ratio_error(sums, tokens)
 
 
-def _nats(record: dict[str, Any]) -> list[float]:
-    return record["documents"]["nats"]
+def _tokens(records: Mapping[int, dict[str, Any]]) -> list[int]:
+    """Give the tokens of the scored documents, which are every model's; or nothing."""
+    return next(iter(records.values())).get("documents", {}).get("tokens", [])

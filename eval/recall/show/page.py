@@ -28,7 +28,8 @@ def warnings(record: dict[str, Any]) -> list[str]:
         if not control["passed"]:
             found.append(
                 f"The positive control of {control['row']} failed: {_model(control)} reaches "
-                f"{control['accuracy']:.3f} at length {control['seq_len']}, below "
+                f"{control['accuracy']:.3f} at width {control['d_model']} and length "
+                f"{control['seq_len']}, below "
                 f"{control['at_least']}. Models that failed there may be under-trained; only those "
                 "that succeeded say anything."
             )

@@ -15,6 +15,12 @@ from eval.common.style import MARKERS, RUN_COLOURS, STYLE
 from eval.common.text_table import markdown_table
 
 RECALL = "MQAR"
+BETWEEN = "linear − softmax"  # how columns begin that stand for two mixers
+_CONTRAST = ("mixer", "contrast")
+_ACROSS = (
+    "one line less another of the same mixer",
+    "what filters change in linear attention less what they change in softmax attention",
+)
 ALGEBRA = (
     "† by algebra, and no finding: without a filter on k or v the layer sums over positions what "
     "each token gives by itself. Exchanging the values of two keys then changes no answer of a "
@@ -22,8 +28,8 @@ ALGEBRA = (
 )
 
 
-def markdown(lines: Sequence[dict[str, Any]]) -> str:
-    """For each task: values by line and mixer, and the differences from no filters."""
+def markdown(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]]) -> str:
+    """For each task: values by line and mixer, the differences from no filters, the contrasts."""
     text = []
     for row in dict.fromkeys(line["row"] for line in lines):
         of_row = {(x["mixer"], x["streams"]): x for x in lines if x["row"] == row}
@@ -42,13 +48,29 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
         together = of_row[mixers[0], compared[0]]["less_no_filters"]["comparisons"]
         text += [
             f"{row}: less the same without filters [95% interval over seeds"
-            f"{'' if row == RECALL else ' and documents'}, corrected for the column's "
+            f"{'' if row == RECALL else ' and documents'}, corrected for the page's "
             f"{together} comparisons]; a word only where the interval leaves out 0",
             "",
-            _table(of_row, mixers, compared, _difference),
+            _table(of_row, mixers, compared, lambda line: _difference(line["less_no_filters"])),
             "",
+            *_contrasts([x for x in contrasts if x["row"] == row]),
         ]
     return "\n".join(text)
+
+
+def _contrasts(of_row: Sequence[dict[str, Any]]) -> list[str]:
+    """What else was to be compared, by its name and mixer; intervals as those above."""
+    text = []
+    for across in (False, True):
+        found = [x for x in of_row if x["mixer"].startswith(BETWEEN) == across]
+        if not found:
+            continue
+        mixers, names = (list(dict.fromkeys(x[key] for x in found)) for key in _CONTRAST)
+        cells = {(x["contrast"], x["mixer"]): _difference(x) for x in found}
+        rows = [[name, *(cells.get((name, mixer), "–") for mixer in mixers)] for name in names]
+        text += [f"{of_row[0]['row']}: {_ACROSS[across]}; intervals as above", ""]
+        text += [markdown_table(["contrast", *mixers], rows), ""]
+    return text
 
 
 def _table(
@@ -66,8 +88,7 @@ def _value(line: dict[str, Any]) -> str:
     return f"{line['mean']:.3f} ({line['min']:.3f} to {line['max']:.3f}){mark}"
 
 
-def _difference(line: dict[str, Any]) -> str:
-    found = line["less_no_filters"]
+def _difference(found: dict[str, Any]) -> str:
     if found["low"] is None:
         # A run that diverged leaves no interval, and fewer seeds than were run.
         lost = f" ({found['n']} of {found['n'] + found['lost']} seeds)" if found.get("lost") else ""

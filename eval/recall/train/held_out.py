@@ -1,4 +1,8 @@
-"""The text that small language models are scored on: the starts of many documents."""
+"""The text that small language models are scored on: the starts of many documents.
+
+A split's first documents may be kept for choosing learning rates; they are then not among those
+that are reported.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,10 @@ class HeldOut(NamedTuple):
     documents: np.ndarray
 
 
-def held_out(corpus: TokenCorpus, count: int, tokens: int, length: int) -> HeldOut:
-    """Read the first tokens of `count` documents that stand evenly over a split.
+def held_out(
+    corpus: TokenCorpus, count: int, tokens: int, length: int, among: range | None = None
+) -> HeldOut:
+    """Read the first tokens of `count` documents that stand evenly over a split, or `among` some.
 
     Every token after a document's first, its EOD among them where that is near enough, is predicted
     once, from the tokens before it in its row: a row begins where the one before it ended.
@@ -35,14 +41,18 @@ def held_out(corpus: TokenCorpus, count: int, tokens: int, length: int) -> HeldO
     Args:
         tokens: to predict in a document at most.
         length: T.
+        among: numbers of documents, `count` or more; none: all of the split.
 
     Raises:
-        UserError: the split has fewer documents, or ids that the vocabulary does not have.
+        UserError: the split has fewer documents, ids that the vocabulary does not have, or in the
+            documents nothing to predict.
     """
-    check_documents(corpus.name, corpus.num_documents, count)
+    if among is None:
+        check_documents(corpus.name, corpus.num_documents, count)
+        among = range(corpus.num_documents)
     rows: list[tuple[int, np.ndarray]] = []
     for number in range(count):
-        start, stop = corpus.document((2 * number + 1) * corpus.num_documents // (2 * count))
+        start, stop = corpus.document(among[(2 * number + 1) * len(among) // (2 * count)])
         read = corpus.tokens(start, min(stop, start + tokens + 1))
         pieces = range(0, max(1, len(read) - 1), length)
         rows += [(number, read[first : first + length + 1]) for first in pieces]
@@ -51,15 +61,24 @@ def held_out(corpus: TokenCorpus, count: int, tokens: int, length: int) -> HeldO
     for row, (_, read) in enumerate(rows):
         inputs[row, : min(length, len(read))] = read[:length]
         labels[row, : len(read) - 1] = read[1:]
+    if (labels == IGNORE_INDEX).all():
+        raise UserError(
+            f"{corpus.name}: {count:,} documents of its validation split have no token to predict; "
+            "prepare it with longer ones held out"
+        )
     return HeldOut(inputs, labels, np.array([number for number, _ in rows]))
 
 
-def check_documents(name: str, there: int, count: int) -> None:
-    """Check that a validation split has documents enough. Raises UserError."""
-    if there < count:
+def check_documents(name: str, there: int, count: int, choosing: int = 0) -> None:
+    """Check that a validation split has documents enough, to score and to choose by.
+
+    Raises UserError.
+    """
+    if there < count + choosing:
+        beside = f" and {choosing:,} others choose rates" if choosing else ""
         raise UserError(
-            f"{name}: its validation split has {there:,} documents, {count:,} are to be scored; "
-            "prepare it with more held out (--validation-fraction, --validation-path)"
+            f"{name}: its validation split has {there:,} documents, {count:,} are to be scored"
+            f"{beside}; prepare it with more held out (--validation-fraction, --validation-path)"
         )
 
 

@@ -3,7 +3,8 @@
 The model of eval/recall/model.py with feed-forward networks, trained on prepared data (see
 data_prep) with AdamW, a linear warm-up over a tenth of the steps, a cosine to a tenth of the
 learning rate, and gradients clipped at 1; its measure is the loss on the starts of many documents
-of the data's validation split.
+of the data's validation split. A learning rate is chosen by the split's first documents, which are
+not among these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from eval.recall.model import (
     learned_filters,
     parameters,
 )
-from eval.recall.train.held_out import HeldOut, held_out, over_documents
+from eval.recall.train.held_out import HeldOut, check_documents, held_out, over_documents
 from eval.recall.train.records import FilterRecord, delays
 
 CLIP = 1.0
@@ -47,6 +48,8 @@ class LanguageCell:
         fingerprint: of these data, so that other data make another cell.
         batch_size: rows of seq_len tokens.
         documents: of the validation split that are scored.
+        choosing_documents: the first ones of that split, by which a rate is chosen and which are
+            not scored; 0: none, and all of the split may be scored.
         document_tokens: that are predicted in each at most, from its start.
     """
 
@@ -64,11 +67,15 @@ class LanguageCell:
     documents: int = 200
     document_tokens: int = 256
     task: str = "language"
+    choosing_documents: int = 0
     protocol: ClassVar[int] = 1  # see trial.py
     shape: ClassVar[type[Record]] = FilterRecord
 
     def key(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if not self.choosing_documents:
+            del fields["choosing_documents"]  # the name that such a cell had before there were any
+        return fields
 
     @property
     def all_steps(self) -> int:
@@ -77,7 +84,8 @@ class LanguageCell:
     @property
     def tested_rows(self) -> int:
         """Rows of seq_len tokens that are scored at most."""
-        return self.documents * -(-self.document_tokens // self.seq_len)
+        documents = self.documents + self.choosing_documents
+        return documents * -(-self.document_tokens // self.seq_len)
 
     @property
     def kind(self) -> LanguageCell:
@@ -91,9 +99,8 @@ class LanguageCell:
 
     def timed(self, steps: int = 1) -> LanguageCell:
         """The same kind of step, so many times; equal for cells whose steps cost the same."""
-        return dataclasses.replace(
-            self, lr=1e-9, seed=0, steps=steps, documents=1, document_tokens=1
-        )
+        few = {"documents": 1, "choosing_documents": 0, "document_tokens": 1}
+        return dataclasses.replace(self, lr=1e-9, seed=0, steps=steps, **few)
 
     def seconds(self, size: int, device: str) -> tuple[float, float]:
         from eval.recall.train import cost
@@ -104,14 +111,16 @@ class LanguageCell:
         return {"delays": delays(record["filters"])}
 
     def score(self, record: dict[str, Any]) -> float:
-        """What a rate is chosen by: the loss on the documents."""
-        return -record["loss"]
+        """What a rate is chosen by: the loss on documents that are not reported."""
+        return -record["validation"]["loss"]
 
     def told(self, record: dict[str, Any]) -> str:
         return f"accuracy {record['accuracy']:.3f}"
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         """Trains and scores; `accuracy` is that of the next token, `loss` in nats a token.
+
+        `validation` has the loss on the documents that choose a rate, if there are any.
 
         Raises:
             UserError: data or options that do not fit.
@@ -121,8 +130,7 @@ class LanguageCell:
         if corpus.fingerprint != self.fingerprint:
             raise UserError(f"--data {self.data}: changed since the command began")
         loader = TrainLoader(corpus, self.seq_len, self.batch_size, self.seed)
-        validation = open_verified(self.data, "validation")
-        scored = held_out(validation, self.documents, self.document_tokens, self.seq_len)
+        texts = self._held_out()
         torch.manual_seed(self.seed)
         mixer = make_mixer(self.mixer)
         model = RecallModel(
@@ -135,7 +143,9 @@ class LanguageCell:
         ).to(device)
         history = self._train(model, loader, device)
         trained = time.monotonic()
-        found = self._score(model, scored, device)
+        found, *others = (self._score(model, text, device) for text in texts)
+        for of_choosing in others:
+            found["validation"] = {key: of_choosing[key] for key in ("loss", "tokens_scored")}
         return {
             "cell": dataclasses.asdict(self),
             **self.resolved(),
@@ -149,6 +159,17 @@ class LanguageCell:
                 "testing": round(time.monotonic() - trained, 2),
             },
         }
+
+    def _held_out(self) -> list[HeldOut]:
+        """Read the text that is scored, and where there is such, that by which a rate is chosen."""
+        corpus, first = open_verified(self.data, "validation"), self.choosing_documents
+        check_documents(corpus.name, corpus.num_documents, self.documents, first)
+        parts = [(self.documents, range(first, corpus.num_documents)), (first, range(first))]
+        return [
+            held_out(corpus, count, self.document_tokens, self.seq_len, among)
+            for count, among in parts
+            if count
+        ]
 
     def _train(
         self, model: RecallModel, loader: TrainLoader, device: str
@@ -175,7 +196,8 @@ class LanguageCell:
     @torch.no_grad()
     def _score(self, model: RecallModel, scored: HeldOut, device: str) -> dict[str, Any]:
         model.eval()
-        nats, tokens, right = torch.zeros(3, self.documents, dtype=torch.float64)
+        count = int(scored.documents[-1]) + 1
+        nats, tokens, right = torch.zeros(3, count, dtype=torch.float64)
         for start in range(0, len(scored.inputs), self.batch_size):
             rows = slice(start, start + self.batch_size)
             batch = {"input_ids": scored.inputs[rows], "labels": scored.labels[rows]}
