@@ -214,8 +214,9 @@ def _add_mamba(commands: argparse._SubParsersAction) -> None:
         "mamba",
         help="when Mamba learns to recall, by dropout, start and learning rate",
         description="Trains Mamba on MQAR with and without dropout of its embeddings, from its own "
-        "start and from the one that Zoology gave it, at several learning rates and seeds, and "
-        "tells when each run leaves its plateau. Finished runs in OUT are kept. OUT gets "
+        "start and from the one that Zoology gave it, at several learning rates and seeds, "
+        "tells when each run leaves its plateau, and compares dropout and start at rates that a "
+        "seed of its own chooses. Finished runs in OUT are kept. OUT gets "
         "mamba.json, mamba.md and a picture.",
     )
     add_grid_options(parser)

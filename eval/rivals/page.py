@@ -129,7 +129,8 @@ def main_lines(summary: dict[str, Any]) -> Table:
 
 def held_out_lines(summary: dict[str, Any], text: dict[str, Any]) -> Table:
     """What each row reaches on a further text."""
-    trained, longest = summary["training_length"], max(cell["length"] for cell in text["cells"])
+    trained = summary["training_length"]
+    longest = max((cell["length"] for cell in text["cells"]), default=trained)
     cells = {(c["model"], c["length"], c["method"]): c for c in text["cells"]}
     head = ["row", f"loss at {trained:,}", f"ppl at {longest:,}", "with YaRN"]
     lines = []

@@ -184,7 +184,9 @@ def _model(
     own = [job for job in jobs if job.model == model]
     speeds = [runs[job].tokens_per_second for job in own if runs[job].tokens_per_second]
     seconds = [
-        r["seconds"] for j, r in zip(jobs, records, strict=True) if j in own and "seconds" in r
+        r["seconds"]
+        for j, r in zip(jobs, records, strict=True)
+        if j in own and "seconds" in r and not r.get("reused")
     ]
     config = runs[own[0]].config if own else None
     return {
@@ -245,6 +247,7 @@ def _comparisons(
         read = method if (model, length, method) in cells else NONE
         return lost[model] | cells.get((model, length, read), {})
 
+    made = study.comparisons()
     for models, length, method in study.places():
         rows = [at(model, length, method) for model in models]
         match models:
@@ -256,7 +259,7 @@ def _comparisons(
                 # (a − b) − (c − d) is (a + d) − (c + b): sums of two models' losses, paired alike.
                 names = f"{a} − {b}", f"{c} − {d}"
                 sides = _sums(rows[0], rows[3]), _sums(rows[2], rows[1])
-        if difference := compared(*sides, study.comparisons()):
+        if difference := compared(*sides, made):
             where = {"model": names[0], "minus": names[1], "length": length, "method": method}
             found.append(where | difference)
     return found

@@ -18,7 +18,7 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
 from cat_lm.io.locks import Lock
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Record, read_object
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
 from eval.common.provenance import commit
@@ -27,6 +27,7 @@ from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
 _SWEEP = ("-m", "eval.length_sweep")
+ORIGIN = "origin.json"  # in a run's folder: where its training is from, and how it was made there
 _CELL = "study"  # in a run's folder once all that is asked of it is done
 
 
@@ -152,24 +153,18 @@ class JobFailed(Exception):
     """A job whose command did not do what it should."""
 
 
-def complete_run(
-    workers: Workers, job: Job, trained: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     """One run from its first command to its result, which is also written into its folder.
 
-    A training that ends because its steps were not finite is a result as well.
-
-    Args:
-        trained: what the result says of a training that is there from elsewhere.
-
-    Raises:
-        JobFailed: a command failed.
+    A training that ends because its steps were not finite is a result as well. Raises JobFailed
+    where a command fails.
     """
     begin = time.perf_counter()
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
     # What a study that goes on elsewhere, or with other code, may mix.
     result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
-    result |= trained or {}
+    if (origin := job.folder / ORIGIN).is_file():
+        result |= read_object(origin)
     log = job.folder / "study.log"
     for stage, arguments in commands(workers.study, job).items():
         code = workers.process(arguments, log)

@@ -51,7 +51,7 @@ SIZES = {
     "gpu": Size("gpu", 8192, "all", 80, parallel=False),
 }
 # What versions did that did not say it: a folder of theirs is another study's.
-UNSAID = {"skip_tokens": 0, "tuning_share": 1}
+UNSAID = {"skip_tokens": 0, "tuning_share": 1, "growth": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,13 +274,8 @@ class Study:
         held_out = {name: value for name, value in fingerprints.items() if name}
         configs = {}
         for model in self.asked.models:
-            values = self.config(Job(model, 0, self.out)).model_dump(mode="json")
-            # Where things lie, and what is only written, changes no number.
-            values["data"].pop("path")
-            for section in ("logging", "checkpoint"):
-                values.pop(section)
-            for key in ("output_dir", "resume", "seed", "log_every_steps"):
-                values["train"].pop(key)
+            values = deciding(self.config(Job(model, 0, self.out)))
+            values["train"].pop("seed")
             if self.rates:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
@@ -300,6 +295,17 @@ class Study:
             "sweep_tokens": self.sweep_tokens(),
             "held_out": held_out,
         }
+
+
+def deciding(config: RunConfig) -> dict[str, Any]:
+    """Give the values that decide a training's numbers: not where things lie, nor what is said."""
+    values = config.model_dump(mode="json")
+    values["data"].pop("path")
+    for section in ("logging", "checkpoint"):
+        values.pop(section)
+    for key in ("output_dir", "resume", "log_every_steps"):
+        values["train"].pop(key)
+    return values
 
 
 def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:

@@ -161,6 +161,7 @@ class Progress:
         self.total, self.todo, self.estimate = len(jobs), list(todo), estimate
         self.study = study
         self.done: dict[Job, float] = {}
+        self.trained: list[Job] = []  # of these, those that were trained here
         self.begin = time.perf_counter()
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -185,6 +186,8 @@ class Progress:
         """A line about a finished run, and about the time that the others will take."""
         with self._lock:
             self.done[job] = result["seconds"]
+            if not result.get("reused"):
+                self.trained.append(job)
             number = self.total - len(self.todo) + len(self.done)
             what = "diverged" if result["diverged"] else _loss(job)
             self.bar.write(
@@ -195,8 +198,11 @@ class Progress:
             sys.stdout.flush()
 
     def remaining(self) -> float:
-        """Seconds: the estimate of what is left, corrected by how it did so far."""
-        expected = sum(map(self.estimate.of, self.done))
+        """Seconds: the estimate of what is left, corrected by how it did so far.
+
+        Trainings that were taken over say nothing of how long others take.
+        """
+        expected = sum(map(self.estimate.of, self.trained))
         left = sum(self.estimate.of(job) for job in self.todo if job not in self.done)
         return left / expected * (time.perf_counter() - self.begin) if expected else left
 

@@ -1,4 +1,4 @@
-"""Take over what another question's study has trained: the same model, text, budget, rate, seed.
+"""Take over what another study has trained: the same model, text, budget, rate and seed.
 
 Trainings alone are taken over, and what they were exported to: lengths, documents and what else is
 measured may be others there.
@@ -11,73 +11,125 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cat_lm.config import load_config
+from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
+from cat_lm.io.files import write_json
 from cat_lm.io.own_files import make_marked, remove_marked
 from cat_lm.io.readers import read_object
-from eval.small_study.execute import Workers, complete_run, read_result, unfinished
-from eval.small_study.plan import SETTINGS, Job, Study
+from eval.small_study.execute import (
+    ORIGIN,
+    JobFailed,
+    Workers,
+    complete_run,
+    read_result,
+    unfinished,
+)
+from eval.small_study.plan import SETTINGS, Job, Study, deciding
 
 # What a training and its export leave in a run's folder.
 TRAINED = ("checkpoints", "config.yaml", "metrics.jsonl", "model", "train.log")
 COPIES = "a training on its way from another study"  # the mark of their folder
 # Of a study's settings: what decides a training, beside the model's configuration.
-_DECIDING = ("size", "data_fingerprint", "tuning_share")
+_DECIDING = ("size", "data_fingerprint")
 # Of a finished run's record: how it was trained.
 _KEPT = ("commit", "threads", "parallel")
 
 
-def check_reuse(study: Study, settings: dict[str, Any]) -> None:
-    """Check that every folder of `Study.reuse` is a study that has one of the same trainings.
+def check_reuse(study: Study, settings: dict[str, Any]) -> int:
+    """Count what can be taken over of the trainings that are not begun here.
+
+    Those of reported seeds whose rates are yet to be chosen are counted as far as other studies
+    have them at any rate.
 
     Args:
         settings: of `Study.settings`.
 
     Raises:
-        UserError: one is not, or has none.
+        UserError: a folder of `Study.reuse` is no study, or has nothing of it; or it is damaged.
     """
+    jobs = [*study.tuning_jobs(), *study.jobs()]
+    found: set[Job] = set()
     for folder in study.reuse:
         if folder.resolve() == study.out.resolve():
             raise UserError(f"--reuse {folder}: is the study's own folder; leave it out")
-        theirs = _settings_of(folder)
-        same = [model for model in study.models if _same(settings, theirs, model)]
-        # Settings name all models of the question, also those that nobody trained.
-        if not any(found for model in same for found in folder.glob(f"*/{model}-*")):
+        theirs = read_object(folder / SETTINGS, "give the folder of a study, or leave it out")
+        same = all(settings.get(name) == theirs.get(name) for name in _DECIDING)
+        own = {job for job in jobs if same and _is_trained(study, job, _there(study, job, folder))}
+        if not own:
             raise UserError(
-                f"--reuse {folder}: has no training that is asked for here: its data, tokens, "
-                f"rates or models are others; leave it out"
+                f"--reuse {folder}: has no finished training that is asked for here: its data, "
+                f"tokens, rates, seeds, precision or models are others; leave it out"
             )
+        found |= own
+    return sum(not job.folder.exists() for job in found)
 
 
 def taken_over(workers: Workers, job: Job) -> dict[str, Any]:
     """Complete a run as `complete_run` does, from another study's training where there is one."""
-    trained = _take_over(workers.study, job) if not job.folder.exists() else None
-    return complete_run(workers, job, trained)
+    if not job.folder.exists():
+        try:
+            _take_over(workers.study, job)
+        except UserError as error:
+            raise JobFailed(f"{job.name}: of another study (--reuse): {error}") from None
+        except OSError as error:
+            reason = error.strerror or "not all of it could be read or written"
+            raise JobFailed(f"{job.name}: copying it from another study: {reason}") from None
+    return complete_run(workers, job)
 
 
-def _take_over(study: Study, job: Job) -> dict[str, Any] | None:
-    """Copy the job's training from the first folder of `Study.reuse` that has it finished.
-
-    Returns what its record says of how it was trained; None where no folder has it.
-    """
+def _take_over(study: Study, job: Job) -> None:
+    """Copy the job's training from the first folder of `Study.reuse` that has it finished."""
     for folder in study.reuse:
-        theirs = dataclasses.replace(job, folder=folder / job.folder.relative_to(study.out))
-        if unfinished([theirs]):
-            continue
-        record = read_result(theirs)
-        same = _same(_settings_of(study.out), _settings_of(folder), job.model)
-        if not same or record["diverged"] or _rate(theirs.folder) != study.config(job).optimizer.lr:
-            continue
-        _copy(theirs.folder, job.folder)
-        return {name: record.get(name) for name in _KEPT} | {"reused": str(folder)}
+        theirs = _there(study, job, folder)
+        settings = [read_object(out / SETTINGS) for out in (study.out, folder)]
+        same = all(settings[0].get(name) == settings[1].get(name) for name in _DECIDING)
+        if same and _is_trained(study, job, theirs, at_its_rate=True):
+            record = read_result(theirs)
+            origin = {name: record.get(name) for name in _KEPT} | {"reused": str(folder)}
+            # Theirs may be a copy, too.
+            if (further := theirs.folder / ORIGIN).is_file():
+                origin |= read_object(further)
+            return _copy(theirs.folder, job.folder, origin)
     return None
 
 
-def _rate(run: Path) -> float:
-    return load_config(run / "config.yaml").optimizer.lr
+def _there(study: Study, job: Job, folder: Path) -> Job:
+    """Name the job in another study's folder."""
+    return dataclasses.replace(job, folder=folder / job.folder.relative_to(study.out))
 
 
-def _copy(source: Path, target: Path) -> None:
+def _is_trained(study: Study, job: Job, theirs: Job, at_its_rate: bool = False) -> bool:
+    """Tell whether another study's run is the job's training, to its last step.
+
+    Args:
+        at_its_rate: whether the rate is known; otherwise any is as good.
+    """
+    from cat_lm.training.checkpoint import complete_checkpoints, step_of
+
+    if unfinished([theirs]) or read_result(theirs)["diverged"]:
+        return False
+    config, ours = load_config(theirs.folder / "config.yaml"), study.config(job)
+    # `auto` is decided in what a training wrote.
+    ours = ours.with_precision(_precision(ours))
+    values, wanted = deciding(config), deciding(ours)
+    if job.rate is None and study.rates and not at_its_rate:
+        for one in (values, wanted):
+            one["optimizer"] |= {"lr": None, "min_lr": None}
+    steps = [step_of(path) for path in complete_checkpoints(theirs.folder / "checkpoints")]
+    return values == wanted and config.total_steps in steps
+
+
+def _precision(config: RunConfig) -> str:
+    """Name the precision that a training would have here."""
+    import torch
+
+    from cat_lm.training.engine import resolve_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return resolve_precision(config, device)[0]
+
+
+def _copy(source: Path, target: Path, origin: dict[str, Any]) -> None:
     """Copy a training; a copy that was cut short is not taken for one, and is made again."""
     holder = target.with_name(f"{target.name}.copy")
     remove_marked(holder, COPIES)
@@ -89,18 +141,6 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copytree(source / name, copy / name)
         elif (source / name).is_file():
             shutil.copy2(source / name, copy / name)
+    write_json(copy / ORIGIN, origin)
     copy.rename(target)
     remove_marked(holder, COPIES)
-
-
-def _settings_of(folder: Path) -> dict[str, Any]:
-    return read_object(folder / SETTINGS, "give the folder of a study, or leave it out")
-
-
-def _same(ours: dict[str, Any], theirs: dict[str, Any], model: str) -> bool:
-    """Tell whether two studies train a model in the same way."""
-    configs = [values.get("configs") for values in (ours, theirs)]
-    if not all(isinstance(values, dict) and model in values for values in configs):
-        return False
-    same = all(ours.get(name) == theirs.get(name) for name in _DECIDING)
-    return same and configs[0][model] == configs[1][model]

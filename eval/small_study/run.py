@@ -43,7 +43,7 @@ def run_missing(
     from eval.small_study.reuse import check_reuse
     from eval.small_study.tune import known, tuned
 
-    check_reuse(study, check(study, fingerprints))
+    there = check_reuse(study, check(study, fingerprints))
     if not estimate_only:
         claim(study, fingerprints)
     jobs, (tuning, more) = study.jobs(), known(study)
@@ -52,6 +52,10 @@ def run_missing(
     choosing = f" and {len(tuning)} that choose rates" if tuning else ""
     models = f"{len(jobs)} runs of {len(study.models)} models{choosing}"
     print(f"{models} in {study.out}, {len(todo)} to do")
+    if there:
+        print(
+            f"{there} trainings of other studies are taken over, where the rates chosen are theirs"
+        )
     runner = Runner(study, lock, parallel)
     if todo:
         said = runner.estimate.text(todo, runner.parallel, more)

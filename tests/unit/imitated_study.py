@@ -65,6 +65,8 @@ class Imitation:
         config = load_config(ROOT / arguments[1], arguments[2:]).with_precision(self.precision)
         run = Path(config.train.output_dir)
         run.mkdir(parents=True, exist_ok=True)
+        if any(run.glob("checkpoints/step-*")):
+            return 0  # finished before
         config.save(run / "config.yaml")
         bad = bool(self.diverges) and self.diverges in run.name and "trial" not in str(run)
         speed = {"tokens_per_second": 5000.0, "step_seconds": 0.01}

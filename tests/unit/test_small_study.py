@@ -25,10 +25,13 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from cat_lm.config import load_config
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.own_files import make_marked
 from cat_lm.pretrained import load_tokenizer
+from cat_lm.training.checkpoint import step_folders
 from eval.common.interrupts import held
 from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.__main__ import main
@@ -36,6 +39,7 @@ from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
 from eval.small_study.collect import _sums
 from eval.small_study.execute import (
+    ORIGIN,
     Workers,
     commands,
     complete_run,
@@ -47,6 +51,7 @@ from eval.small_study.figure import study_figure
 from eval.small_study.plan import CONFIGS, ROOT, SIZES, TUNING_SEED, Job, Study, claim
 from eval.small_study.progress import Estimate, reading_cost
 from eval.small_study.questions import MODELS, QUESTIONS
+from eval.small_study.reuse import COPIES
 from eval.small_study.run import prepared
 from eval.small_study.tune import known, tuned
 from tests.unit.imitated_study import LENGTHS, Imitation, run_command
@@ -111,6 +116,19 @@ DEFINITION = {
 }
 # Families without convolutions of q, k and v: tests/unit/test_rivals.py looks at them.
 RIVALS = {"mamba", "mamba2", "gla", "delta_net", "gated_deltanet"}
+
+
+class Shifted(Imitation):
+    """Has a model of another question."""
+
+    LOSS: ClassVar = Imitation.LOSS | {"kv_shift": 3.9}
+
+
+def last_loss_of(run: Path) -> float:
+    """Give a loss that the imitation of no training has, with the same best rate."""
+    return 3 + abs(math.log10(load_config(run / "config.yaml").optimizer.lr / 3e-3))
+
+
 DECAYED = ("las_l", "las", "las_l_filter")
 NINE = QUESTIONS["variants"].models
 F, OTHER = {"": "f" * 64}, {"": "e" * 64}  # fingerprints of data
@@ -779,58 +797,95 @@ class TestStudy:
 
     @pytest.fixture
     def earlier(self, long_corpus, tmp_path, monkeypatch, capsys) -> Path:
-        """Return a finished study of two models, with rates chosen, of which checkpoints are."""
+        """Return a finished study of two models with rates chosen, each run with its checkpoint."""
+        monkeypatch.setattr("eval.small_study.reuse._precision", lambda _: "fp32")
+        monkeypatch.setattr("cat_lm.training.checkpoint.complete_checkpoints", step_folders)
         monkeypatch.setattr("eval.small_study.execute.commit", lambda: "a" * 40)
         out = tmp_path / "earlier"
         call = ["--data", long_corpus, "--out", out, "--models", "pythia,cat_rope"]
-        call += ["--documents", 4, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2"]
+        call += ["--documents", 4, "--seeds", "0,1,2,3,4,5,6", "--rates", "1e-3,3e-3,1e-2"]
         assert run_study(monkeypatch, capsys, Imitation(), *call)[0] == 0
-        for run in (*out.glob("runs/*"), *out.glob("tuning/*")):
-            (run / "checkpoints").mkdir()
-            (run / "checkpoints/of").write_text(run.name)
+        for folder in (*out.glob("runs/*"), *out.glob("tuning/*")):
+            steps = load_config(folder / "config.yaml").total_steps
+            (folder / f"checkpoints/step-{steps:08d}").mkdir(parents=True)
+            with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                last = {"val_loss": last_loss_of(folder), "val_perplexity": 2.0}
+                last |= {"step": steps, "tokens": 1, "val_bits_per_byte": 1.0}
+                file.write(json.dumps(last) + "\n")
         monkeypatch.setattr("eval.small_study.execute.commit", lambda: "b" * 40)
         return out
 
-    def test_trainings_of_another_question_are_taken_over(
-        self, arguments, earlier, tmp_path, monkeypatch, capsys
-    ):
-        class Shifted(Imitation):
-            LOSS: ClassVar = Imitation.LOSS | {"kv_shift": 3.9}
-
+    @pytest.fixture
+    def reusing(self, arguments, earlier) -> list[object]:
+        """Return the call of another question, with one model more."""
         call = [*arguments[:4], "--question", "canon", "--models", "pythia,cat_rope,kv_shift"]
-        call += ["--documents", 4, "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        return [*call, "--documents", 4, "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+
+    def test_trainings_of_another_question_are_taken_over(
+        self, reusing, earlier, tmp_path, monkeypatch, capsys
+    ):
         (tmp_path / "out/runs/cat_rope-seed0").mkdir(parents=True)  # begun here: goes on here
-        (tmp_path / "out/runs/pythia-seed0.copy").mkdir()  # a copy that was cut short
-        code, _, err = run_study(monkeypatch, capsys, imitation := Shifted(), *call)
+        make_marked(cut := tmp_path / "out/runs/pythia-seed0.copy", COPIES)
+        (cut / "pythia-seed0").mkdir()
+        (cut / "pythia-seed0/config.yaml").write_text("cut short")
+        code, out, err = run_study(monkeypatch, capsys, imitation := Shifted(), *reusing)
         assert code == 0, err
+        # Three seeds and three rates of two models, but for the run that was begun.
+        assert "\n11 trainings of other studies are taken over" in out
         folder = tmp_path / "out"
-        found = {
-            run.name: (run / "checkpoints/of").is_file()
-            for run in (*folder.glob("runs/*"), *folder.glob("tuning/*"))
-        }
+        runs = (*folder.glob("runs/*"), *folder.glob("tuning/*"))
+        found = {run.name: (run / ORIGIN).is_file() for run in runs}
         assert found == {
             **{f"{m}-lr{r}": True for m in ("pythia", "cat_rope") for r in (1e-3, 3e-3, 0.01)},
             **{f"kv_shift-lr{rate}": False for rate in (1e-3, 3e-3, 0.01)},
-            **{f"pythia-seed{seed}": seed < 2 for seed in range(3)},
-            **{f"cat_rope-seed{seed}": seed == 1 for seed in range(3)},
+            **{f"pythia-seed{seed}": True for seed in range(3)},
+            **{f"cat_rope-seed{seed}": seed > 0 for seed in range(3)},
             **{f"kv_shift-seed{seed}": False for seed in range(3)},
         }
+        for run in runs:
+            own = last_loss(Job("", 0, run)) == last_loss_of(run)
+            assert own == found[run.name], "of the training there, or made here"
         assert sum("eval.length_sweep" in one for one in imitation.calls) == 9, "measured here"
         cell = json.loads((folder / "runs/pythia-seed0/study.json").read_text())
         assert (cell["reused"], cell["commit"]) == (str(earlier), "a" * 40)
-        trained = json.loads((folder / "summary.json").read_text())["trained_with"]
-        assert trained["reused"] == [str(earlier), None]
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["trained_with"]["reused"] == [str(earlier), None]
         said = f"Trainings that are the same there were taken over from {earlier}."
         assert said in (folder / "small_study.md").read_text()
-        assert run_study(monkeypatch, capsys, again := Shifted(), *call)[0] == 0
+        assert run_study(monkeypatch, capsys, again := Shifted(), *reusing)[0] == 0
         assert again.calls == []
+        # From there, a third study names where they were trained.
+        third = [*reusing[:2], "--out", tmp_path / "third", *reusing[4:-1], folder]
+        assert run_study(monkeypatch, capsys, Shifted(), *third)[0] == 0
+        cell = json.loads((tmp_path / "third/runs/pythia-seed0/study.json").read_text())
+        assert (cell["reused"], cell["commit"]) == (str(earlier), "a" * 40)
+
+    def test_where_a_training_is_from_outlives_a_failed_sweep(
+        self, reusing, earlier, tmp_path, monkeypatch, capsys
+    ):
+        failing = Shifted(fails="eval.length_sweep .*pythia-seed0")
+        assert run_study(monkeypatch, capsys, failing, *reusing)[0] == 2
+        code, _, err = run_study(monkeypatch, capsys, Shifted(), *reusing)
+        assert code == 0, err
+        cell = json.loads((tmp_path / "out/runs/pythia-seed0/study.json").read_text())
+        assert (cell["reused"], cell["commit"]) == (str(earlier), "a" * 40)
+
+    def test_a_copy_that_fails_is_one_line(self, reusing, tmp_path, monkeypatch, capsys):
+        def full(*_: object, **__: object) -> None:
+            raise shutil.Error([("a", "b", "No space left on device")])
+
+        monkeypatch.setattr("shutil.copytree", full)
+        code, _, err = run_study(monkeypatch, capsys, Shifted(), *reusing)
+        assert code == 2 and "Traceback" not in err
+        assert "error: pythia-lr0.001: copying it from another study: not all of it" in err
+        assert not (tmp_path / "out/tuning/pythia-lr0.001").exists()
 
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (["--tokens", "1M"], "has no training that is asked for here"),
-            (["--rates", "1e-3,2e-3,1e-2"], "has no training that is asked for here"),
-            (["--models", "canon_b"], "has no training that is asked for here"),
+            (["--tokens", "1M"], "has no finished training that is asked for here"),
+            (["--rates", "1e-4,2e-4,4e-4"], "has no finished training that is asked for here"),
+            (["--models", "canon_b"], "has no finished training that is asked for here"),
             (["--out", "earlier"], "is the study's own folder"),
             (["--reuse", "nowhere"], "nowhere/settings.json: no such file"),
         ],
@@ -840,26 +895,35 @@ class TestStudy:
     ):
         option, value = change
         value = tmp_path / value if option in ("--out", "--reuse") else value
-        call = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        call = [*arguments, "--seeds", "7", "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
         if option == "--out":
             call += ["--models", "pythia,cat_rope"]
         code, _, err = run_study(monkeypatch, capsys, Imitation(), *call, option, value)
         assert code == 2 and said in err and err.count("\n") == 1
         assert not (tmp_path / "out/settings.json").exists()
 
-    def test_a_training_of_another_rate_or_that_diverged_is_made_again(
+    def test_a_training_that_is_not_the_same_is_made_again(
         self, arguments, earlier, tmp_path, monkeypatch, capsys
     ):
-        (config := earlier / "runs/pythia-seed0/config.yaml").write_text(
-            config.read_text().replace("lr: 0.003", "lr: 0.004")
-        )
-        cell = earlier / "runs/pythia-seed1/study.json"
-        cell.write_text('{"diverged": true, "seconds": 2.0}')
-        call = [*arguments, "--seeds", "0,1", "--rates", "1e-3,3e-3,1e-2", "--reuse", earlier]
+        def change(run: str, old: str, new: str) -> None:
+            path = earlier / "runs" / run / "config.yaml"
+            text = path.read_text()
+            assert old in text
+            path.write_text(text.replace(old, new))
+
+        change("pythia-seed0", "lr: 0.003", "lr: 0.004")
+        change("pythia-seed1", "seed: 1", "seed: 3")
+        change("pythia-seed2", "precision: fp32", "precision: bf16")
+        change("pythia-seed3", "min_lr: 0.0003", "min_lr: 0.0")
+        shutil.rmtree(earlier / "runs/pythia-seed4/checkpoints")
+        (earlier / "runs/pythia-seed5/study.json").write_text('{"diverged": true, "seconds": 2.0}')
+        call = [*arguments, "--seeds", "0,1,2,3,4,5,6", "--rates", "1e-3,3e-3,1e-2"]
+        call += ["--reuse", earlier]
         assert run_study(monkeypatch, capsys, Imitation(), *call)[0] == 0
         runs = tmp_path / "out/runs"
-        assert [(runs / f"cat_rope-seed{n}/checkpoints").is_dir() for n in (0, 1)] == [True, True]
-        assert [(runs / f"pythia-seed{n}/checkpoints").is_dir() for n in (0, 1)] == [False, False]
+        assert [(runs / f"cat_rope-seed{n}" / ORIGIN).is_file() for n in range(7)] == [True] * 7
+        assert [(runs / f"pythia-seed{n}" / ORIGIN).is_file() for n in range(6)] == [False] * 6
+        assert (runs / "pythia-seed6" / ORIGIN).is_file()
 
     def test_the_last_run_has_no_more_threads_than_the_first(
         self, arguments, tmp_path, monkeypatch, capsys

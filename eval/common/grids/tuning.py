@@ -1,7 +1,7 @@
 """Choosing a learning rate for each place of a figure, on a seed that is not reported.
 
 Every rate of the grid is tried once with TUNING_SEED. The best by the cell's own score is taken: of
-validation rows, or of a language model, which has none, of its held-out documents. Of those that
+validation rows, or of a language model of held-out documents that are not reported. Of those that
 are as good it is the one nearest to the middle of what was tried. Where the best lies on the grid's
 edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may be
 beyond. Then the reported seeds run, at this rate alone.

@@ -80,7 +80,8 @@ LINES = (
 )
 
 
-# Compared beside each line and the same without filters; fixed before any run.
+# Compared beside each line and the same without filters; fixed before the runs of this protocol,
+# and after those of an earlier one, whose numbers decide none of these.
 CONTRASTS = (
     *((Line("k"), Line("q")), (Line("k"), Line("v"))),
     *((Line(streams, SHORT), Line(streams)) for streams in ("k", "qkv")),
