@@ -18,7 +18,7 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
 from cat_lm.io.locks import Lock
-from cat_lm.io.readers import Record, read_object
+from cat_lm.io.readers import Record, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
 from eval.common.provenance import commit
@@ -27,7 +27,7 @@ from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
 
 _SWEEP = ("-m", "eval.length_sweep")
-ORIGIN = "origin.json"  # in a run's folder: where its training is from, and how it was made there
+ORIGIN = "origin.json"  # in a run's folder whose training was copied: an `Origin`
 _CELL = "study"  # in a run's folder once all that is asked of it is done
 
 
@@ -163,8 +163,8 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
     # What a study that goes on elsewhere, or with other code, may mix.
     result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
-    if (origin := job.folder / ORIGIN).is_file():
-        result |= read_object(origin)
+    if origin := read_origin(job.folder):
+        result |= origin.model_dump()
     log = job.folder / "study.log"
     for stage, arguments in commands(workers.study, job).items():
         code = workers.process(arguments, log)
@@ -181,6 +181,25 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     result["seconds"] = round(time.perf_counter() - begin, 1)
     _store(job).write(_CELL, result)
     return result
+
+
+class Origin(Record):
+    """Say of a copied training how it was made, and in which study's folder."""
+
+    commit: str | None
+    threads: int | None
+    parallel: int | None
+    reused: str
+
+
+def read_origin(run: Path) -> Origin | None:
+    """Read where a run's training is from; None where it was made here.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run / ORIGIN
+    return read_json(path, Origin) if path.is_file() else None
 
 
 def _store(job: Job) -> CellStore:

@@ -227,29 +227,27 @@ class Study:
             found.append(most)
         return max(found)
 
-    def scaled(self, model: str) -> bool:
-        """Tell whether a model's positions are read by YaRN, too."""
-        return YARN in self.methods_of(Job(model, 0, self.out)).split(",")
-
     def places(self) -> list[tuple[tuple[str, ...], int, str]]:
         """Give what is compared on a text: models, length, and how positions are read there.
 
         The models are two, four of a difference of differences, or one, whose loss there is
-        compared with its own at the trained length. Where none of them has positions to scale,
-        reading them otherwise is no other comparison.
+        compared with its own at the trained length.
         """
+        scaled = {
+            model
+            for model in self.models
+            if YARN in self.methods_of(Job(model, 0, self.out)).split(",")
+        }
         pairs = [*self.contrasts, *((*a, *b) for a, b in self.interactions)]
         alone = [(model,) for model in self.models if self.asked.growth]
+        # Where none of them has positions to scale, a second way of reading is the first.
+        once = len(self.asked.beyond) == 1
         return [
             (models, length, method)
             for length, method in self.columns()
             for models in (*pairs, *(alone if length > self.trained_length else ()))
-            if method == NONE or self._no_column_without(method) or any(map(self.scaled, models))
+            if method == NONE or once or scaled.intersection(models)
         ]
-
-    def _no_column_without(self, method: str) -> bool:
-        """Tell whether the longest length is read in one way only."""
-        return self.asked.beyond == (method,)
 
     def comparisons(self) -> int:
         """Count all that are made together, which intervals are corrected for."""

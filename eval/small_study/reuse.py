@@ -19,8 +19,10 @@ from cat_lm.io.readers import read_object
 from eval.small_study.execute import (
     ORIGIN,
     JobFailed,
+    Origin,
     Workers,
     complete_run,
+    read_origin,
     read_result,
     unfinished,
 )
@@ -29,10 +31,6 @@ from eval.small_study.plan import SETTINGS, Job, Study, deciding
 # What a training and its export leave in a run's folder.
 TRAINED = ("checkpoints", "config.yaml", "metrics.jsonl", "model", "train.log")
 COPIES = "a training on its way from another study"  # the mark of their folder
-# Of a study's settings: what decides a training, beside the model's configuration.
-_DECIDING = ("size", "data_fingerprint")
-# Of a finished run's record: how it was trained.
-_KEPT = ("commit", "threads", "parallel")
 
 
 def check_reuse(study: Study, settings: dict[str, Any]) -> int:
@@ -52,8 +50,7 @@ def check_reuse(study: Study, settings: dict[str, Any]) -> int:
     for folder in study.reuse:
         if folder.resolve() == study.out.resolve():
             raise UserError(f"--reuse {folder}: is the study's own folder; leave it out")
-        theirs = read_object(folder / SETTINGS, "give the folder of a study, or leave it out")
-        same = all(settings.get(name) == theirs.get(name) for name in _DECIDING)
+        same = _same_text(settings, folder)
         own = {job for job in jobs if same and _is_trained(study, job, _there(study, job, folder))}
         if not own:
             raise UserError(
@@ -81,16 +78,19 @@ def _take_over(study: Study, job: Job) -> None:
     """Copy the job's training from the first folder of `Study.reuse` that has it finished."""
     for folder in study.reuse:
         theirs = _there(study, job, folder)
-        settings = [read_object(out / SETTINGS) for out in (study.out, folder)]
-        same = all(settings[0].get(name) == settings[1].get(name) for name in _DECIDING)
+        same = _same_text(read_object(study.out / SETTINGS), folder)
         if same and _is_trained(study, job, theirs, at_its_rate=True):
             record = read_result(theirs)
-            origin = {name: record.get(name) for name in _KEPT} | {"reused": str(folder)}
+            how = {name: record.get(name) for name in ("commit", "threads", "parallel")}
             # Theirs may be a copy, too.
-            if (further := theirs.folder / ORIGIN).is_file():
-                origin |= read_object(further)
+            origin = read_origin(theirs.folder) or Origin(**how, reused=str(folder))
             return _copy(theirs.folder, job.folder, origin)
-    return None
+
+
+def _same_text(settings: dict[str, Any], folder: Path) -> bool:
+    """Tell whether another study, in `folder`, reads the text of these settings."""
+    theirs = read_object(folder / SETTINGS, "give the folder of a study, or leave it out")
+    return settings["data_fingerprint"] == theirs.get("data_fingerprint")
 
 
 def _there(study: Study, job: Job, folder: Path) -> Job:
@@ -129,7 +129,7 @@ def _precision(config: RunConfig) -> str:
     return resolve_precision(config, device)[0]
 
 
-def _copy(source: Path, target: Path, origin: dict[str, Any]) -> None:
+def _copy(source: Path, target: Path, origin: Origin) -> None:
     """Copy a training; a copy that was cut short is not taken for one, and is made again."""
     holder = target.with_name(f"{target.name}.copy")
     remove_marked(holder, COPIES)
@@ -141,6 +141,6 @@ def _copy(source: Path, target: Path, origin: dict[str, Any]) -> None:
             shutil.copytree(source / name, copy / name)
         elif (source / name).is_file():
             shutil.copy2(source / name, copy / name)
-    write_json(copy / ORIGIN, origin)
+    write_json(copy / ORIGIN, origin.model_dump())
     copy.rename(target)
     remove_marked(holder, COPIES)

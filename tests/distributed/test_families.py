@@ -94,24 +94,16 @@ def on_two_ranks(ranks, data: str, folder: str, runs: list[Run]) -> list[list[in
     return codes
 
 
-def on_one_rank(ranks, data: str, folder: str, runs: list[Run]) -> list[int]:
-    """Go on from where two ranks were stopped, with another stage, and be stopped too."""
+def on_other_ranks(
+    ranks, data: str, folder: str, runs: list[Run], start: str, to: str, stop_at: int | None
+) -> list[int]:
+    """Go on in the folder `to`, with its stage, from where the run in `start` was stopped."""
     codes = []
     for run in runs:
         own = Path(folder) / run.name
-        start = first_checkpoint(own / "stopped")
-        values = values_of(data, own / "alone", run, run.alone, resume=start)
-        codes.append(train(ranks, values, ALONE_UNTIL))
-    return codes
-
-
-def on_two_ranks_again(ranks, data: str, folder: str, runs: list[Run]) -> list[int]:
-    """Go on from where the one rank was stopped, with a third stage."""
-    codes = []
-    for run in runs:
-        own = Path(folder) / run.name
-        start = first_checkpoint(own / "alone")
-        codes.append(train(ranks, values_of(data, own / "back", run, run.back, resume=start)))
+        first = first_checkpoint(own / start)
+        values = values_of(data, own / to, run, getattr(run, to), resume=first)
+        codes.append(train(ranks, values, stop_at))
     return codes
 
 
@@ -133,8 +125,10 @@ def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
     given = (str(tiny_corpus), str(tmp_path), runs)
     for codes_of_rank in run_on_ranks(on_two_ranks, 2, *given):
         assert codes_of_rank == [[0, REQUEUE_EXIT_CODE, 0]] * len(runs)
-    assert run_on_ranks(on_one_rank, 1, *given) == [[REQUEUE_EXIT_CODE] * len(runs)]
-    assert run_on_ranks(on_two_ranks_again, 2, *given) == [[0] * len(runs)] * 2
+    assert run_on_ranks(on_other_ranks, 1, *given, "stopped", "alone", ALONE_UNTIL) == [
+        [REQUEUE_EXIT_CODE] * len(runs)
+    ]
+    assert run_on_ranks(on_other_ranks, 2, *given, "alone", "back", None) == [[0] * len(runs)] * 2
     for run in runs:
         own = tmp_path / run.name
         straight = losses(own / "straight")
