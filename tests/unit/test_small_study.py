@@ -37,7 +37,7 @@ from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.__main__ import main
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.attention import attention_of
-from eval.small_study.collect import _sums
+from eval.small_study.collect import _comparisons, _sums
 from eval.small_study.execute import (
     ORIGIN,
     Workers,
@@ -53,6 +53,7 @@ from eval.small_study.progress import Estimate, reading_cost
 from eval.small_study.questions import MODELS, QUESTIONS
 from eval.small_study.reuse import COPIES
 from eval.small_study.run import prepared
+from eval.small_study.tables import comparison_columns, comparison_lines
 from eval.small_study.tune import known, tuned
 from tests.unit.imitated_study import LENGTHS, Imitation, run_command
 
@@ -251,6 +252,36 @@ class TestPlan:
         maps = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="maps")
         assert maps.columns() == [(128, "none")]
         assert {maps.methods_of(job) for job in maps.jobs()} == {"paper"}
+
+    def test_what_a_model_loses_is_against_itself_at_the_trained_length(self, tmp_path):
+        models = ("pythia", "nope")
+        study = Study(SIZES["cpu"], models, (0, 1), tmp_path, tmp_path, question="length")
+        losses = {
+            "pythia": {(128, "none"): 4.0, (4096, "none"): 5.0, (4096, "yarn"): 4.25},
+            "nope": {(128, "none"): 4.5, (4096, "none"): 4.625},
+        }
+        swept = {
+            job: [
+                {"length": length, "method": method, "loss": loss + job.seed}
+                for (length, method), loss in losses[job.model].items()
+            ]
+            for job in study.jobs()
+        }
+        found = _comparisons(study, swept)
+        alone = {(p["model"], p["method"]): p for p in found if p["model"] == p["minus"]}
+        means = {place: pair["mean"] for place, pair in alone.items()}
+        assert means == {("pythia", "none"): 1, ("nope", "none"): 0.125, ("pythia", "yarn"): 0.25}
+        assert {pair["comparisons"] for pair in found} == {6}
+        summary = {"training_length": 128, "seeds": [0, 1]}
+        summary["models"] = [{"model": name, "label": MODELS[name]} for name in models]
+        columns = comparison_columns(summary, {"comparisons": found})
+        lines = comparison_lines(summary, columns)[1]
+        assert [line[:3] for line in lines[1:]] == [
+            ["Pythia (RoPE)", "itself at 128", ""],
+            ["no convolution, NoPE", "itself at 128", ""],
+        ]
+        assert lines[1][4].startswith("+1.000 [") and lines[1][6].startswith("+0.250 [")
+        assert lines[2][6] == "", "nothing to scale"
 
     def test_the_readme_has_the_questions(self):
         text = (ROOT / "eval/small_study/README.md").read_text(encoding="utf-8")
