@@ -50,6 +50,10 @@ def check_reuse(study: Study, settings: dict[str, Any]) -> int:
     for folder in study.reuse:
         if folder.resolve() == study.out.resolve():
             raise UserError(f"--reuse {folder}: is the study's own folder; leave it out")
+        if not (folder / SETTINGS).is_file():
+            raise UserError(
+                f"--reuse {folder}: is no folder of a study, having no {SETTINGS}; leave it out"
+            )
         same = _same_text(settings, folder)
         own = {job for job in jobs if same and _is_trained(study, job, _there(study, job, folder))}
         if not own:
@@ -89,7 +93,7 @@ def _take_over(study: Study, job: Job) -> None:
 
 def _same_text(settings: dict[str, Any], folder: Path) -> bool:
     """Tell whether another study, in `folder`, reads the text of these settings."""
-    theirs = read_object(folder / SETTINGS, "give the folder of a study, or leave it out")
+    theirs = read_object(folder / SETTINGS)
     return settings["data_fingerprint"] == theirs.get("data_fingerprint")
 
 

@@ -918,7 +918,7 @@ class TestStudy:
             (["--rates", "1e-4,2e-4,4e-4"], "has no finished training that is asked for here"),
             (["--models", "canon_b"], "has no finished training that is asked for here"),
             (["--out", "earlier"], "is the study's own folder"),
-            (["--reuse", "nowhere"], "nowhere/settings.json: no such file"),
+            (["--reuse", "nowhere"], "nowhere: is no folder of a study, having no settings.json"),
         ],
     )
     def test_a_study_that_has_nothing_of_it_is_refused(

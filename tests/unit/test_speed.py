@@ -643,7 +643,7 @@ def test_wrong_cache_is_not_timed(speed, monkeypatch):
     assert "greedy tokens after a prompt of 12 differ" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["cat", "llama"])
+@pytest.mark.parametrize("name", ["cat", "cat_ssm", "llama"])
 def test_contexts_record(speed, name):
     """One cache serves all, and is as long after the measurement as before."""
     arguments = ("--contexts", "40,77", "--block", 4, "--top-k", 2, "--local", 1, "--repeats", 2)

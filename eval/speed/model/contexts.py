@@ -154,11 +154,12 @@ def check(core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase) ->
 
 
 def rewind(layers: Sequence[LandmarkDynamicLayer], tokens: int) -> None:
-    """Take the newest tokens back; inputs of convolutions stay those of the newest."""
+    """Take the newest tokens back; the states of convolutions stay those after the newest."""
     for layer in layers:
-        inputs, layer.inputs = layer.inputs, {}  # older ones, which a crop asks for, are gone
+        states = layer.inputs, layer.recurrent
+        layer.inputs, layer.recurrent = {}, {}  # those of older tokens, for a crop, are gone
         layer.crop(-tokens)
-        layer.inputs = inputs
+        layer.inputs, layer.recurrent = states
 
 
 def _drawn(
