@@ -74,8 +74,8 @@ class MultiToken(MixerKind):
         return 5.0
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
-        # In fp32 alone: shifted scores of every lag, what is mixed over heads, what drops some.
-        halves = options.query_window + len(mixings(options.head_mixing)) + bool(options.dropout)
+        # In fp32 alone: scores before the kernel, what is mixed over heads, what drops some.
+        halves = 1 + len(mixings(options.head_mixing)) + bool(options.dropout)
         return options.heads * (1.2 + halves / 2)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:

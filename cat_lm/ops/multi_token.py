@@ -13,12 +13,16 @@ form. The group norm and gate that the paper's code puts after attention are not
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.convolution.maps import closed_up, opened
 from cat_lm.ops.multi_token_options import mixings
+
+_BLOCK = 32  # columns of which all products are made for a kernel's gradient
 
 
 def identity_start(
@@ -80,18 +84,71 @@ def multi_token_attention(
 
 
 def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
-    """Z [B, H, T, S] of scores S [B, H, P + T, S]."""
-    time, rows = positions.shape[1], scores.shape[2]
-    heads, lags, width = kernel.shape
-    total = torch.zeros_like(scores[:, :, -time:])
-    for lag in range(min(lags, rows)):
-        shifted = scores[:, :, max(0, rows - time - lag) : rows - lag]
-        shifted = F.pad(shifted, (0, 0, time - shifted.shape[2], 0))
-        # No query reads one before its document.
-        shifted = shifted.masked_fill((positions < lag)[:, None, :, None], 0.0)
-        taps = kernel[:, lag, None, None, :]  # conv2d correlates: tap b meets the key j + b
-        total = total + F.conv2d(shifted, taps, padding=(0, width // 2), groups=heads)
-    return total
+    """Z [B, H, T, S] of scores S [B, H, P + T, S].
+
+    Rows of zeros stand before each document, so that none of its queries reads one of another.
+    """
+    gap = kernel.shape[1] - 1
+    rows, time = scores.shape[2], positions.shape[1]
+    ages = torch.arange(rows - time, 0, -1, device=positions.device)
+    starts = torch.cat([positions[:, :1] - ages, positions], dim=1) == 0
+    starts[:, 0] = True
+    place = torch.arange(rows, device=starts.device) + gap * starts.cumsum(dim=1)
+    place = place.expand(scores.shape[0], rows)
+    row = torch.arange(scores.shape[0], device=starts.device)[:, None]
+    laid = scores.new_zeros(scores.shape[0], int(place.max()) + 1, *scores.shape[1::2])
+    laid = laid.index_put((row, place), scores.transpose(1, 2))  # [B, R, H, S]
+    found = _Convolution.apply(laid.transpose(1, 2), kernel)
+    return found.transpose(1, 2)[row, place[:, -time:] - gap].transpose(1, 2)
+
+
+class _Convolution(torch.autograd.Function):
+    """Maps [B, H, R, S] by kernels [H, c_q, c_k]: [B, H, R − c_q + 1, S].
+
+    torch's own gradient of a kernel for each head takes several times as long on a CPU.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(maps: Tensor, kernel: Tensor) -> Tensor:
+        # conv2d correlates: tap b meets the key j + b, and the last of a window its own query.
+        return _correlated(maps, kernel.flip(1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        maps, kernel = ctx.saved_tensors
+        gap = kernel.shape[1] - 1
+        grad_maps = _correlated(F.pad(grad, (0, 0, gap, gap)), kernel.flip(2))
+        return grad_maps, _kernel_gradient(maps, grad, kernel)
+
+
+def _correlated(maps: Tensor, kernel: Tensor) -> Tensor:
+    half = kernel.shape[2] // 2
+    maps = F.pad(maps, (half, half)).contiguous()  # oneDNN is ten times as slow if it is to pad
+    return F.conv2d(maps, kernel[:, None], groups=kernel.shape[0])
+
+
+def _kernel_gradient(maps: Tensor, grad: Tensor, kernel: Tensor) -> Tensor:
+    """The sum over b, i, j of grad[i, j] maps[i + c_q − 1 − a, j + b]: [H, c_q, c_k].
+
+    Of columns in blocks all products are made, whose diagonals are the sums.
+    """
+    lags, width = kernel.shape[1:]
+    half, rows, spare = width // 2, grad.shape[2], -grad.shape[3] % _BLOCK
+    maps = F.pad(maps, (half, half + spare)).transpose(0, 1)
+    maps = maps.unfold(3, _BLOCK + width - 1, _BLOCK)  # [H, B, R, S / 32, 31 + c_k]
+    grad = F.pad(grad, (0, spare)).transpose(0, 1).reshape(len(kernel), -1, _BLOCK)
+    found = []
+    for lag in range(lags):
+        read = maps[:, :, lags - 1 - lag :][:, :, :rows].flatten(1, 3)
+        products = grad.mT @ read
+        found.append([products.diagonal(b, 1, 2).sum(-1) for b in range(width)])
+    return torch.stack([torch.stack(taps, dim=-1) for taps in found], dim=1)
 
 
 def _over_heads(maps: Tensor, weights: Tensor | None) -> Tensor:

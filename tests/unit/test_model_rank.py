@@ -285,6 +285,31 @@ class TestMultiToken:
         expected = self.by_loops(q, k, v, parts["kernel"], *weights)
         torch.testing.assert_close(found[0].transpose(0, 1), expected, rtol=0, atol=1e-10)
 
+    @pytest.mark.parametrize("lengths", [(35,), (2, 33), (1, 3, 20)])
+    def test_gradients_are_those_of_its_definition(self, lengths):
+        """Packed documents, in more columns than are summed as one, like each alone."""
+        generator = torch.Generator().manual_seed(len(lengths))
+
+        def random(*shape):
+            found = torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return found.requires_grad_()
+
+        time = sum(lengths)
+        q, k, v = (random(2, time, 4) for _ in range(3))
+        kernel, before, after = random(2, 3, 5), random(2, 2), random(2, 2)
+        row = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths)])
+        found, _ = multi_token_attention(
+            q[None], k[None], v[None], kernel, before, after,
+            visible=(row[:, None] == row).tril()[None, None],
+            positions=torch.cat([torch.arange(n) for n in lengths])[None], scaling=0.5,
+        )  # fmt: skip
+        alone = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+        expected = torch.cat([self.by_loops(*x, kernel, before, after) for x in alone], dim=1)
+        weights, inputs = random(2, time, 4).detach(), (q, k, v, kernel, before, after)
+        found = torch.autograd.grad((found[0].transpose(0, 1) * weights).sum(), inputs)
+        expected = torch.autograd.grad((expected * weights).sum(), inputs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
     def test_it_starts_as_softmax_attention(self):
         plain = cat_model(conv_type="none", attn_implementation="eager")
         model = cat_model(**MULTI["plain"])

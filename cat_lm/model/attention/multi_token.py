@@ -49,9 +49,8 @@ class MultiToken(Pattern):
         return context_length * (12 * attention_channels(model) + 6 * self.parameters(model))
 
     def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count what eager attention has not: shifted scores of every lag, and mixed maps."""
-        options = self.resolved(model.attention_options)
-        halves = options["query_window"] + len(mixings(options["head_mixing"]))
+        """Count what eager attention has not: scores before the kernel, and mixed maps."""
+        halves = 1 + len(mixings(self.resolved(model.attention_options)["head_mixing"]))
         return -(-model.num_attention_heads * halves // 2)
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
