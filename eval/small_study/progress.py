@@ -7,7 +7,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from cat_lm.config import RunConfig
@@ -39,13 +39,25 @@ class Estimate:
     Attributes:
         seconds: of a whole run.
         training: of one that is trained alone, to choose a rate.
+        measuring: of a whole run whose training is taken over from another study; one that is
+            trained alone takes next to nothing then.
+        taken_over: the runs of which this is expected.
     """
 
     seconds: dict[str, float]
     training: dict[str, float]
+    measuring: dict[str, float]
+    taken_over: frozenset[Job] = frozenset()
 
     def of(self, job: Job) -> float:
-        return (self.seconds if job.rate is None else self.training)[job.model]
+        """Give a run's seconds, as far as is known before it is begun."""
+        return self.seconds_of(job, job in self.taken_over)
+
+    def seconds_of(self, job: Job, taken_over: bool) -> float:
+        """Give a run's seconds with and without its training."""
+        if job.rate is not None:
+            return 0.0 if taken_over else self.training[job.model]
+        return (self.measuring if taken_over else self.seconds)[job.model]
 
     def text(self, jobs: Sequence[Job], parallel: int, more: Sequence[str] = ()) -> str:
         """Say how long the jobs take.
@@ -61,8 +73,11 @@ class Estimate:
         return said
 
 
-def measure(study: Study, workers: Workers) -> Estimate:
+def measure(study: Study, workers: Workers, taken_over: Collection[Job] = ()) -> Estimate:
     """Trains one model of each kind for a few steps, as many at once as later.
+
+    Args:
+        taken_over: runs whose trainings other studies have.
 
     Raises UserError where one of them cannot be trained at all.
     """
@@ -82,7 +97,7 @@ def measure(study: Study, workers: Workers) -> Estimate:
     )
     if failures:
         raise UserError(f"{len(failures)} of {len(kinds)} trial trainings failed: {failures[0]}")
-    seconds, training = {}, {}
+    seconds, training, measuring = {}, {}, {}
     for model in study.models:
         config = study.config(Job(model, 0, folder))
         choosing = study.config(Job(model, TUNING_SEED, folder, config.optimizer.lr))
@@ -90,12 +105,13 @@ def measure(study: Study, workers: Workers) -> Estimate:
         training[model] = _work(choosing) / rate + start
         # Besides training: the export, and a process for each sweep.
         scored = FORWARD * study.scored_tokens() * reading_cost(study, config)
-        seconds[model] = (_work(config) + scored) / rate + (2 + len(study.texts())) * start
+        measuring[model] = scored / rate + (1 + len(study.texts())) * start
+        seconds[model] = measuring[model] + _work(config) / rate + start
     # Before hours of training here, whose runs could not be compared with those of elsewhere.
     here = {f"a trial of {job.model}": precision_of(job) for job in kinds.values()}
     check_precisions(study, [*known(study)[0], *study.jobs()], here)
     remove_marked(folder, TRIALS)
-    return Estimate(seconds, training)
+    return Estimate(seconds, training, measuring, frozenset(taken_over))
 
 
 def _work(config: RunConfig) -> float:
@@ -160,8 +176,7 @@ class Progress:
     def __init__(self, jobs: Sequence[Job], todo: Sequence[Job], estimate: Estimate, study: Study):
         self.total, self.todo, self.estimate = len(jobs), list(todo), estimate
         self.study = study
-        self.done: dict[Job, float] = {}
-        self.trained: list[Job] = []  # of these, those that were trained here
+        self.done: dict[Job, float] = {}  # with the seconds that were to be expected
         self.begin = time.perf_counter()
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -185,9 +200,7 @@ class Progress:
     def finished(self, job: Job, result: dict[str, Any]) -> None:
         """A line about a finished run, and about the time that the others will take."""
         with self._lock:
-            self.done[job] = result["seconds"]
-            if not result.get("reused"):
-                self.trained.append(job)
+            self.done[job] = self.estimate.seconds_of(job, bool(result.get("reused")))
             number = self.total - len(self.todo) + len(self.done)
             what = "diverged" if result["diverged"] else _loss(job)
             self.bar.write(
@@ -198,11 +211,8 @@ class Progress:
             sys.stdout.flush()
 
     def remaining(self) -> float:
-        """Seconds: the estimate of what is left, corrected by how it did so far.
-
-        Trainings that were taken over say nothing of how long others take.
-        """
-        expected = sum(map(self.estimate.of, self.trained))
+        """Seconds: the estimate of what is left, corrected by how it did so far."""
+        expected = sum(self.done.values())
         left = sum(self.estimate.of(job) for job in self.todo if job not in self.done)
         return left / expected * (time.perf_counter() - self.begin) if expected else left
 

@@ -33,11 +33,11 @@ TRAINED = ("checkpoints", "config.yaml", "metrics.jsonl", "model", "train.log")
 COPIES = "a training on its way from another study"  # the mark of their folder
 
 
-def check_reuse(study: Study, settings: dict[str, Any]) -> int:
-    """Count what can be taken over of the trainings that are not begun here.
+def check_reuse(study: Study, settings: dict[str, Any]) -> set[Job]:
+    """Find what can be taken over of the trainings that are not begun here.
 
-    Those of reported seeds whose rates are yet to be chosen are counted as far as other studies
-    have them at any rate.
+    Those of reported seeds whose rates are yet to be chosen are among them where other studies have
+    them at any rate.
 
     Args:
         settings: of `Study.settings`.
@@ -62,7 +62,7 @@ def check_reuse(study: Study, settings: dict[str, Any]) -> int:
                 f"tokens, rates, seeds, precision or models are others; leave it out"
             )
         found |= own
-    return sum(not job.folder.exists() for job in found)
+    return {job for job in found if not job.folder.exists()}
 
 
 def taken_over(workers: Workers, job: Job) -> dict[str, Any]:

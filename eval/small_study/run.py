@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,9 @@ def run_missing(
     models = f"{len(jobs)} runs of {len(study.models)} models{choosing}"
     print(f"{models} in {study.out}, {len(todo)} to do")
     if there:
-        print(
-            f"{there} trainings of other studies are taken over, where the rates chosen are theirs"
-        )
-    runner = Runner(study, lock, parallel)
+        of_others = f"{len(there)} trainings of other studies"
+        print(f"{of_others} are taken over, where the rates chosen are theirs")
+    runner = Runner(study, lock, parallel, there)
     if todo:
         said = runner.estimate.text(todo, runner.parallel, more)
         print(f"{runner.parallel} at a time, {runner.threads} threads each; {said}")
@@ -87,9 +86,11 @@ class Runner:
         begun, failed: runs that this call began, and those that failed twice.
     """
 
-    def __init__(self, study: Study, lock: Lock, parallel: int | None) -> None:
+    def __init__(
+        self, study: Study, lock: Lock, parallel: int | None, taken_over: Collection[Job]
+    ) -> None:
         cores = len(os.sched_getaffinity(0))
-        self.study, self._lock = study, lock
+        self.study, self._lock, self._taken_over = study, lock, taken_over
         self.parallel = parallel or (cores if study.size.parallel else 1)
         # Of the runs at once that are asked for, not of those that are left: the last run of a
         # study that goes on is as fast as the first.
@@ -107,7 +108,7 @@ class Runner:
     def estimate(self) -> Estimate:
         from eval.small_study.progress import measure
 
-        return measure(self.study, self.workers)
+        return measure(self.study, self.workers, self._taken_over)
 
     def finish(self, study: Study, jobs: list[Job]) -> None:
         """Runs those of the jobs that are not finished; what fails is tried once more at the end.

@@ -986,10 +986,20 @@ class TestStudy:
 
     def test_an_estimate_divides_by_the_runs_that_there_are(self, tmp_path):
         jobs = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path).jobs()
-        estimate = Estimate({"pythia": 60.0}, {"pythia": 20.0})
+        estimate = Estimate({"pythia": 60.0}, {"pythia": 20.0}, {"pythia": 10.0})
         assert "about 60 s for all" in estimate.text(jobs[:1], 4)
         assert "about 90 s for all" in estimate.text(jobs, 2)
         assert "about 90 s for all, up to 20 s more" in estimate.text(jobs, 2, ["pythia"] * 2)
+
+    def test_an_estimate_leaves_out_trainings_that_are_taken_over(self, tmp_path):
+        study = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path, rates=(1e-3, 3e-3))
+        jobs, (one, other) = study.jobs(), study.tuning_jobs()
+        estimate = Estimate(
+            {"pythia": 60.0}, {"pythia": 20.0}, {"pythia": 10.0}, frozenset({jobs[0], one})
+        )
+        assert [*map(estimate.of, (*jobs, one, other))] == [10, 60, 60, 0, 20]
+        # What was foreseen to be trained at another rate than was chosen is trained here.
+        assert estimate.seconds_of(jobs[0], False) == 60
 
     def test_estimate_starts_nothing(self, arguments, tmp_path, monkeypatch, capsys):
         imitation = Imitation()
