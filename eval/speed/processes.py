@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cat_lm.errors import UserError
+from eval.common.interrupts import Stopped, terminated_as_interrupt
 from eval.speed.progress import say
 from eval.speed.run import measure
 
@@ -67,9 +68,18 @@ def policies_for(records: Mapping[str, list[dict[str, Any]]]) -> list[str]:
 def _measure_apart(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     # Not a pool's worker, which may have no processes of its own.
-    with _environment(POLICIES[policy]), ProcessPoolExecutor(1, mp_context=spawn) as executor:
+    with (
+        terminated_as_interrupt(),
+        _environment(POLICIES[policy]),
+        ProcessPoolExecutor(1, mp_context=spawn) as executor,
+    ):
         try:
             return executor.submit(measure, options).result()
+        except Stopped:
+            # The signal was this process's alone; the executor would wait for the measurement.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
         except BrokenProcessPool:
             raise UserError(
                 "--processes: a measuring process died (the system ends one that takes too much "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
+from pathlib import Path
 
 
 def environment(options: argparse.Namespace) -> dict[str, str | None]:
@@ -15,3 +17,9 @@ def environment(options: argparse.Namespace) -> dict[str, str | None]:
 def die(options: argparse.Namespace) -> None:
     """End as a process does that the system kills."""
     os._exit(9)
+
+
+def hang(options: argparse.Namespace) -> None:
+    """Say who this is, into the pipe `options.kept`, and measure for longer than a test waits."""
+    Path(options.kept).write_text(str(os.getpid()))
+    time.sleep(600)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import signal
+import threading
 from itertools import product
 
 import pytest
 
 from cat_lm.errors import UserError
+from eval.common.interrupts import Stopped
 from eval.speed import join, processes, tables
 from eval.speed.__main__ import _parser
 from eval.speed.conv import lengths
@@ -297,6 +300,25 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
     monkeypatch.setattr(processes, "measure", speed_child.die)
     with pytest.raises(UserError, match=r"^--processes: a measuring process died"):
         processes._measure_apart(ASKED, "default")
+
+
+def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path):
+    """Otherwise it goes on, and slows down what is measured next."""
+    monkeypatch.setattr(processes, "measure", speed_child.hang)
+    pipe, found = tmp_path / "pid", []
+    os.mkfifo(pipe)
+
+    def stop() -> None:
+        found.append(int(pipe.read_text()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(Stopped):
+        processes._measure_apart(argparse.Namespace(kept=str(pipe)), "default")
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(found[0], 0)
 
 
 def test_what_has_rivals_takes_processes():

@@ -21,6 +21,7 @@ from torch import nn
 
 from cat_lm.errors import UserError
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
+from eval.common.interrupts import terminated_as_interrupt
 from eval.speed import choices
 from eval.speed.machine import forget_peak, resident_bytes
 from eval.speed.model.build import (
@@ -194,7 +195,8 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
         method = "forkserver"
         multiprocessing.set_forkserver_preload([*_PRELOADED, *_DEEPSPEED * case.optimizer])
     say("peak memory of each model, in processes of their own")
-    with multiprocessing.get_context(method).Pool(1, maxtasksperchild=1) as pool:
+    context = multiprocessing.get_context(method)
+    with terminated_as_interrupt(), context.Pool(1, maxtasksperchild=1) as pool:
         return {name: pool.apply(peak_memory, (case, name)) for name in names}
 
 
