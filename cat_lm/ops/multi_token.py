@@ -90,8 +90,7 @@ def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
     """
     gap = kernel.shape[1] - 1
     rows, time = scores.shape[2], positions.shape[1]
-    ages = torch.arange(rows - time, 0, -1, device=positions.device)
-    starts = torch.cat([positions[:, :1] - ages, positions], dim=1) == 0
+    starts = F.pad(positions == 0, (rows - time, 0))  # earlier queries are of the same document
     starts[:, 0] = True
     place = torch.arange(rows, device=starts.device) + gap * starts.cumsum(dim=1)
     place = place.expand(scores.shape[0], rows)

@@ -305,7 +305,7 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
 def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path):
     """Otherwise it goes on, and slows down what is measured next."""
     monkeypatch.setattr(processes, "measure", speed_child.hang)
-    pipe, found = tmp_path / "pid", []
+    pipe, done, found = tmp_path / "pid", tmp_path / "done", []
     os.mkfifo(pipe)
 
     def stop() -> None:
@@ -315,8 +315,9 @@ def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path):
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(Stopped):
-        processes._measure_apart(argparse.Namespace(kept=str(pipe)), "default")
+        processes._measure_apart(argparse.Namespace(kept=str(pipe), done=str(done)), "default")
     thread.join()
+    assert not done.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(found[0], 0)
 
