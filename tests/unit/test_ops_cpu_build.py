@@ -82,6 +82,26 @@ def test_is_built_once_and_found_again(cache):
 
 
 @needs_compiler
+@pytest.mark.parametrize("trapping", [False, True])
+def test_loops_of_exponentials_are_vectorised(tmp_path, trapping):
+    found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
+    clang = "clang" in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    if clang and trapping:
+        pytest.skip("the control is g++'s; clang assumes without being told that nothing traps")
+    source = tmp_path / "loop.cpp"
+    source.write_text(
+        '#include "numbers.h"\nextern "C" void loop(float* x, int64_t n) {\n'
+        "  for (int64_t i = 0; i < n; ++i) x[i] = exponential(x[i]);\n}\n"
+    )
+    told = "-Rpass=loop-vectorize" if clang else "-fopt-info-vec-optimized"
+    flags = [*compiler._flags(), *(["-ftrapping-math"] if trapping else []), told]
+    folder = Path(compiler.__file__).parent
+    command = [found, *flags, f"-I{folder}", str(source), "-o", str(tmp_path / "loop.so")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("loop.cpp:3:" in done.stderr) is not trapping
+
+
+@needs_compiler
 def test_removes_what_killed_builds_left(cache):
     old, young = cache / "build-old", cache / "build-young"
     for folder in (old, young):
