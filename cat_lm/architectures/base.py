@@ -267,6 +267,10 @@ class Architecture:
         """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
         return 0.0
 
+    def stream_in_fp32(self, section: Any) -> bool:
+        """Say whether the residual stream is in fp32 whatever the precision of training."""
+        return False
+
     def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
         """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32.
 

@@ -143,6 +143,10 @@ class StateSpace(Architecture):
         """Count the states that the scan keeps for its backward pass, in tensors of [B, T, C]."""
         return self.state_numbers(section) / EVERY / section.hidden_size
 
+    def stream_in_fp32(self, section: Any) -> bool:
+        """Say what is configured."""
+        return section.residual_in_fp32
+
     def forward_channels(self, section: Any) -> int:
         """Count the numbers of a token in a layer: two of the stream and eight inside it."""
         states = 2 * section.state_size * section.hidden_size

@@ -173,8 +173,7 @@ def norm_problems(model: Any) -> list[str]:
     return problems
 
 
-# Of a head, that flash attention's kernels take.
-_MOST_FLASH_CHANNELS = 256
+WIDEST_FLASH_HEAD = 256  # channels, that flash attention's kernels take
 
 
 def rank_problems(model: Any) -> list[str]:
@@ -201,12 +200,12 @@ def rank_problems(model: Any) -> list[str]:
         )
     if model.conv_norm != "none":
         problems.append(f"{named}: conv_norm={model.conv_norm} is for rank 1; use conv_norm=none")
-    width = rank * head_width(model)
+    width = query_width(model)
     is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
-    if is_flash and width > _MOST_FLASH_CHANNELS:
+    if is_flash and width > WIDEST_FLASH_HEAD:
         problems.append(
             f"{named}: makes heads of {width} channels, and attn_implementation=flash_attention_2 "
-            f"takes at most {_MOST_FLASH_CHANNELS}"
+            f"takes at most {WIDEST_FLASH_HEAD}"
         )
     return problems
 
@@ -308,6 +307,11 @@ def attention_channels(model: Any) -> int:
 def key_heads(model: Any) -> int:
     """Count the heads of keys, which are fewer where heads of queries share them."""
     return getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+
+
+def query_width(model: Any) -> int:
+    """Give the channels of a head's queries and keys, after filters of all ranks."""
+    return model.conv_rank * head_width(model)
 
 
 def head_width(model: Any) -> int:

@@ -104,7 +104,7 @@ def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
 class _Convolution(torch.autograd.Function):
     """Maps [B, H, R, S] by kernels [H, c_q, c_k]: [B, H, R − c_q + 1, S].
 
-    torch's own gradient of a kernel for each head takes several times as long on a CPU.
+    torch's own gradient of a kernel for each head takes longer on a CPU, in fp32.
     """
 
     generate_vmap_rule = True
@@ -128,7 +128,7 @@ class _Convolution(torch.autograd.Function):
 
 def _correlated(maps: Tensor, kernel: Tensor) -> Tensor:
     half = kernel.shape[2] // 2
-    maps = F.pad(maps, (half, half)).contiguous()  # oneDNN is ten times as slow if it is to pad
+    maps = F.pad(maps, (half, half)).contiguous()  # oneDNN is slow in fp32 if it is to pad
     return F.conv2d(maps, kernel[:, None], groups=kernel.shape[0])
 
 

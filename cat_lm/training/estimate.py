@@ -205,7 +205,8 @@ def _activations(config: RunConfig, on_gpu: bool) -> float:
     bf16 = train.precision == "bf16"
     compute = 2.0 if bf16 else 4.0
     # Under autocast (stage 0) the residual stream and the norms stay fp32.
-    size = 2.13 if bf16 and train.zero_stage == 0 else compute
+    autocast = bf16 and train.zero_stage == 0
+    size = 2.13 if autocast else compute
     tokens = _tokens(config)
     wide = architecture.saved_in_fp32(model)
     tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
@@ -214,8 +215,9 @@ def _activations(config: RunConfig, on_gpu: bool) -> float:
     length = config.data.context_length
     maps = tokens * length * architecture.saved_maps(model, length, on_gpu, train.precision)
     layer += (4 + compute) * maps
-    if train.activation_checkpointing:
-        return layer + size * tokens * model.hidden_size * model.num_hidden_layers
+    if train.activation_checkpointing:  # what each layer reads, and one layer's
+        stream = 4.0 if autocast or architecture.stream_in_fp32(model) else compute
+        return layer + stream * tokens * model.hidden_size * model.num_hidden_layers
     return layer * model.num_hidden_layers
 
 

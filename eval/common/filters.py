@@ -30,10 +30,12 @@ class Filters:
         conv_type: their kind's name.
         streams: q, k, v -> float32 [layers, *shape], the shape being the kind's; of filters as long
             as the text the first 64 taps.
+        left_out: what filters the model has beside these, in a sentence; "" for none.
     """
 
     conv_type: str
     streams: dict[str, np.ndarray]
+    left_out: str = ""
 
     @property
     def kind(self) -> kinds.Kind:
@@ -65,7 +67,17 @@ def read_filters(model: Path) -> Filters | None:
         stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
         for stream in config.convolved_streams
     }
-    return Filters(config.conv_type, streams)
+    return Filters(config.conv_type, streams, _left_out(config))
+
+
+def _left_out(config: PreTrainedConfig) -> str:
+    """Say what a picture of a filter a head and stream has no place for."""
+    others = []
+    if (rank := getattr(config, "conv_rank", 1)) > 1:
+        others.append(f"{rank - 1} more of q and of k in each head (conv_rank={rank})")
+    if (canon := getattr(config, "canon", "none")) != "none":
+        others.append(f"those of Canon layers (canon={canon})")
+    return f"Not drawn: {' and '.join(others)}." if others else ""
 
 
 def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:

@@ -32,12 +32,12 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def terminated_as_interrupt() -> Iterator[None]:
-    """End the block on SIGTERM like on Ctrl-C, so that no process is left behind."""
+    """End the block by `Stopped` on a signal that ends this command, so that no process is left."""
 
     def interrupt(number: int, _: object) -> None:
         raise Stopped(number)
 
-    with _handled((signal.SIGTERM,), interrupt):
+    with _handled(_ENDING, interrupt):
         yield
 
 

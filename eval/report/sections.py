@@ -212,4 +212,4 @@ def _filters_caption(run: Run) -> str:
             " Every channel has a filter of its own: above their mean in a head, below how far "
             "the channels differ."
         )
-    return caption
+    return f"{caption} {filters.left_out}".rstrip()

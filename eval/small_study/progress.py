@@ -39,14 +39,15 @@ class Estimate:
     Attributes:
         seconds: of a whole run.
         training: of one that is trained alone, to choose a rate.
-        measuring: of a whole run whose training is taken over from another study; one that is
-            trained alone takes next to nothing then.
+        measuring: of a whole run whose training is taken over from another study.
+        starting: of one that is trained alone and taken over: its training program finds it done.
         taken_over: the runs of which this is expected.
     """
 
     seconds: dict[str, float]
     training: dict[str, float]
     measuring: dict[str, float]
+    starting: dict[str, float]
     taken_over: frozenset[Job] = frozenset()
 
     def of(self, job: Job) -> float:
@@ -56,7 +57,7 @@ class Estimate:
     def seconds_of(self, job: Job, taken_over: bool) -> float:
         """Give a run's seconds with and without its training."""
         if job.rate is not None:
-            return 0.0 if taken_over else self.training[job.model]
+            return (self.starting if taken_over else self.training)[job.model]
         return (self.measuring if taken_over else self.seconds)[job.model]
 
     def text(self, jobs: Sequence[Job], parallel: int, more: Sequence[str] = ()) -> str:
@@ -97,21 +98,22 @@ def measure(study: Study, workers: Workers, taken_over: Collection[Job] = ()) ->
     )
     if failures:
         raise UserError(f"{len(failures)} of {len(kinds)} trial trainings failed: {failures[0]}")
-    seconds, training, measuring = {}, {}, {}
+    seconds, training, measuring, starting = {}, {}, {}, {}
     for model in study.models:
         config = study.config(Job(model, 0, folder))
         choosing = study.config(Job(model, TUNING_SEED, folder, config.optimizer.lr))
         rate, start = rates[kinds[_kind(config)].model]
+        starting[model] = start
         training[model] = _work(choosing) / rate + start
-        # Besides training: the export, and a process for each sweep.
+        # Besides training: its program, the export, and a process for each sweep.
         scored = FORWARD * study.scored_tokens() * reading_cost(study, config)
-        measuring[model] = scored / rate + (1 + len(study.texts())) * start
-        seconds[model] = measuring[model] + _work(config) / rate + start
+        measuring[model] = scored / rate + (2 + len(study.texts())) * start
+        seconds[model] = measuring[model] + _work(config) / rate
     # Before hours of training here, whose runs could not be compared with those of elsewhere.
     here = {f"a trial of {job.model}": precision_of(job) for job in kinds.values()}
     check_precisions(study, [*known(study)[0], *study.jobs()], here)
     remove_marked(folder, TRIALS)
-    return Estimate(seconds, training, measuring, frozenset(taken_over))
+    return Estimate(seconds, training, measuring, starting, frozenset(taken_over))
 
 
 def _work(config: RunConfig) -> float:

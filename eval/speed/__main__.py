@@ -112,7 +112,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     usual = (1024, 4096, 16384)
     parser.add_argument(
         "--lengths",
-        type=whole_numbers(limits.CONTEXT, "1024,4096"),
+        type=whole_numbers(limits.CONTEXT, "1024,4096", distinct=True),
         default=usual,
         metavar="LIST",
         help=f"T (default: {','.join(map(str, usual))})",
@@ -233,7 +233,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         )
     read.add_argument(
         "--prompts",
-        type=whole_numbers(limits.CONTEXT, "256,1024"),
+        type=whole_numbers(limits.CONTEXT, "256,1024", distinct=True),
         default=(2048, 16384),
         metavar="LIST",
         help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",

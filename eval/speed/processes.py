@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cat_lm.errors import UserError
-from eval.common.interrupts import Stopped, terminated_as_interrupt
+from eval.common.interrupts import terminated_as_interrupt
 from eval.speed.progress import say
 from eval.speed.run import measure
 
@@ -75,8 +75,8 @@ def _measure_apart(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     ):
         try:
             return executor.submit(measure, options).result()
-        except Stopped:
-            # The signal was this process's alone; the executor would wait for the measurement.
+        except KeyboardInterrupt:
+            # The signal may be this process's alone; the executor would wait for the measurement.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise

@@ -125,6 +125,7 @@ def test_what_keeps_documents_apart_is_chosen_by_name(monkeypatch):
         ({"dtype": torch.float32}, "half precision, not float32"),
         ({"capability": (7, 5)}, "compute capability 8.0"),
         ({"hidden_size": 48, "position_embedding": "none"}, "multiple of 8, up to 256, not 12"),
+        ({"hidden_size": 256, "conv_rank": 5}, "multiple of 8, up to 256, not 320"),
         ({"attn_implementation": "eager"}, "attn_implementation=eager takes a mask"),
         ({"attn_implementation": "flex_attention"}, "takes a mask of blocks"),
         ({"conv_type": "multihead", "conv_mixing": "maps"}, "cannot compute mixed attention maps"),

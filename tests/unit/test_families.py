@@ -24,14 +24,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
 from cat_lm import architectures
-from cat_lm.config import load_config
+from cat_lm.config import RunConfig, load_config
 from cat_lm.export import export_checkpoint
 from cat_lm.library_model import TOLERANCE
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
 from cat_lm.training.building import give_memory, without_weights
+from cat_lm.training.estimate import memory_per_rank
 from eval.length_sweep.perplexity import span_windows, token_nlls
 from tests.finished_runs import checkpoint
+from tests.runs import run_values
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, CONTEXT = 257, 64
@@ -45,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
         "conv_type": "head",
         "conv_filter": "ssm",
         "conv_state": 4,
+    },
+    "gpt_neox: multi-token": {
+        "num_attention_heads": 4,
+        "attention": "multi_token",
+        "attn_implementation": "eager",
     },
     "llama": {"num_attention_heads": 4, "intermediate_size": 48, "num_key_value_heads": 2},
     "llama: parts": {
@@ -231,8 +238,10 @@ def test_what_training_keeps_is_estimated(case, precision):
         model(tokens(2, 256))
     taken = sum(s.nbytes() for at, s in kept.items() if at not in own)
     wide, size = family.saved_in_fp32(section), precision.itemsize
-    counted = size * (family.saved_tensors(section) - wide) + 4 * wide
-    counted *= 2 * 2 * 256 * 64  # layers, rows, tokens, width
+    counted = 64 * (size * (family.saved_tensors(section) - wide) + 4 * wide)
+    name = {4: "fp32", 2: "bf16"}[size]
+    counted += 256 * (4 + size) * family.saved_maps(section, 256, False, name)
+    counted *= 2 * 2 * 256  # layers, rows, tokens
     assert 0.8 < counted / taken < 1.25, (counted / taken, counted, taken)
 
 
@@ -435,6 +444,27 @@ def test_checkpointed_layers_give_the_same_gradients(case):
     assert all(getattr(layer, "gradient_checkpointing", False) for layer in layers(model))
     for one, other in zip(gradients(model, rows), plain, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@every_case
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1)])
+def test_what_checkpointing_keeps_of_a_layer_is_estimated(case, precision, stage, tmp_path):
+    values = run_values(
+        tmp_path, tmp_path, precision=precision, zero_stage=stage, activation_checkpointing=True
+    )
+    counted = []
+    for count in (2, 3):
+        values["model"] = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
+        values["model"]["num_hidden_layers"] = count
+        memory = memory_per_rank(RunConfig.model_validate(values), 1000, 8, VOCABULARY, False)
+        counted.append(memory.activations)
+    model, read = model_of(case).train(), []
+    if precision == "bf16" and stage:
+        model.to(torch.bfloat16)
+    layers(model)[-1].register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and not stage):
+        model(tokens(2, 32))
+    assert counted[1] - counted[0] == read[0].nbytes
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -142,6 +142,16 @@ def test_filters_are_read_as_they_are_used(tmp_path):
     assert not torch.allclose(expected, model.gpt_neox.layers[1].attention.convolution.v_filter)
 
 
+def test_filters_that_are_not_read_are_named(tmp_path):
+    for fields, said in (
+        ({}, ""),
+        ({"conv_rank": 3}, "Not drawn: 2 more of q and of k in each head (conv_rank=3)."),
+        ({"canon": "AC"}, "Not drawn: those of Canon layers (canon=AC)."),
+    ):
+        cat_model(**fields, conv_window=4).save_pretrained(tmp_path)
+        assert read_filters(tmp_path).left_out == said
+
+
 @each_model
 def test_counts_are_those_of_the_model(fields):
     model = cat_model(**fields)

@@ -81,7 +81,7 @@ def test_rank_r_is_the_score_map_convolved(family, implementation):
     filters = attention.convolution
     with torch.no_grad():
         for bias in filters.biases():
-            bias.zero_()  # the map is that of projections alone; test_biases has them
+            bias.zero_()  # the map below is that of projections alone
     query, key, value, scaling, _ = streams_of(model, ids)
     assert query.shape[3] == 3 * value.shape[3] == 24 and scaling == 8**-0.5
     norm = model.base_model.layers[0].input_layernorm

@@ -302,7 +302,8 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
         processes._measure_apart(ASKED, "default")
 
 
-def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path, number):
     """Otherwise it goes on, and slows down what is measured next."""
     monkeypatch.setattr(processes, "measure", speed_child.hang)
     pipe, done, found = tmp_path / "pid", tmp_path / "done", []
@@ -310,7 +311,7 @@ def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path):
 
     def stop() -> None:
         found.append(int(pipe.read_text()))
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=stop)
     thread.start()

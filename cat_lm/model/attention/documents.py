@@ -13,6 +13,7 @@ import torch
 
 from cat_lm.model import attention
 from cat_lm.model.attention.varlen import why_no_kernel
+from cat_lm.model.rules import query_width
 from cat_lm.model.settings import AttentionSettings
 
 _MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
@@ -53,7 +54,7 @@ def document_attention(
 
 def _obstacle(config: AttentionSettings, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why torch's kernel cannot serve a model; None if it can."""
-    if obstacle := why_no_kernel(device, dtype, config.head_width):
+    if obstacle := why_no_kernel(device, dtype, query_width(config)):
         return obstacle
     # What goes with the package of that name goes with the kernel.
     problems = attention.implementation_problems(config, "flash_attention_2")

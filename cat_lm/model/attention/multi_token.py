@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.model.attention.base import Pattern
@@ -49,9 +50,13 @@ class MultiToken(Pattern):
         return context_length * (12 * attention_channels(model) + 6 * self.parameters(model))
 
     def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count what eager attention has not: scores before the kernel, and mixed maps."""
-        halves = 1 + len(mixings(self.resolved(model.attention_options)["head_mixing"]))
-        return -(-model.num_attention_heads * halves // 2)
+        """Count what eager attention has not: scores before the kernel, and mixed maps.
+
+        The scores have c_q − 1 rows more for a document; for others in the row none are counted.
+        """
+        mixed = len(mixings(self.resolved(model.attention_options)["head_mixing"]))
+        halves = 1 + self._past(model) / context_length + mixed
+        return math.ceil(model.num_attention_heads * halves / 2)
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the last c_q − 1 queries."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cat_lm.model.rules import WIDEST_FLASH_HEAD
+
 HALF = (torch.bfloat16, torch.float16)
-WIDEST_HEAD = 256  # of the kernel
 
 
 def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -24,8 +25,9 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str |
         return "flash attention needs a GPU of compute capability 8.0"
     if dtype not in HALF:
         return f"flash attention needs half precision, not {str(dtype).removeprefix('torch.')}"
-    if width % 8 or width > WIDEST_HEAD:
-        return f"flash attention needs heads of a multiple of 8, up to {WIDEST_HEAD}, not {width}"
+    if width % 8 or width > WIDEST_FLASH_HEAD:
+        most = WIDEST_FLASH_HEAD
+        return f"flash attention needs heads of a multiple of 8, up to {most}, not {width}"
     return None
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
 
     Returns:
         The record's part. `of_shortest_prompt` of a row says how much of its rate with the cache
-        is left of that after its model's shortest prompt, by repeats: 1 is flat in the length.
+        is left of that after its model's shortest prompt, by all pairs of their repeats, which
+        did not take turns: 1 is flat in the length.
 
     Raises:
         UserError: a model cannot be built, or decodes otherwise with its cache than without.
@@ -83,7 +85,7 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
         row["of_shortest_prompt"] = None
         if (shortest := shortest_prompt(results, row)) is not row:
             rates = (one["tokens_per_second_cached"]["all"] for one in (row, shortest))
-            row["of_shortest_prompt"] = summary([a / b for a, b in zip(*rates, strict=True)])
+            row["of_shortest_prompt"] = summary([a / b for a, b in product(*rates)])
     return {"results": results}
 
 

@@ -44,7 +44,7 @@ def test_reading_far_costs_attention_more(tmp_path):
 
 def test_an_estimate_divides_by_the_runs_that_there_are(tmp_path):
     jobs = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path).jobs()
-    estimate = Estimate({"pythia": 60.0}, {"pythia": 20.0}, {"pythia": 10.0})
+    estimate = Estimate({"pythia": 60.0}, {"pythia": 20.0}, {}, {})
     assert "about 60 s for all" in estimate.text(jobs[:1], 4)
     assert "about 90 s for all" in estimate.text(jobs, 2)
     assert "about 90 s for all, up to 20 s more" in estimate.text(jobs, 2, ["pythia"] * 2)
@@ -53,23 +53,26 @@ def test_an_estimate_divides_by_the_runs_that_there_are(tmp_path):
 def test_an_estimate_leaves_out_trainings_that_are_taken_over(tmp_path):
     study = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path, rates=(1e-3, 3e-3))
     jobs, (one, other) = study.jobs(), study.tuning_jobs()
-    estimate = Estimate(
-        {"pythia": 60.0}, {"pythia": 20.0}, {"pythia": 10.0}, frozenset({jobs[0], one})
-    )
-    assert [*map(estimate.of, (*jobs, one, other))] == [10, 60, 60, 0, 20]
+    seconds = ({"pythia": number} for number in (60.0, 20.0, 10.0, 5.0))
+    estimate = Estimate(*seconds, frozenset({jobs[0], one}))
+    assert [*map(estimate.of, (*jobs, one, other))] == [10, 60, 60, 5, 20]
     # What was foreseen to be trained at another rate than was chosen is trained here.
     assert estimate.seconds_of(jobs[0], False) == 60
 
 
 def test_what_is_left_is_corrected_by_runs_of_both_kinds(tmp_path, monkeypatch):
     """Runs as fast as estimated leave what was estimated, taken over or not."""
-    study = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path)
-    jobs = study.jobs()
-    estimate = Estimate({"pythia": 60.0}, {}, {"pythia": 10.0}, frozenset(jobs[:2]))
+    study = Study(SIZES["cpu"], ("pythia",), (0, 1, 2), tmp_path, tmp_path, rates=(1e-3, 3e-3))
+    jobs, (tuned, _) = study.jobs(), study.tuning_jobs()
+    seconds = ({"pythia": number} for number in (60.0, 20.0, 10.0, 5.0))
+    estimate = Estimate(*seconds, frozenset({*jobs[:2], tuned}))
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     monkeypatch.setattr("eval.small_study.progress._loss", lambda _: "a loss")
-    with Progress(jobs, jobs, estimate, study) as progress:
+    with Progress([tuned, *jobs], [tuned, *jobs], estimate, study) as progress:
+        now += 5
+        progress.finished(tuned, {"seconds": 5, "diverged": False, "reused": "there"})
+        assert progress.remaining() == 10 + 10 + 60
         now += 10
         progress.finished(jobs[0], {"seconds": 10, "diverged": False, "reused": "there"})
         assert progress.remaining() == 10 + 60
