@@ -8,7 +8,8 @@ the zeros above the diagonal and S_h = M₀(Q_h K_hᵀ · scale),
 
 which is causal, as S is zero for keys after their query. Z and A are maps of T × T that are kept
 whole: this is the reference for short rows, of which a kernel of rank R (`conv_rank`) is the cheap
-form. The group norm and gate that the paper's code puts after attention are not here.
+form. The convolution of A after the softmax that the paper tries too, and the group norm and gate
+that its code puts after attention, are not here.
 """
 
 from __future__ import annotations

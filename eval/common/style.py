@@ -23,6 +23,7 @@ from cat_lm.io.files import atomic_write
 RUN_COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00"),
     *("#56708a", "#3fa7d6", "#c22f3d", "#4d4d4d", "#7bb661"),
+    *("#e69f00", "#332288"),
 )
 # Of another number than the colours, so that their pairs repeat late.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")

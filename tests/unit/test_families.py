@@ -447,6 +447,22 @@ def test_checkpointed_layers_give_the_same_gradients(case):
 
 
 @every_case
+def test_a_training_step_compiles_without_a_graph_break(case):
+    torch._dynamo.reset()
+    model, rows, found = model_of(case, num_hidden_layers=1).train(), tokens(2, 40), []
+    documents = (torch.arange(40) // 15).expand(2, 40)
+    for compiled in (False, True):
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        loss = model(rows, labels=rows, document_ids=documents).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
+@every_case
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1)])
 def test_what_checkpointing_keeps_of_a_layer_is_estimated(case, precision, stage, tmp_path):
     values = run_values(
