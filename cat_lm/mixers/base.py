@@ -59,6 +59,7 @@ class MixerKind:
         Options: a frozen dataclass of plain values, see cat_lm/options.py.
         layers: that the paper's comparison gives it.
         block: of eval/recall/model.py, `layer` or `rms`.
+        longest: tokens of the longest row that its module takes; None for any.
         supports: which of CAPABILITIES its module takes.
     """
 
@@ -66,6 +67,7 @@ class MixerKind:
     Options: ClassVar[type]
     layers: ClassVar[int] = 2
     block: ClassVar[str] = "layer"
+    longest: ClassVar[int | None] = None
     supports: ClassVar[frozenset[str]] = frozenset()
 
     def learned_positions(self, options: Any) -> bool:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import attention_flops, check_counts
-from cat_lm.ops.multi_token_options import DEFAULTS, mixings, option_problems, parameters
+from cat_lm.ops.multi_token_options import (
+    DEFAULTS,
+    LONGEST,
+    mixings,
+    option_problems,
+    parameters,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +61,7 @@ class MultiToken(MixerKind):
     name = "multi-token"
     Options = Options
     layers = 1
+    longest = LONGEST
     supports = ALL
 
     def check(self, options: Options, setting: Setting) -> None:

@@ -182,12 +182,12 @@ QUESTIONS = {
     "streams": Question(
         "which of q, k and v needs the filter, with and without positions?",
         _pairs(
-            *((model, _PLAIN) for model in (_V, _K, _QK, _CAT)),
+            *((model, _PLAIN) for model in (_V, _K, _QK, _KV, _QV, _CAT)),
             # What q and k add to v, and each stream to the other two.
             *((_CAT, model) for model in (_V, _QK, _KV, _QV)),
         ),
         interactions=_interactions((_V, _PLAIN), (_QK, _PLAIN)),
-        beyond=(YARN,),
+        beyond=(NONE,),
     ),
     "maps": Question(
         "do filters that mix attention maps differ from those that mix embeddings?",

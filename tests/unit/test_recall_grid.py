@@ -331,7 +331,7 @@ def test_the_largest_width_is_compared_with_the_least_of_the_same_model():
         line("attention", (1.0, 1.0), 64, CONTROL),
     ]
     found = contrasts.told(lines, [], "width")
-    panels, wide = found[:3], found[3:]
+    panels, wide, (gain,) = found[:3], found[3:5], found[5:]
     assert pairs_of(panels) == [
         ("MQAR", "d = 8", x, "cat", minus)
         for x, minus in ((16, "mamba"), (64, "mamba"), (16, "based"))
@@ -340,7 +340,12 @@ def test_the_largest_width_is_compared_with_the_least_of_the_same_model():
         ("MQAR", "d = 8", 64, f"{mixer}, d = 64", f"{mixer}, d = 16") for mixer in ("cat", "mamba")
     ]
     assert [x["mean"] for x in wide] == [0.125, 0.5625]
-    assert {x["comparisons"] for x in found} == {5}
+    assert (gain["mixer"], gain["minus"]) == (
+        "mamba, d = 64 less mamba, d = 16",
+        "cat, d = 64 less cat, d = 16",
+    )
+    assert gain["mean"] == 0.5625 - 0.125
+    assert {x["comparisons"] for x in found} == {6}
     assert pairs_of(contrasts.told(lines, [], "length")) == pairs_of(panels)  # lengths: none
 
 
@@ -379,29 +384,52 @@ def test_points_are_the_lengths_of_the_tests_or_the_width():
     assert not fixed(run, record)
 
 
+def with_accuracy(trained: float, **tests: float) -> dict:
+    """A record of a control that has this accuracy at its length, and these in other tests."""
+    found = {"trained length": trained} | {k.replace("_", " "): x for k, x in tests.items()}
+    return {
+        "accuracy": trained,
+        "layers": 2,
+        "tests": {name: {"accuracy": accuracy} for name, accuracy in found.items()},
+    }
+
+
+def test_the_negative_control_is_at_chance_in_every_test():
+    (place,) = (p for p in small("length") if p.run.line == NEGATIVE)
+    (run, *_), (_, longer) = of(place), place.run.cell.test_lengths
+    names = [name for name in run.cell.tests() if name != "trained length"]
+    record = with_accuracy(0.03, **dict.fromkeys(names, 0.03))
+    found = grid.controls([(run, record)])["negative"]
+    assert all(x["passed"] for x in found)
+    assert [x["test"] for x in found] == ["trained length", *names] and len(names) > 1
+    record["tests"][f"length {longer}"]["accuracy"] = 0.3
+    found = grid.controls([(run, record)])["negative"]
+    assert [x["test"] for x in found if not x["passed"]] == [f"length {longer}"]
+
+
 def test_controls_are_measured_against_their_limits():
     places = {p.run.row if p.run.row == CONTROL else p.run.line: p for p in small("accuracy")}
     negative, positive = of(places[NEGATIVE])[0], of(places[CONTROL])
     assert (positive[0].column, positive[0].line, len(positive)) == ("MQAR", "attention", 2)
-    low = {"accuracy": 0.3, "layers": 2}
+    low = with_accuracy(0.3)
     found = grid.controls([(run, low) for run in (negative, *positive)])
     assert [x["passed"] for x in (*found["positive"], *found["negative"])] == [False, False]
     # 40 rows of 4 answers: five deviations of a guesser with chance 1/32.
     assert found["negative"][0]["at_most"] == pytest.approx(1 / 32 + 5 * (31 / 32**2 / 160) ** 0.5)
-    high = [{"accuracy": accuracy, "layers": 2} for accuracy in (0.03, 0.983, 0.999)]
+    high = [with_accuracy(accuracy) for accuracy in (0.03, 0.983, 0.999)]
     found = grid.controls(list(zip((negative, *positive), high, strict=True)))
     (one,) = found["positive"]
     assert one["passed"] and one["accuracy"] == pytest.approx(0.991) and one["min"] == 0.983
     assert found["negative"][0]["passed"]
     # Across widths each has its own, and one that learned vouches for no other.
     wide = [replace(run, cell=replace(run.cell, d_model=64)) for run in positive]
-    rows = [(run, {"accuracy": 0.5, "layers": 2}) for run in positive]
-    both = grid.controls([*rows, *((run, {"accuracy": 1.0, "layers": 2}) for run in wide)])
+    rows = [(run, with_accuracy(0.5)) for run in positive]
+    both = grid.controls([*rows, *((run, with_accuracy(1.0)) for run in wide)])
     assert [(x["d_model"], x["passed"]) for x in both["positive"]] == [(16, False), (64, True)]
     # Every place has its own; a guesser's luck is at most all answers.
     cell = replace(negative.cell, task="mqar:keys=2,vocab_size=8", test_examples=1)
     runs = [negative, replace(negative, row="MQNAR", column="d = 9", cell=cell), *positive]
-    found = grid.controls([(run, {"accuracy": 0.1, "layers": 2}) for run in runs])
+    found = grid.controls([(run, with_accuracy(0.1)) for run in runs])
     places = [(x["row"], x["column"], x["seq_len"], x["passed"]) for x in found["negative"]]
     assert places == [("MQAR", "d = 16", 16, True), ("MQNAR", "d = 9", 16, True)]
     assert [x["chance"] for x in found["negative"]] == [1 / 32, 1 / 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -80,30 +81,35 @@ def test_a_run_is_over_its_plateau_where_it_is_first_above(lines):
 
 
 def test_the_page_tells_how_many_and_when(lines):
-    told = mamba.markdown({"lines": lines, "chosen": [], "differences": [], "tuning_seed": 7})
+    told = mamba.markdown({"lines": lines} | NOTHING)
     assert "| dropout | start | rate 0.001 | rate 0.01 |" in told
     assert "| 0 | own | 0 of 1; 0.12 to 0.12 | 2 of 3, 20 (10 to 30); 0.10 to 0.98 |" in told
 
 
-def tuned(values: dict[tuple[float, str], tuple[float, ...]], row: str = "L = 16") -> list:
-    """Runs at their chosen rates, as run_tuned gives them; one rate lies on the edge."""
+NOTHING = {"chosen": [], "differences": [], "controls": [], "tuning_seed": 7}
+
+
+def tuned(values: dict[tuple[float, str], tuple[int | None, ...]], row: str = "L = 16") -> list:
+    """Runs at their chosen rates that find the task after so many tens of steps, as run_tuned gives
+    them; one rate lies on the edge."""
     cell = Cell("mqar", "mamba", 16, 16)
     found = []
-    for (dropout, start), accuracies in values.items():
-        edge = Choice(3e-2, {1e-2: 0.5, 3e-2: 0.75}, True)
+    for (dropout, start), tens in values.items():
+        edge = Choice(3e-2, {1e-2: -9.0, 3e-2: -8.0}, True)
         choice = edge if (dropout, start) == (0.1, "own") else Choice(1e-2, {}, False)
-        for seed, accuracy in enumerate(accuracies):
+        for seed, ten in enumerate(tens):
             changed = {"lr": choice.rate, "seed": seed, "embedding_dropout": dropout}
             run = Run(row, "", "", dataclasses.replace(cell, **changed))
-            found.append((run, record_of([0.1], accuracy, start), choice))
+            curve = [0.1] * 9 if ten is None else [0.1] * (ten - 1) + [0.95]
+            found.append((run, record_of(curve, 0.99, start), choice))
     return found
 
 
 VALUES = {
-    (0.0, "own"): (0.9, 0.8, 0.85),
-    (0.0, "zoology"): (0.9, 0.79, 0.86),
-    (0.1, "own"): (0.5, 0.38, 0.46),
-    (0.1, "zoology"): (0.5, 0.4, 0.9),
+    (0.0, "own"): (10, 12, 11),
+    (0.0, "zoology"): (10, 13, 11),
+    (0.1, "own"): (41, 47, 45),
+    (0.1, "zoology"): (40, 45, 9),
 }
 
 
@@ -117,27 +123,57 @@ def test_dropout_and_start_are_compared_by_pairs_corrected_for_their_number():
         ("dropout 0.1, start zoology", "dropout 0.1, start own"),
     ]
     dropout, start = found["differences"][0], found["differences"][2]
-    each = (-0.4, -0.42, -0.39)
+    each = [math.log2(one / other) for one, other in ((41, 10), (47, 12), (45, 11))]
     assert dropout["mean"] == pytest.approx(sum(each) / 3)
     deviation = (sum((x - sum(each) / 3) ** 2 for x in each) / 2) ** 0.5
     half = t_quantile(1 - 0.025 / 4, 2) * deviation / 3**0.5
     assert dropout["high"] - dropout["mean"] == pytest.approx(half)
-    assert (dropout["verdict"], start["verdict"]) == ("lower", "unclear")
+    assert (dropout["verdict"], start["verdict"]) == ("higher", "unclear")
     assert {x["comparisons"] for x in found["differences"]} == {4}
     both = mamba.compared([*tuned(VALUES), *tuned(VALUES, "L = 32")])["differences"]
     assert len(both) == 8 and both[0]["low"] < dropout["low"]  # of two lengths twice as many
 
 
+def test_a_run_that_never_finds_the_task_leaves_no_interval():
+    found = mamba.compared(tuned(VALUES | {(0.1, "own"): (41, None, 45)}))
+    assert [x["low"] is None for x in found["differences"]] == [True, False, False, True]
+    told = mamba.markdown({"lines": []} | NOTHING | found)
+    assert "| L = 16 | 0.1 | own | ≥ 0.03 | 410, never, 450 |" in told
+
+
+def test_a_rate_is_chosen_by_when_it_finds_the_task():
+    cell = mamba.plan(mamba.SCALES["cpu"])[0].run.cell
+    scores = [
+        cell.score(record_of(curve, 1.0) | {"validation": {"accuracy": curve[-1]}})
+        for curve in ([0.95], [0.1, 0.95], [0.1, 0.8], [0.1, 0.2])
+    ]
+    assert scores == sorted(scores, reverse=True) and scores[0] - scores[1] == pytest.approx(1)
+
+
+def test_controls_that_do_as_they_must_not_are_told_first():
+    runs = mamba.controls(mamba.SCALES["cpu"])
+    assert [run.line for run in runs] == ["attention", "none"]
+    good = [mamba._control(runs[0], record_of([0.1, 0.99], 1.0))]
+    good.append(mamba._control(runs[1], record_of([0.1, 0.1], 0.1)))
+    assert all(x["passed"] for x in good)
+    bad = [good[0], mamba._control(runs[1], record_of([0.95], 1.0))]
+    told = mamba.markdown({"lines": []} | NOTHING | {"controls": bad})
+    assert told.startswith(
+        "Controls, one run each. L = 16, none: found at step 10 (accuracy 1.000), and must not"
+    )
+    assert not mamba._control(runs[0], record_of([0.1], 0.1))["passed"]
+
+
 def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):
-    record = {"lines": lines, "tuning_seed": 7, **mamba.compared(tuned(VALUES))}
+    record = {"lines": lines} | NOTHING | mamba.compared(tuned(VALUES))
     told = mamba.markdown(record)
-    assert "| L = 16 | 0 | own | 0.01 | 0.850 |" in told
-    assert "| L = 16 | 0.1 | own | ≥ 0.03 | 0.447 |" in told and "with seed 7" in told
+    assert "| L = 16 | 0 | own | 0.01 | 100, 120, 110 |" in told
+    assert "| L = 16 | 0.1 | own | ≥ 0.03 | 410, 470, 450 |" in told and "with seed 7" in told
     assert "In 1 of 4 rows it is the least or largest of those tried" in told
     first = (
-        r"\| dropout 0.1, start own less dropout 0, start own \| -0.403 \| -0.4\d+ to -0.3\d+ \|"
+        r"\| dropout 0.1, start own less dropout 0, start own \| \+2.013 \| \+1.\d+ to \+2.\d+ \|"
     )
-    assert re.search(first + r" lower \|", told)
+    assert re.search(first + r" higher \|", told)
     assert "paired by seed over 3 seeds; 95% for all 4 intervals together" in told
     one = mamba.compared(tuned({line: found[:1] for line, found in VALUES.items()}))
     assert "Differences" not in mamba.markdown(record | one)  # of one seed: no interval
@@ -145,7 +181,7 @@ def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):
 
 def test_a_rate_that_some_lines_have_alone_leaves_the_others_a_place(lines):
     wider = [{**lines[0], "rate": 3e-2, "start": "zoology"}]
-    record = {"lines": lines + wider, "chosen": [], "differences": [], "tuning_seed": 7}
+    record = {"lines": lines + wider} | NOTHING
     assert re.search(r"\| 0 \| own \| .* \| – \|$", mamba.markdown(record), re.M)
     drawing = mamba.draw(lines + wider)
     labels = {text.get_text() for text in drawing.legends[0].get_texts()}
@@ -184,11 +220,12 @@ def test_the_command_estimates_runs_and_goes_on(tmp_path, monkeypatch, capsys):
         command.main()
 
     run("--estimate-only")
-    assert "4 runs, 4 to do" in capsys.readouterr().out and not ran
+    assert "6 runs, 6 to do" in capsys.readouterr().out and not ran
     assert not Path("out/mamba.json").exists()
     run()
     record = json.loads(Path("out/mamba.json").read_text())
-    assert len(record["lines"]) == len(ran) == 4
+    assert len(record["lines"]) == len(ran) - 2 == 4
+    assert [x["mixer"] for x in record["controls"]] == ["attention", "none"]
     assert {(x["dropout"], x["start"]) for x in record["lines"]} == {
         (dropout, start) for dropout in mamba.DROPOUTS for start in mamba.STARTS
     }
@@ -198,7 +235,7 @@ def test_the_command_estimates_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     run()
     assert ran == [lost]
     run("--seeds", "2")
-    assert "8 runs, 4 to do" in capsys.readouterr().out and len(ran) == 5
+    assert "10 runs, 4 to do" in capsys.readouterr().out and len(ran) == 5
     record = json.loads(Path("out/mamba.json").read_text())
     assert len(record["differences"]) == 4 and not any(x["lr_on_edge"] for x in record["chosen"])
 
@@ -221,8 +258,8 @@ def test_a_rate_on_the_edge_is_widened_and_its_runs_are_shown(tmp_path, monkeypa
     record = mamba.study("smoke", tmp_path, *how)
     every = [(rate, seed) for rate in (1e-2, 3e-2) for seed in (0, 1)]
     trials = [(rate, TUNING_SEED) for rate in (1e-2, 3e-2)]
-    assert ran[:16] == every * 4 and ran[16:24] == trials * 4
-    assert ran[24:28] == [(3e-3, TUNING_SEED)] * 4 and ran[28:] == [(3e-3, 0), (3e-3, 1)] * 4
+    assert ran[:2] == [(1e-2, 0)] * 2 and ran[2:18] == every * 4 and ran[18:26] == trials * 4
+    assert ran[26:30] == [(3e-3, TUNING_SEED)] * 4 and ran[30:] == [(3e-3, 0), (3e-3, 1)] * 4
     assert {x["seed"] for x in record["lines"]} == {0, 1}  # the one that chose is not shown
     assert {x["rate"] for x in record["lines"]} == {3e-3, 1e-2, 3e-2}
     assert all(x["lr_on_edge"] and x["lr"] == 3e-3 for x in record["chosen"])

@@ -93,6 +93,32 @@ def test_the_ceiling_is_that_of_a_reader_of_one_token(options):
     )
 
 
+@pytest.mark.parametrize("layout", ["pairs", "free"])
+@pytest.mark.parametrize("ngram", [2, 3])
+def test_the_ceiling_of_one_query_is_that_of_a_reader_of_its_last_token(layout, ngram):
+    """It takes one of the tokens that follow the same token, of pairs those after a key."""
+    options = {"vocab_size": "24", "layout": layout, "ngram": str(ngram)}
+    task = make_task("nar", 29, options)
+    examples = generate(task, 4000, seed=0, split="test")
+    right = shared_right = shared = 0.0
+    for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
+        query, places = inputs[-1], range(ngram - 1, len(inputs) - ngram)
+        if layout == "pairs":
+            first = len(inputs) - ngram - task.num_keys * (ngram + 1)
+            places = range(first + ngram - 1, len(inputs) - ngram, ngram + 1)
+        following = [inputs[t + 1] for t in places if inputs[t] == query]
+        hit = max(following, key=following.count) == labels[-1]
+        right, shared = right + hit, shared + (len(following) > 1)
+        shared_right += hit * (len(following) > 1)
+    found = task.one_token(examples)["one_token_ceiling"]
+    assert found == pytest.approx(right / 4000, abs=0.03) and 0.2 < found < 0.95
+    groups = task.groups(examples.inputs, examples.labels)
+    assert groups["shared"].sum() == shared and groups["shared"].shape == (4000, 1)
+    assert shared_right / shared < 0.6  # where one token means several keys, it is mostly wrong
+    assert (groups["shared"] != groups["unshared"]).all()
+    assert make_task("ar", 29, {"vocab_size": "64"}).one_token(examples) == {}
+
+
 def test_the_ceiling_knows_when_no_match_is_the_better_guess():
     """By counting, for each number of keys with the token, which answer is right more often."""
     task = make_task("hard-mqnar", 60, {"vocab_size": "64", "unmatched": "6", "pool": "4"})

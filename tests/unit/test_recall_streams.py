@@ -294,11 +294,12 @@ def test_lines_differ_from_the_same_without_filters(lines):
     assert k["runs"] == {"0": 2.0, "1": 2.1, "2": 2.2} and k["rate"] == 0.03
     less = k["less_no_filters"]
     assert less["mean"] == pytest.approx(-0.5) and less["verdict"] == "lower"
-    # Four lines with filters, and k less v and less K = V, k: all of the page.
-    assert less["comparisons"] == 6 and less["document_error"] == pytest.approx(0, abs=1e-9)
+    # Two lines with filters, and k less v: all of the task.
+    assert less["comparisons"] == 3 and less["document_error"] == pytest.approx(0, abs=1e-9)
     assert found["text: a", "v"]["less_no_filters"]["verdict"] == "unclear"
     shared = found[streams.RECALL, "K = V, k"]["less_no_filters"]
     assert shared["mean"] == pytest.approx(1 - 0.5 / 3)  # against K = V without filters
+    assert shared["comparisons"] == 4  # two lines with filters, k and none less the same of K = V
     assert [x["streams"] for x in lines if x["less_no_filters"] is None] == [
         *("none", "K = V, none", "none")
     ]
@@ -392,7 +393,7 @@ def test_the_page_has_every_number_in_its_place(lines):
     assert "in 3 of 3: DeltaNet, head, none: 0.03; DeltaNet, head, k: 0.03" in text
     assert re.search(r"\| k \| -0\.500 \[-0\.500, -0\.500\] lower \|", text)
     assert re.search(r"\| v \| -0\.033 \[-\d\.\d+, \+\d\.\d+\] \|", text)
-    assert "corrected for the page's 6 comparisons" in text
+    assert "corrected for the task's 3 comparisons" in text
     rows = list(csv.DictReader(io.StringIO(page.csv_text(lines))))
     assert len(rows) == len(lines)
     assert [float(row["mean"]) for row in rows] == [line["mean"] for line in lines]

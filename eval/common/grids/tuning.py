@@ -21,7 +21,7 @@ from eval.common.grids.places import Place, Run
 
 TUNING_SEED = 10_000
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-_AS_GOOD = 0.005  # scores that differ by no more, accuracies or nats a token, are as good
+_AS_GOOD = 0.005  # scores that differ by no more (accuracies, nats, log2 of steps) are as good
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Each panel's first model is compared with every other, of copying by generated answers as well. The
 figure of one layer also compares a model's one layer with its two, that of widths a model at the
-largest width with itself at the least.
+largest width with itself at the least, and what it gains so with what the first model does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def told(lines: Sequence[Line], generated: Sequence[Line], axis: str) -> list[di
     """
     shown = [line for line in lines if not line["row"].endswith(TWO_LAYERS)]
     shown += [{**x, "row": x["row"] + GENERATED} for x in generated if x["row"] != CONTROL]
-    pairs = [*_one_less_two(lines), *(_widest_less_least(lines) if axis == "width" else ())]
+    pairs = list(_one_less_two(lines))
+    if axis == "width":
+        widths = list(_widest_less_least(lines))
+        pairs += [*widths, *_gains(widths)]
     # A panel for each pair, since `differences` takes all others of a panel from its first.
     apart = [
         {**line, "column": (line["column"], number)}
@@ -67,3 +70,16 @@ def _widest_less_least(lines: Sequence[Line]) -> Iterator[tuple[Line, Line]]:
                 {**widest, "mixer": f"{name}, d = {x}"},
                 {**least, "mixer": f"{name}, d = {least['x']}", "x": x},
             )
+
+
+def _gains(widths: Sequence[tuple[Line, Line]]) -> Iterator[tuple[Line, Line]]:
+    """What each further model of a panel gains with its width, with what the first one does."""
+    first: dict[tuple, Line] = {}
+    for widest, least in widths:
+        both = widest["runs"].keys() & least["runs"].keys()
+        runs = {seed: widest["runs"][seed] - least["runs"][seed] for seed in both}
+        gain = {**widest, "mixer": f"{widest['mixer']} less {least['mixer']}", "runs": runs}
+        panel = (widest["row"], widest["column"])
+        if panel in first:
+            yield gain, first[panel]
+        first.setdefault(panel, gain)

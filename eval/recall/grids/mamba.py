@@ -1,14 +1,17 @@
 """How fast Mamba learns to recall: dropout of its embeddings, its start, and the learning rate.
 
 Mamba stays on a plateau and then finds the task within few steps, at a time that differs between
-seeds. So what is told is when, and in how many runs, and not the accuracy after a fixed time alone.
-Every rate and seed is shown. For the differences that dropout and the start make, a rate is chosen
-for each of the four, as in the figures: by validation rows, with a seed that is not reported, and
-one rate beyond where the best lies on the grid's edge.
+seeds. So what is told and compared is when, in how many runs, and not the accuracy at the end,
+which nearly all reach. Every rate and seed is shown. For the differences that dropout and the start
+make, a rate is chosen for each of the four, as in the figures, but the one that finds the task
+first: on validation rows, with a seed that is not reported, and one rate beyond where the best lies
+on the grid's edge. Two controls have the same task and budget: two layers of attention, which must
+find it, and no mixing, which must not.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +25,7 @@ from cat_lm.io.files import write_json, write_text
 from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, run_unfinished
+from eval.common.grids.places import NEGATIVE
 from eval.common.grids.summary import told_edges, told_rate
 from eval.common.grids.tuning import TUNING_SEED, Choice, foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
@@ -33,8 +37,24 @@ from eval.recall.train.cell import Cell
 
 DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
 STARTS = ("own", "zoology")
-FOUND = 0.9  # accuracy from which a run counts as over its plateau
+FOUND = 0.9  # accuracy on validation rows above which a run counts as over its plateau
+POSITIVE = "attention"
 _DASHES = {0.0: "-", 0.1: (0, (3, 2))}
+
+
+@dataclass(frozen=True)
+class PlateauCell(Cell):
+    """A cell whose rate is chosen by when it finds the task."""
+
+    def score(self, record: dict[str, Any]) -> float:
+        """Give −log2 of the steps; without them, below all that have some, the accuracy."""
+        step = found_at(record)
+        return super().score(record) - 100 if step is None else -math.log2(step)
+
+
+def found_at(record: dict[str, Any]) -> int | None:
+    """Give the step at which a run was first seen above FOUND, if it ever was."""
+    return next((p["step"] for p in record["history"] if p["accuracy"] > FOUND), None)
 
 
 @dataclass(frozen=True)
@@ -73,17 +93,7 @@ def plan(
                 f"L = {length}",
                 "",
                 f"dropout {dropout:g}, start {start}",
-                Cell(
-                    f"mqar:vocab_size={scale.vocab_size}",
-                    f"mamba:init={start}",
-                    scale.d_model,
-                    length,
-                    epochs=scale.epochs,
-                    train_examples=scale.examples,
-                    batch_size=scale.batch_size,
-                    eval_steps=scale.eval_steps,
-                    embedding_dropout=dropout,
-                ),
+                _cell_of(scale, length, f"mamba:init={start}", embedding_dropout=dropout),
             ),
             tuple(rates or scale.rates),
             seeds or scale.seeds,
@@ -92,6 +102,30 @@ def plan(
         for dropout in DROPOUTS
         for start in STARTS
     ]
+
+
+def controls(scale: Scale) -> list[Run]:
+    """The controls of each length, at one seed and a rate from the middle of the scale's."""
+    rate = scale.rates[len(scale.rates) // 2]
+    return [
+        Run(f"L = {length}", "", mixer, _cell_of(scale, length, mixer, lr=rate))
+        for length in scale.lengths
+        for mixer in (POSITIVE, NEGATIVE)
+    ]
+
+
+def _cell_of(scale: Scale, length: int, mixer: str, **how: float) -> PlateauCell:
+    return PlateauCell(
+        f"mqar:vocab_size={scale.vocab_size}",
+        mixer,
+        scale.d_model,
+        length,
+        epochs=scale.epochs,
+        train_examples=scale.examples,
+        batch_size=scale.batch_size,
+        eval_steps=scale.eval_steps,
+        **how,
+    )
 
 
 def every_run(places: Sequence[Place]) -> list[Run]:
@@ -119,17 +153,19 @@ def study(
     Returns:
         What mamba.json got, or none after an estimate alone.
     """
-    places, title = plan(SCALES[scale_name], seeds, rates), f"mamba at {scale_name} scale"
-    runs = every_run(places)
+    scale, title = SCALES[scale_name], f"mamba at {scale_name} scale"
+    places, checks = plan(scale, seeds, rates), controls(scale)
+    runs = [*checks, *every_run(places)]
     if not execution.estimate_only:
         claim_outputs(out, "mamba.json", named("mamba", ".md", *PICTURES))
     if not run_unfinished(title, runs, out, execution, later=foreseen(places, out)):
         return None
     tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []
-    every = {run.cell: run for run in (*runs, *(run for run, *_ in tuned))}
+    every = {run.cell: run for run in (*every_run(places), *(run for run, *_ in tuned))}
     record = {
         "scale": scale_name,
         "tuning_seed": TUNING_SEED,
+        "controls": [_control(run, cells.finished(out, run.cell)) for run in checks],
         "lines": summary([(run, cells.finished(out, run.cell)) for run in every.values()]),
         **compared(tuned),
         "provenance": provenance(),
@@ -156,7 +192,7 @@ def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
                 "seed": run.cell.seed,
                 "accuracy": record["accuracy"],
                 "steps": record["steps"],
-                "found_at_step": next((s for s, accuracy in curve if accuracy > FOUND), None),
+                "found_at_step": found_at(record),
                 "curve": curve,
             }
         )
@@ -166,17 +202,19 @@ def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
 def compared(tuned: Sequence[tuple[Run, dict[str, Any], Choice]]) -> dict[str, Any]:
     """Compare dropout with none and the starts, each at its chosen rate, paired by seed.
 
-    The value is the accuracy of the tested model; intervals are corrected for all comparisons.
+    The value is log2 of the steps to the task; intervals are corrected for all comparisons, and
+    there is none where a run never found it.
 
     Returns:
-        `chosen`: each line's rate, accuracies and how the rate was chosen; `differences`: for each
+        `chosen`: each line's rate, steps and how the rate was chosen; `differences`: for each
         length of dropout at either start, and of the start at either dropout.
     """
     values: dict[tuple[str, float, str], dict[int, float]] = {}
     choices: dict[tuple[str, float, str], Choice] = {}
     for run, record, choice in tuned:
         line = (run.row, run.cell.embedding_dropout, record["mixer"]["options"]["init"])
-        values.setdefault(line, {})[run.cell.seed] = record["accuracy"]
+        step = found_at(record)
+        values.setdefault(line, {})[run.cell.seed] = math.inf if step is None else math.log2(step)
         choices[line] = choice
     (none, some), (own, zoology) = DROPOUTS, STARTS
     pairs = [((row, some, start), (row, none, start)) for row in _rows(values) for start in STARTS]
@@ -209,15 +247,45 @@ def _chosen(
         "start": start,
         "lr": choice.rate,
         "lr_on_edge": choice.on_edge,
-        "tried": {f"{rate:g}": accuracy for rate, accuracy in sorted(choice.tried.items())},
-        "mean": statistics.fmean(values.values()),
-        "runs": {str(seed): accuracy for seed, accuracy in values.items()},
+        "tried": {f"{rate:g}": score for rate, score in sorted(choice.tried.items())},
+        "found_at_step": {
+            str(seed): round(2**value) if math.isfinite(value) else None
+            for seed, value in values.items()
+        },
+    }
+
+
+def _control(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    """Say whether a control did as it must."""
+    step = found_at(record)
+    return {
+        "row": run.row,
+        "mixer": run.line,
+        "rate": run.cell.lr,
+        "found_at_step": step,
+        "accuracy": record["accuracy"],
+        "passed": (step is None) == (run.line == NEGATIVE),
     }
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """How many runs found the task and when, the chosen rates, and the differences."""
-    return "\n".join([*_found(record["lines"]), *_chosen_rates(record), *_differences(record)])
+    """The controls, how many runs found the task and when, the chosen rates, the differences."""
+    parts = (_controls(record), _found(record["lines"]), _chosen_rates(record))
+    return "\n".join(line for part in (*parts, _differences(record)) for line in part)
+
+
+def _controls(record: dict[str, Any]) -> list[str]:
+    """Say first which controls did not do as they must."""
+    told = [
+        f"{x['row']}, {x['mixer']}: {_when(x['found_at_step'])} (accuracy {x['accuracy']:.3f}), "
+        f"{'as it must' if x['passed'] else 'and must not: nothing here is to be believed'}"
+        for x in sorted(record["controls"], key=lambda x: x["passed"])
+    ]
+    return [f"Controls, one run each. {'; '.join(told)}.", ""]
+
+
+def _when(step: int | None) -> str:
+    return "never found" if step is None else f"found at step {step}"
 
 
 def _found(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -242,19 +310,20 @@ def _found(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _chosen_rates(record: dict[str, Any]) -> list[str]:
-    """Each line's rate, marked where it lies on the edge, with the accuracy of its runs."""
+    """Each line's rate, marked where it lies on the edge, and when its runs found the task."""
     chosen = record["chosen"]
     rows = [
-        [x["row"], f"{x['dropout']:g}", x["start"], told_rate(x), f"{x['mean']:.3f}"]
+        [x["row"], f"{x['dropout']:g}", x["start"], told_rate(x), _steps(x["found_at_step"])]
         for x in chosen
     ]
     how = (
-        f"Rates chosen by validation rows with seed {record['tuning_seed']}, which is not reported"
+        "Rates that found the task first, on validation rows with seed "
+        f"{record['tuning_seed']}, which is not reported"
     )
     return [
-        f"{how}, and the mean accuracy of the reported seeds. {told_edges(chosen)}".strip(),
+        f"{how}, and when the reported seeds found it. {told_edges(chosen)}".strip(),
         "",
-        markdown_table(["task", "dropout", "start", "rate", "accuracy"], rows),
+        markdown_table(["task", "dropout", "start", "rate", "steps of the seeds"], rows),
         "",
     ]
 
@@ -275,12 +344,17 @@ def _differences(record: dict[str, Any]) -> list[str]:
         for x in found
     ]
     return [
-        f"Differences at these rates, paired by seed over {found[0]['n']} seeds; 95% for all "
-        f"{found[0]['comparisons']} intervals together. Where 0 is inside, nothing is said.",
+        f"Differences at these rates of log2 of the steps (1: twice as many), paired by seed over "
+        f"{found[0]['n']} seeds; 95% for all {found[0]['comparisons']} intervals together. Where 0 "
+        "is inside, nothing is said; where a run never found the task, there is none.",
         "",
-        markdown_table(["task", "accuracy of", "difference", "interval", "the first is"], rows),
+        markdown_table(["task", "log2 steps of", "difference", "interval", "the first is"], rows),
         "",
     ]
+
+
+def _steps(found: dict[str, int | None]) -> str:
+    return ", ".join("never" if step is None else str(step) for step in found.values())
 
 
 def _cell(runs: Sequence[dict[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,9 +85,11 @@ LINES = (
 CONTRASTS = (
     *((Line("k"), Line("q")), (Line("k"), Line("v"))),
     *((Line(streams, SHORT), Line(streams)) for streams in ("k", "qkv")),
-    *((Line(streams), Line(streams, shared_kv=True)) for streams in ("k", "qkv")),
+    *((Line(streams), Line(streams, shared_kv=True)) for streams in ("none", "k", "qkv")),
 )
-GAINS = (Line("k"), Line("qkv"))  # over no filters: of linear less that of softmax attention
+# Over no filters of separate keys and values: of linear less that of softmax attention. The last is
+# the post's: what K = V costs without filters.
+GAINS = (Line("k"), Line("qkv"), Line("none", shared_kv=True))
 
 Spot = tuple[str, str, str]  # row, column and line
 Sides = tuple[tuple[Spot, ...], tuple[Spot, ...]]  # the values to add, and to take away
@@ -174,6 +176,7 @@ def _recall(scale: Scale) -> Callable[[str], Cell]:
         train_examples=scale.examples,
         test_examples=1_000,
         batch_size=scale.batch_size,
+        stop_above=None,  # one that learns sooner is not to be trained for less
     )
 
 
@@ -235,7 +238,7 @@ def summary(
     """Gather the values of each row, column and line over the seeds, and what is compared.
 
     `value` is accuracy for recall, where more is better, and nats a token for text, where less is.
-    Comparisons made together are all of the page: of every line with the same without filters, and
+    Comparisons made together are all of a task: of every line with the same without filters, and
     CONTRASTS and GAINS.
 
     Returns:
@@ -248,15 +251,16 @@ def summary(
         found[place][run.cell.seed], choices[place] = record, choice
     filtered = {place: less for place in found if (less := _less_no_filters(place, found))}
     contrasts = list(_contrasts(found))
-    together = len(filtered) + len(contrasts)
+    together = Counter(row for row, *_ in (*filtered, *(place for place, _ in contrasts)))
     lines = []
     for place, choice in choices.items():
-        less = _difference(*filtered[place], found, together) if place in filtered else None
+        of_row = together[place[0]]
+        less = _difference(*filtered[place], found, of_row) if place in filtered else None
         lines.append(_line(place, found[place], choice) | {"less_no_filters": less})
     told = [
         {"row": row, "mixer": column, "contrast": name, **difference}
         for (row, column, name), sides in contrasts
-        if (difference := _difference(*sides, found, together))
+        if (difference := _difference(*sides, found, together[row]))
     ]
     return lines, told
 

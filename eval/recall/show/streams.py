@@ -48,7 +48,7 @@ def markdown(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]
         together = of_row[mixers[0], compared[0]]["less_no_filters"]["comparisons"]
         text += [
             f"{row}: less the same without filters [95% interval over seeds"
-            f"{'' if row == RECALL else ' and documents'}, corrected for the page's "
+            f"{'' if row == RECALL else ' and documents'}, corrected for the task's "
             f"{together} comparisons]; a word only where the interval leaves out 0",
             "",
             _table(of_row, mixers, compared, lambda line: _difference(line["less_no_filters"])),

@@ -15,7 +15,7 @@ import numpy as np
 
 from cat_lm.errors import UserError
 from cat_lm.labels import IGNORE_INDEX
-from eval.recall.tasks.base import Task, distinct, distinct_ngrams
+from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams
 
 LAYOUTS = ("pairs", "free")
 _ROUNDS = 1000  # draws of the rows that have accidental copies
@@ -81,6 +81,37 @@ class SingleQueryRecall(Task):
 
     def at_length(self, seq_len: int) -> SingleQueryRecall:
         return dataclasses.replace(self, seq_len=seq_len)
+
+    def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """`shared`: rows whose last token could mean another key too; `unshared`: the others."""
+        if self.ngram == 1:
+            return {}
+        shared = self._meant(inputs).sum(axis=1, keepdims=True) > 1
+        return {"shared": shared, "unshared": ~shared}
+
+    def one_token(self, examples: Examples) -> dict[str, float]:
+        """Give `one_token_ceiling`, the accuracy of the best answers that see the last token alone.
+
+        Those are what most often follows it where it may end a key: each pair's, or, in the free
+        layout, anywhere that a copy may end. Nothing for N = 1, where one token is all.
+        """
+        if self.ngram == 1:
+            return {}
+        following = examples.inputs[:, 1:]
+        best = [
+            (counts := np.unique(following[row][meant], return_counts=True)[1]).max() / counts.sum()
+            for row, meant in enumerate(self._meant(examples.inputs))
+        ]
+        return {"one_token_ceiling": float(np.mean(best))}
+
+    def _meant(self, inputs: np.ndarray) -> np.ndarray:
+        """[rows, T − 1] bool: where the row's last token stands as a key's end."""
+        n, ends = self.ngram, np.zeros(self.seq_len - 1, dtype=bool)
+        if self.layout == "pairs":
+            ends[self.seq_len - n - 2 - (n + 1) * np.arange(self.num_keys)] = True
+        else:  # of a copy that does not overlap the query
+            ends[n - 1 : self.seq_len - n] = True
+        return (inputs[:, :-1] == inputs[:, -1:]) & ends
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, answers = (self._pairs if self.layout == "pairs" else self._free)(rng, count)

@@ -85,6 +85,31 @@ class Cell:
         name, options = parse_specification(self.task)
         return make_task(name, self.seq_len, options)
 
+    def tests(self) -> dict[str, Task]:
+        """Give the tasks that a trained model is tested on, by the tests' names.
+
+        Raises:
+            UserError: a task cannot be as long, or the mixer takes no rows of that length.
+        """
+        task = self.make_task()
+        found = {"trained length": task}
+        if self.fixed_items and task.with_as_many_keys(task.seq_len) is None:
+            raise UserError(f"--fixed-items: {self.task} has no number of keys to keep")
+        for length in self.test_lengths:
+            try:
+                found[f"length {length}"] = task.at_length(length)
+                if self.fixed_items and length > task.seq_len:
+                    fixed = task.with_as_many_keys(length)
+                    found[f"length {length}, {fixed.keys} keys"] = fixed
+            except ValueError as error:
+                raise UserError(f"--test-lengths {length}: {error}") from None
+        mixer, longest = make_mixer(self.mixer), max(t.seq_len for t in found.values())
+        if longest > (mixer.kind.longest or longest):
+            raise UserError(
+                f"{self.mixer}: takes rows of at most {mixer.kind.longest} tokens, not of {longest}"
+            )
+        return found
+
     def resolved(self) -> dict[str, Any]:
         """The task and the mixer with all options, and the layers, defaults too; plain values."""
         mixer = make_mixer(self.mixer)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.grids.training import BaseTrial, Step, own_loss, train
 from eval.recall.model import (
@@ -30,7 +29,7 @@ from eval.recall.model import (
     learned_filters,
     parameters,
 )
-from eval.recall.tasks import Examples, Task, generate
+from eval.recall.tasks import Examples, generate
 from eval.recall.train.measuring import free_running, measure, scored_positions
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Trial(BaseTrial):
     def __init__(self, cell: Cell, device: str, make: Callable[..., Examples] = generate) -> None:
         started = time.monotonic()
         self.cell, self.task, self.mixer = cell, cell.make_task(), make_mixer(cell.mixer)
-        self.tests = _tests(cell, self.task)
+        self.tests = cell.tests()
         torch.manual_seed(cell.seed)
         model = RecallModel(
             self.mixer,
@@ -157,22 +156,6 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     if trial.task.runs_free:
         accuracies["trained length"] |= free_running(trial.model, trial.examples["trained length"])
     return trial.record(accuracies, trained - prepared, time.monotonic() - trained)
-
-
-def _tests(cell: Cell, task: Task) -> dict[str, Task]:
-    """Test name -> task."""
-    tests = {"trained length": task}
-    if cell.fixed_items and task.with_as_many_keys(task.seq_len) is None:
-        raise UserError(f"--fixed-items: {cell.task} has no number of keys to keep")
-    for length in cell.test_lengths:
-        try:
-            tests[f"length {length}"] = task.at_length(length)
-            if cell.fixed_items and length > task.seq_len:
-                fixed = task.with_as_many_keys(length)
-                tests[f"length {length}, {fixed.keys} keys"] = fixed
-        except ValueError as error:
-            raise UserError(f"--test-lengths {length}: {error}") from None
-    return tests
 
 
 def train_step(trial: Trial, rows: slice) -> Tensor:
