@@ -212,13 +212,13 @@ def _positive(row: str, runs: Rows) -> dict[str, Any]:
 
 def _negative(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Hold the control against chance in each of its tests."""
-    found = []
-    for name, task in run.cell.tests().items():
+    found, tasks = [], run.cell.tests()
+    for name, test in record["tests"].items():
+        task, accuracy = tasks[name], test["accuracy"]
         labels = generate(task, 1, seed=0, split="test").labels
         answers = run.cell.test_examples * int((labels != IGNORE_INDEX).sum())
         spread = math.sqrt(task.chance * (1 - task.chance) / answers)
         most = min(task.chance + _DEVIATIONS * spread, 1.0)
-        accuracy = record["tests"][name]["accuracy"]
         found.append(
             {
                 "row": run.row,
