@@ -427,7 +427,8 @@ def test_controls_are_measured_against_their_limits():
     both = grid.controls([*rows, *((run, with_accuracy(1.0)) for run in wide)])
     assert [(x["d_model"], x["passed"]) for x in both["positive"]] == [(16, False), (64, True)]
     # Every place has its own; a guesser's luck is at most all answers.
-    cell = replace(negative.cell, task="mqar:keys=2,vocab_size=8", test_examples=1, test_lengths=())
+    shorter = {"test_examples": 1, "test_lengths": (), "fixed_items": False}
+    cell = replace(negative.cell, task="mqar:keys=2,vocab_size=8", **shorter)
     runs = [negative, replace(negative, row="MQNAR", column="d = 9", cell=cell), *positive]
     found = grid.controls([(run, with_accuracy(0.1)) for run in runs])
     places = [(x["row"], x["column"], x["seq_len"], x["passed"]) for x in found["negative"]]
