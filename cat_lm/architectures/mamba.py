@@ -144,7 +144,7 @@ class StateSpace(Architecture):
         return self.state_numbers(section) / EVERY / section.hidden_size
 
     def stream_in_fp32(self, section: Any) -> bool:
-        """Say what is configured."""
+        """Say whether `residual_in_fp32` is set."""
         return section.residual_in_fp32
 
     def forward_channels(self, section: Any) -> int:

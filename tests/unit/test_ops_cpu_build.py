@@ -85,16 +85,19 @@ def test_is_built_once_and_found_again(cache):
 @pytest.mark.parametrize("trapping", [False, True])
 def test_loops_of_exponentials_are_vectorised(tmp_path, trapping):
     found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
+    x86 = compiler.platform.machine().lower() in ("x86_64", "amd64")
     clang = "clang" in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    if clang and trapping:
-        pytest.skip("the control is g++'s; clang assumes without being told that nothing traps")
+    if trapping and (clang or not x86):
+        pytest.skip("the control is of g++ on x86; clang takes it that nothing traps")
+    # Without masks, which AVX-512 has: with them g++ vectorises what may trap, too.
+    processor = ["-march=x86-64"] if x86 else []
     source = tmp_path / "loop.cpp"
     source.write_text(
         '#include "numbers.h"\nextern "C" void loop(float* x, int64_t n) {\n'
         "  for (int64_t i = 0; i < n; ++i) x[i] = exponential(x[i]);\n}\n"
     )
     told = "-Rpass=loop-vectorize" if clang else "-fopt-info-vec-optimized"
-    flags = [*compiler._flags(), *(["-ftrapping-math"] if trapping else []), told]
+    flags = [*compiler._flags(), *processor, *(["-ftrapping-math"] if trapping else []), told]
     folder = Path(compiler.__file__).parent
     command = [found, *flags, f"-I{folder}", str(source), "-o", str(tmp_path / "loop.so")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -230,6 +230,11 @@ def test_what_holds_by_algebra(name, line):
     assert equal == (line.streams in ("none", "q"))
 
 
+def test_no_model_is_trained_for_less_because_it_learns_sooner():
+    for scale in streams.SCALES.values():
+        assert {place.run.cell.stop_above for place in streams.plan(scale, [])} == {None}
+
+
 def test_data_that_do_not_fit_are_one_line(tiny_corpus, tmp_path):
     few = dataclasses.replace(streams.SCALES["smoke"], documents=200)
     with pytest.raises(UserError, match=r"--data .*: its validation split has \d+ documents, 200"):

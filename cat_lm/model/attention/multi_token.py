@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.model.attention.base import Pattern
@@ -56,7 +55,7 @@ class MultiToken(Pattern):
         """
         mixed = len(mixings(self.resolved(model.attention_options)["head_mixing"]))
         halves = 1 + self._past(model) / context_length + mixed
-        return math.ceil(model.num_attention_heads * halves / 2)
+        return model.num_attention_heads * halves / 2
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the last c_q − 1 queries."""

@@ -127,7 +127,7 @@ def _flags() -> tuple[str, ...]:
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     native = "-march=native" if x86 else "-mcpu=native"
     # No kernel reads the flags of floating-point exceptions. Where they might be read, g++ makes a
-    # branch of every comparison, and a loop with an exponential is not vectorised.
+    # branch of every comparison, and without AVX-512 does not vectorise a loop of exponentials.
     fast = ("-O3", native, "-ffp-contract=fast", "-fno-trapping-math", "-fopenmp-simd")
     return ("-std=c++17", *fast, "-shared", "-fPIC", "-pthread")
 

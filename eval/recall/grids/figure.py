@@ -62,6 +62,8 @@ def figure(
     if seeds is not None:
         scale = replace(scale, seeds=seeds, length_seeds=seeds)
     places = plan(name, scale, panels)
+    for place in places:
+        place.run.cell.tests()  # refused now, not after hours of training
     if not execution.estimate_only:
         _claim(name, out)
     found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
