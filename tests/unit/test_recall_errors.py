@@ -102,7 +102,9 @@ RUNS = {
     "--embedding-dropout 1": "--embedding-dropout: '1' must be from 0 to 0.99",
     "--mixer cat:conv_mixing=maps": "needs conv_type=multihead and the stream v",
     "--seed -1": "--seed: '-1' must be",
-    "--task mqar:vocab_size=2048 --mixer multi-token --test-lengths 1024": "multi-token: takes rows of at most 512 tokens",
+    "--task mqar:vocab_size=2048 --mixer multi-token --test-lengths 1024": (
+        "multi-token: takes rows of at most 512 tokens"
+    ),
     "--test-lengths 2": "--test-lengths 2: is shorter than the training's 16 tokens",
     "--test-lengths 16,x": "'x' must be a whole number; give a list such as 64,256",
     "--train-examples 1_000_000_000 --seq-len 1024": "are more than 68,719,476,736 tokens",
