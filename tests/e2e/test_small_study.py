@@ -48,7 +48,7 @@ def test_one_run_from_start_to_table(long_corpus, tmp_path, monkeypatch, capsys)
 
     # Another question takes the training over: its step is not made again, its lengths are.
     other = tmp_path / "other"
-    call += ["--out", str(other), "--question", "streams", "--reuse", str(out)]
+    call += ["--out", str(other), "--question", "filters", "--reuse", str(out)]
     assert "[1/1] cat_rope-seed3: held-out loss" in said()
     again = other / "runs/cat_rope-seed3"
     assert (again / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
