@@ -22,32 +22,36 @@ OUTLIER = 4.0  # loss differences, in those of half of the models, beyond which 
 
 def study_figure(summary: dict[str, Any]) -> Figure:
     """Above, loss at the training length: a point for each seed, a bar at their mean. Below,
-    perplexity against context length as trained and, beside it, scaled to the length: the mean over
-    seeds in a band from the smallest to the largest; NoPE is dashed."""
+    perplexity against context length as trained and, beside it, where anything was, scaled to the
+    length: the mean over seeds in a band from the smallest to the largest; NoPE is dashed."""
     models = [model for model in summary["models"] if model["seeds"]]
     with matplotlib.rc_context({**STYLE, "lines.markeredgewidth": 0.5}):
         above = 0.3 * len(models) + 0.9
         figure = Figure((9.2, above + 4.4), layout="constrained")
-        axes = figure.subplot_mosaic(
-            [["loss", "loss"], ["none", "scaled"]], height_ratios=(above, 4.0)
-        )
-        axes["scaled"].sharey(axes["none"])
+        scaled = _scaled(summary)
+        below = ["none", "scaled"] if scaled else ["none"]
+        axes = figure.subplot_mosaic([["loss"] * len(below), below], height_ratios=(above, 4.0))
         _losses(axes["loss"], summary, models)
         lengths_panel(axes["none"], summary, models, (NONE,), "positions as trained")
-        lengths_panel(axes["scaled"], summary, models, *_scaled(summary))
         axes["none"].set_ylabel("perplexity per token")
-        axes["scaled"].tick_params(axis="y", which="both", labelleft=False)
+        if scaled:
+            axes["scaled"].sharey(axes["none"])
+            lengths_panel(axes["scaled"], summary, models, *scaled)
+            axes["scaled"].tick_params(axis="y", which="both", labelleft=False)
         figure.align_titles()
         handles, labels = axes["none"].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
         return figure
 
 
-def _scaled(summary: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+def _scaled(summary: dict[str, Any]) -> tuple[tuple[str, ...], str] | None:
     """Give the methods of the panel beside the one of positions as trained, and its title."""
-    if {row["method"] for row in summary["rows"]} & {*SCALED}:
+    read = {row["method"] for row in summary["rows"]}
+    if read & {*SCALED}:
         return SCALED, "scaled to the length, as in CAT's Figure 1"
-    return (YARN, NONE), "rotary positions by YaRN, others as trained"
+    if YARN in read:
+        return (YARN, NONE), "rotary positions by YaRN, others as trained"
+    return None
 
 
 def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ TUNING_SHARE = 2  # such a run has one of this many parts of the tokens
 SETTINGS = "settings.json"  # in a study's folder: what decides its numbers
 WITH_YARN = f"{NONE},{YARN}"
 # Of eval.length_sweep -> those beside none for rotary positions.
-METHODS = {"paper": 1, "all": 3, WITH_YARN: 1}
+METHODS = {NONE: 0, "paper": 1, "all": 3, WITH_YARN: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Size:
 
     Attributes:
         vocabulary: of the sentencepiece tokenizer that is trained on the text.
-        methods: position scaling of the sweep where the question names none, in the words of
-            eval.length_sweep.
+        methods: position scaling of the sweep where the question compares none, but shows it, in
+            the words of eval.length_sweep.
         documents: held-out ones that are scored, where no number is given.
         parallel: whether several runs share the machine, a thread each.
     """
@@ -194,7 +194,9 @@ class Study:
     @property
     def methods(self) -> str:
         """Name the position scaling of the sweeps, in the words of eval.length_sweep."""
-        return WITH_YARN if YARN in self.asked.beyond else self.size.methods
+        if YARN in self.asked.beyond:
+            return WITH_YARN
+        return self.size.methods if self.asked.scaled else NONE
 
     def methods_of(self, job: Job) -> str:
         """Name those of a run, which may have no rotary positions to scale."""

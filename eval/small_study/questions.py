@@ -120,6 +120,8 @@ class Question:
         attention: whether the entropy of attention and its largest logit are measured.
         growth: whether a model's loss at the longest length is compared with its own at the
             trained one.
+        scaled: whether models are also read with positions scaled to the length where nothing that
+            is compared needs it, for the picture's second panel.
     """
 
     text: str
@@ -129,6 +131,7 @@ class Question:
     beyond: tuple[str, ...] = ()
     attention: bool = False
     growth: bool = False
+    scaled: bool = True
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -186,8 +189,10 @@ QUESTIONS = {
             # What q and k add to v, and each stream to the other two.
             *((_CAT, model) for model in (_V, _QK, _KV, _QV)),
         ),
+        factors=(1, 2, 4),  # both texts have 180 documents that long
         interactions=_interactions((_V, _PLAIN), (_QK, _PLAIN)),
         beyond=(NONE,),
+        scaled=False,
     ),
     "maps": Question(
         "do filters that mix attention maps differ from those that mix embeddings?",
@@ -199,6 +204,8 @@ QUESTIONS = {
             (_MULTIHEAD, _MH_V),
             (_MAPS, _MAPS_V),
         ),
+        factors=(0.5, 1, 2),
+        scaled=False,
     ),
     "length": Question(
         "what keeps perplexity at 32 times the training length: positions, windows, streams?",

@@ -196,12 +196,15 @@ def test_losses_are_compared_as_positions_were_trained_and_as_they_are_best_read
     assert [study.methods_of(job) for job in study.jobs()] == ["none,yarn", "none"]
     assert study.cells() == 6 + 5
     streams = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="streams")
-    assert streams.columns() == [(128, "none"), (1024, "none")]
+    assert streams.columns() == [(128, "none"), (512, "none")]
     pair = Study(SIZES["cpu"], ("cat_v_nope", "nope"), (0,), tmp_path, tmp_path, question="streams")
     assert pair.comparisons() == 2, "models without positions are read as they are"
     maps = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="maps")
     assert maps.columns() == [(128, "none")]
-    assert {maps.methods_of(job) for job in maps.jobs()} == {"paper"}
+    assert {maps.methods_of(job) for job in maps.jobs()} == {"none"}, "nothing scaled is asked"
+    assert maps.cells() == 3
+    shown = Study(SIZES["cpu"], models, (0,), tmp_path, tmp_path, question="canon")
+    assert {shown.methods_of(job) for job in shown.jobs()} == {"paper"}
 
 
 def test_what_a_model_loses_is_against_itself_at_the_trained_length(tmp_path):
