@@ -16,7 +16,7 @@ from eval.common.interrupts import Stopped
 from eval.speed import join, processes, tables
 from eval.speed.__main__ import _parser
 from eval.speed.conv import lengths
-from tests.unit import speed_child
+from tests.unit.speed import child
 
 
 def conv_record(seconds: dict[str, float], refused: str | None = None) -> dict:
@@ -285,7 +285,7 @@ def test_processes_take_turns_among_policies(monkeypatch, device, policies):
 
 
 def test_a_process_has_its_policy_and_nobody_else(monkeypatch):
-    monkeypatch.setattr(processes, "measure", speed_child.environment)
+    monkeypatch.setattr(processes, "measure", child.environment)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)
@@ -297,7 +297,7 @@ def test_a_process_has_its_policy_and_nobody_else(monkeypatch):
 
 
 def test_a_process_that_dies_is_one_line(monkeypatch):
-    monkeypatch.setattr(processes, "measure", speed_child.die)
+    monkeypatch.setattr(processes, "measure", child.die)
     with pytest.raises(UserError, match=r"^--processes: a measuring process died"):
         processes._measure_apart(ASKED, "default")
 
@@ -305,7 +305,7 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path, number):
     """Otherwise it goes on, and slows down what is measured next."""
-    monkeypatch.setattr(processes, "measure", speed_child.hang)
+    monkeypatch.setattr(processes, "measure", child.hang)
     pipe, done, found = tmp_path / "pid", tmp_path / "done", []
     os.mkfifo(pipe)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from eval.speed.__main__ import main
 from eval.speed.data import command as data
 from eval.speed.data import load as data_load
 from eval.speed.data import tokenization as data_tokenize
@@ -25,25 +23,12 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def speed(monkeypatch, capsys, tmp_path):
-    """Runs the command: its exit code, its record and what it printed."""
+def speed(command, monkeypatch):
+    """Runs the command on few tokens; no option of a device, which data have none of."""
     for name in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")  # so that they are put back
     monkeypatch.setattr(data_load, "CONSUMED_STEPS", 2)
-
-    def run(*arguments):
-        path = tmp_path / "record.json"
-        command = ["eval.speed", "data", *map(str, (*SMALL, *arguments, "--json", path))]
-        monkeypatch.setattr(sys, "argv", command)
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code
-        record = json.loads(path.read_text()) if path.exists() else None
-        return code, record, *capsys.readouterr()
-
-    return run
+    return lambda *arguments: command("data", *SMALL, *arguments)
 
 
 def test_tokenization_is_compared_with_each_library(speed, text):

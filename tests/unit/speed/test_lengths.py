@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
 from cat_lm.training.preflight import facts
-from eval.speed.__main__ import main
 from eval.speed.conv import check, lengths
 from eval.speed.conv.lengths import ATTENTION, LengthOptions, length_speed
 
@@ -168,14 +166,12 @@ def test_where_zeros_are_expected_only_zeros_are_right():
         assert check.distances(wrong, zeros) == {"norm": float("inf"), "largest": float("inf")}
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
-    words = ["--lengths", "40", "--heads", "2", "--head-dim", "8", "--state", "4", "--repeats", "1"]
-    call = ["eval.speed", "lengths", *words, "--device", "cpu", "--json", str(tmp_path / "r.json")]
-    monkeypatch.setattr(sys, "argv", call)
-    main()
-    record = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+def test_the_command(speed):
+    words = ("--lengths", 40, "--heads", 2, "--head-dim", 8, "--state", 4, "--repeats", 1)
+    code, record, out, err = speed("lengths", *words)
+    assert code == 0, err
     assert record["benchmark"] == "lengths" and record["rows"]
-    assert ATTENTION in capsys.readouterr().out
+    assert ATTENTION in out
 
 
 @pytest.mark.parametrize(
@@ -186,11 +182,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (("--lengths", "1073741824"), "'1073741824' must be from 1 to 16,777,216"),
     ],
 )
-def test_what_cannot_be_timed_is_refused_in_one_line(words, message, monkeypatch, capsys):
+def test_what_cannot_be_timed_is_refused_in_one_line(words, message, speed, monkeypatch):
     monkeypatch.setattr(facts, "free_memory", lambda device: 2**29)
-    call = ["eval.speed", "lengths", "--heads", "2", "--head-dim", "8", "--device", "cpu", *words]
-    monkeypatch.setattr(sys, "argv", call)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
+    code, record, _, err = speed("lengths", "--heads", 2, "--head-dim", 8, *words)
+    assert (code, record) == (2, None) and message in err and err.count("\n") == 1

@@ -1,0 +1,53 @@
+"""How eval.speed times: in turn, repeated, on memory that is kept."""
+
+from __future__ import annotations
+
+import torch
+
+from eval.speed import machine
+from eval.speed.timing import summary, time_in_turn, times_as_fast
+
+CPU = torch.device("cpu")
+
+
+def test_a_cpus_tensors_keep_their_memory_while_they_are_timed(monkeypatch):
+    kept = []
+    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("kept"))
+    assert machine.open_device("cpu", None) == CPU
+    assert kept == ["kept"]
+
+
+def test_calls_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    timings = time_in_turn(calls, CPU, repeats=3, min_seconds=0, warm_ups=2)
+    assert "".join(order) == "aabb" + "ab" * 3
+    assert all(len(timing.seconds) == 3 for timing in timings.values())
+
+
+def test_short_calls_are_repeated_within_a_round():
+    count = 0
+
+    def call():
+        nonlocal count
+        count += 1
+
+    timing = time_in_turn({"call": call}, CPU, repeats=2, min_seconds=0.001, warm_ups=1)["call"]
+    assert timing.calls_a_repeat > 1
+    assert count == 1 + 2 * timing.calls_a_repeat
+
+
+def test_summary():
+    assert summary([4.0, 1.0, 2.0, 3.0, 5.0]) == {
+        "median": 3.0,
+        "quartiles": [2.0, 4.0],
+        "range": [1.0, 5.0],
+        "all": [4.0, 1.0, 2.0, 3.0, 5.0],
+    }
+    assert summary([2.0])["quartiles"] == [2.0, 2.0]
+
+
+def test_ratios_are_taken_within_a_round():
+    """One round was ten times slower for both."""
+    ratio = times_as_fast([1.0, 10.0, 2.0], [2.0, 20.0, 2.0])
+    assert (ratio["median"], ratio["range"]) == (2.0, [1.0, 2.0])
