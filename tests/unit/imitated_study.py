@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from cat_lm.io.files import write_json
 from eval.common.models import folder_sha256
 from eval.small_study.execute import Workers
 from eval.small_study.plan import ROOT
+from tests.unit.calls import call_main
 
 LENGTHS = (64, 128, 256, 512, 1024)
 
@@ -112,11 +112,4 @@ def run_command(
 ) -> tuple[int, str, str]:
     """Call a study's command in this process: its exit code, stdout and stderr."""
     monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
-    monkeypatch.setattr(sys, "argv", ["small_study", *map(str, arguments)])
-    code = 0
-    try:
-        main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    output = capsys.readouterr()
-    return code, output.out, output.err
+    return call_main(main, monkeypatch, capsys, "small_study", *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cat_lm.training.preflight import kernel_trial
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
+from tests.unit.calls import call_main
 
 REPOSITORY = Path(__file__).parents[2]
 FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})
@@ -28,13 +28,7 @@ def command(monkeypatch, capsys):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch.doctor", *map(str, arguments)])
-        code = 0
-        try:
-            doctor.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
+        return call_main(doctor.main, monkeypatch, capsys, "launch.doctor", *arguments)
 
     return run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from cat_lm.errors import UserError
 from launch.doctor import __main__ as doctor
 from launch.doctor import fake_group, scale
 from launch.doctor.scale import DryRun
+from tests.unit.calls import call_main
 
 ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs/pretrain/cat_rope_7b.yaml")
@@ -24,13 +24,7 @@ def command(monkeypatch, capsys):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch.doctor", *map(str, arguments)])
-        code = 0
-        try:
-            doctor.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
+        return call_main(doctor.main, monkeypatch, capsys, "launch.doctor", *arguments)
 
     return run
 

@@ -20,6 +20,7 @@ from cat_lm.generate import continue_text
 from cat_lm.pretrained import load_model, load_tokenizer
 from eval.samples import sample_continuations
 from tests.finished_runs import CONTEXT, finished_run, tiny_model
+from tests.unit.calls import call_main
 
 TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
 
@@ -55,15 +56,9 @@ def command(monkeypatch, capsys, module: str, *arguments: object) -> tuple[int, 
     """Runs a command's main in this process; its exit code, stdout and stderr."""
     import importlib
 
-    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
-    code = 0
-    try:
-        package = module in ("eval.length_sweep", "eval.report")
-        importlib.import_module(f"{module}.__main__" if package else module).main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    output = capsys.readouterr()
-    return code, output.out, output.err
+    package = module in ("eval.length_sweep", "eval.report")
+    main = importlib.import_module(f"{module}.__main__" if package else module).main
+    return call_main(main, monkeypatch, capsys, module, *arguments)
 
 
 class TestGenerate:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from eval.landmark import sweep as sweeping
 from eval.landmark.__main__ import main
 from eval.landmark.choices import LEARNED, SELECTORS
 from eval.length_sweep.perplexity import score_tokens
+from tests.unit.calls import call_main
 from tests.unit.tiny_models import GROUPED, cat_model, random_ids
 
 FIELDS = {"vocab_size": 257, "max_position_embeddings": 64}
@@ -32,13 +32,7 @@ def command(monkeypatch, capsys):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.landmark", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
+        return call_main(main, monkeypatch, capsys, "eval.landmark", *words)
 
     return run
 

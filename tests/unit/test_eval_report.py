@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from eval.report import table2
 from eval.report.filters import filters_figure, views
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.finished_runs import finished_run, tiny_model
+from tests.unit.calls import call_main
 
 # What the paper underlines, column by column; bold is the best of each column.
 SECOND = {
@@ -60,13 +60,8 @@ def run(runs, tmp_path) -> Path:
 def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     from eval.report.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["eval.report", *map(str, arguments)])
-    code = 0
-    try:
-        main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    return code, capsys.readouterr().err
+    code, _, error = call_main(main, monkeypatch, capsys, "eval.report", *arguments)
+    return code, error
 
 
 def zero_shot(run: Path, scale: float = 1.0, leave_out: str = "", limit: int | None = None) -> dict:

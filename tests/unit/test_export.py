@@ -22,6 +22,7 @@ from cat_lm.io.own_files import make_marked, take_over
 from cat_lm.pretrained import load_model, load_tokenizer
 from tests.commands import python
 from tests.finished_runs import checkpoint, tiny_model
+from tests.unit.calls import call_main
 
 VARIANTS = {
     "cat": {},
@@ -341,10 +342,7 @@ def test_temperature_scope_without_a_temperature(tmp_path, monkeypatch, capsys, 
     from cat_lm import export
 
     given = [str(tmp_path), str(tmp_path / "out"), "--temperature-scope", "rotary", *method]
-    monkeypatch.setattr(sys, "argv", ["export", *given])
-    with pytest.raises(SystemExit) as exit_:
-        export.main()
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
+    code, _, error = call_main(export.main, monkeypatch, capsys, "export", *given)
+    assert code == 2
     assert error.startswith("error: --temperature-scope rotary: does nothing with --method ")
     assert error.count("\n") == 1

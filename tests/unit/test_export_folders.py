@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from cat_lm.io.checksums import checksum
 from cat_lm.pretrained import load_tokenizer
 from tests.checkpoints import seal
 from tests.finished_runs import checkpoint, tiny_model
+from tests.unit.calls import call_main
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,10 @@ def facts(path: Path) -> dict[str, object]:
 
 
 def refused(monkeypatch, capsys, *arguments: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        export.main()
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
-    return printed.err
+    code, out, err = call_main(export.main, monkeypatch, capsys, "export", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
 
 
 def test_the_record_lists_every_file(out):

@@ -25,6 +25,7 @@ from tests.gpu import runs, session
 from tests.gpu.plan import Step, plan
 from tests.gpu.session import Session
 from tests.served import served_python
+from tests.unit.calls import call_main
 
 ABOUT = {"commit": "abc", "rehearsal": True, "device": {"type": "cpu"}, "versions": {"torch": "2"}}
 WRITE = "import json, sys, time; json.dump({'step': sys.argv[2]}, open(sys.argv[1], 'w'))"
@@ -293,11 +294,9 @@ def test_runs_of_the_same_bits(monkeypatch, tmp_path, capsys):
 
 def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
     def refused(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["run.sh", str(tmp_path / "out"), *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            entry.main()
-        assert exit_.value.code == 2
-        error = capsys.readouterr().err
+        words = (tmp_path / "out", *arguments)
+        code, _, error = call_main(entry.main, monkeypatch, capsys, "run.sh", *words)
+        assert code == 2
         assert len(error.splitlines()) == 1 and error.startswith("error: ")
         assert not (tmp_path / "out").exists()
         return error

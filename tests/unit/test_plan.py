@@ -24,6 +24,7 @@ from launch.plan.costs import (
     communication_bytes,
     costs,
 )
+from tests.unit.calls import call_main
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")
@@ -36,13 +37,7 @@ def command(monkeypatch, capsys):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch.plan", *map(str, arguments)])
-        code = 0
-        try:
-            plan.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
+        return call_main(plan.main, monkeypatch, capsys, "launch.plan", *arguments)
 
     return run
 

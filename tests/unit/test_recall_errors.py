@@ -15,6 +15,7 @@ import pytest
 
 from eval.recall.__main__ import main
 from tests.conftest import REPOSITORY
+from tests.unit.calls import call_main
 
 RUN = "run --task mqar:vocab_size=64 --mixer cat --d-model 16 --seq-len 16 --out OUT"
 SHORT = " --epochs 1 --train-examples 8 --test-examples 4 --device cpu"
@@ -22,11 +23,8 @@ SHORT = " --epochs 1 --train-examples 8 --test-examples 4 --device cpu"
 
 def fails(words: str, capsys, monkeypatch) -> str:
     """The last line of stderr of a command that must end with code 2."""
-    monkeypatch.setattr(sys, "argv", ["eval.recall", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2, told
+    code, _, told = call_main(main, monkeypatch, capsys, "eval.recall", *words.split())
+    assert code == 2, told
     assert "Traceback" not in told
     return told.strip().splitlines()[-1]
 
@@ -181,8 +179,7 @@ def test_a_folder_that_cannot_be_written(capsys, monkeypatch, tmp_path):
 
 
 def test_a_damaged_cell_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["eval.recall", *f"{RUN}{SHORT}".split()])
-    main()
+    call_main(main, monkeypatch, capsys, "eval.recall", *f"{RUN}{SHORT}".split())
     (path,) = Path("OUT/cells").glob("*.json")
     whole = path.read_text()
     for damaged in (whole[:100], "", "[]", json.dumps({"cell": {}})):

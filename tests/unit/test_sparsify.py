@@ -1,7 +1,6 @@
 """Dense models get landmark attention and compute the same when they read all blocks."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from cat_lm import sparsify as sparsify_module
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_model
 from cat_lm.sparsify import Calibration, sparsify
+from tests.unit.calls import call_main
 from tests.unit.tiny_models import GROUPED, cat_model, random_ids, stock_model
 
 OPTIONS = {"block": 4, "top_k": 1, "local": 1}
@@ -80,17 +80,17 @@ def test_refusals_leave_nothing_behind(tiny_corpus, tmp_path):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     cat_model().save_pretrained(tmp_path / "dense")
-    words = ["sparsify", str(tmp_path / "dense"), str(tmp_path / "out"), "--block", "16"]
-    monkeypatch.setattr(sys, "argv", [*words, "--top-k", "2", "--sink"])
-    sparsify_module.main()
-    said = capsys.readouterr().out
+
+    def called(*options: object) -> tuple[int, str, str]:
+        words = (tmp_path / "dense", tmp_path / "out", "--block", 16, "--top-k", 2, *options)
+        return call_main(sparsify_module.main, monkeypatch, capsys, "sparsify", *words)
+
+    code, said, _ = called("--sink")
+    assert code == 0
     assert "landmark attention" in said and "at most 62% of the keys" in said
     for wrong, named in ((["--block", "0"], "--block"), (["--top-k", "-1"], "--top-k")):
-        monkeypatch.setattr(sys, "argv", [*words, "--top-k", "2", *wrong])
-        with pytest.raises(SystemExit) as ended:
-            sparsify_module.main()
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
+        code, _, error = called(*wrong)
+        assert code == 2
         assert named in error and error.count("\n") == 1
 
 

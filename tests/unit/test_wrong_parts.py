@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from cat_lm import upcycle
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from tests.runs import run_values, write_config
+from tests.unit.calls import call_main
 from tests.unit.tiny_models import stock_model
 
 
@@ -44,11 +43,8 @@ def test_a_norm_at_upcycling_is_refused_in_one_line(tmp_path, monkeypatch, capsy
     stock_model().save_pretrained(tmp_path / "pythia")
     capsys.readouterr()
     given = [tmp_path / "pythia", tmp_path / "out", "--qk-norm", "l2"]
-    monkeypatch.setattr(sys, "argv", ["cat_lm.upcycle", *map(str, given)])
-    with pytest.raises(SystemExit) as ended:
-        upcycle.main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    code, out, err = call_main(upcycle.main, monkeypatch, capsys, "cat_lm.upcycle", *given)
+    assert (code, out) == (2, "")
     assert err == (
         "error: --qk-norm l2: normalised queries and keys change the model, so the two cannot "
         "compute the same; train from scratch with model.qk_norm=l2\n"

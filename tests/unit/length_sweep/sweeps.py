@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
+
+from tests.unit.calls import call_main
 
 TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
 DOCUMENTS = (
@@ -16,11 +17,10 @@ DOCUMENTS = (
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     """Runs the command in this process; its exit code, stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", ["length_sweep", *map(str, arguments)])
-    code = 0
-    try:
-        importlib.import_module("eval.length_sweep.__main__").main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    output = capsys.readouterr()
-    return code, output.out, output.err
+    return call_main(
+        importlib.import_module("eval.length_sweep.__main__").main,
+        monkeypatch,
+        capsys,
+        "length_sweep",
+        *arguments,
+    )

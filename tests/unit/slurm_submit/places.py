@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from cat_lm.io.own_files import LISTING, read_listing
@@ -10,6 +9,7 @@ from launch.slurm import __main__ as program
 from launch.slurm import snapshot
 from launch.slurm.folder import RunFolder
 from tests.runs import run_values, write_config
+from tests.unit.calls import call_main
 
 STUBS = {
     "sbatch": """echo "sbatch $*" >>"$CALLS"
@@ -53,13 +53,7 @@ class Place:
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
         """Runs the command: its exit code, stdout and stderr."""
-        self.monkeypatch.setattr(sys, "argv", ["launch.slurm", *map(str, arguments)])
-        code = 0
-        try:
-            program.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *self.capsys.readouterr()
+        return call_main(program.main, self.monkeypatch, self.capsys, "launch.slurm", *arguments)
 
     def fails(self, *arguments: object) -> str:
         """The one line of an error; nothing may have been submitted."""

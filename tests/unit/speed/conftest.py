@@ -6,12 +6,12 @@ No test looks at how long anything took.
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from eval.speed import machine
 from eval.speed.__main__ import main
+from tests.unit.calls import call_main
 
 
 @pytest.fixture
@@ -21,14 +21,9 @@ def command(monkeypatch, capsys, tmp_path):
     def run(*arguments: object) -> tuple[int, dict | None, str, str]:
         path = tmp_path / "record.json"
         path.unlink(missing_ok=True)
-        monkeypatch.setattr(sys, "argv", ["eval.speed", *map(str, (*arguments, "--json", path))])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
+        code, *said = call_main(main, monkeypatch, capsys, "eval.speed", *arguments, "--json", path)
         record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return code, record, *capsys.readouterr()
+        return code, record, *said
 
     return run
 

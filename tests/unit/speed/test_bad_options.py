@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-
-from eval.speed.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -52,19 +48,13 @@ def test_bad_options(speed, arguments, named):
     assert "error: " in last and named in last
 
 
-def test_other_devices(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eval.speed", "train", "--device", "meta"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    assert "error: --device meta: " in capsys.readouterr().err
+def test_other_devices(command):
+    code, _, _, err = command("train", "--device", "meta")
+    assert code == 2 and "error: --device meta: " in err
 
 
-def test_absent_device(monkeypatch, capsys):
+def test_absent_device(command):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(sys, "argv", ["eval.speed", "conv", "--device", "cuda"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    assert "--device cuda: cannot be used" in capsys.readouterr().err
+    code, _, _, err = command("conv", "--device", "cuda")
+    assert code == 2 and "--device cuda: cannot be used" in err

@@ -102,25 +102,15 @@ def test_the_vocabulary_is_that_of_the_data(world_size, tiny_corpus, tmp_path):
             assert again.endswith("; or give model.vocab_size=N") and "\n" not in again
 
 
-def test_without_data_the_vocabulary_is_asked_for(monkeypatch, capsys):
-    argv = ["eval.speed", "engine", "configs/quickstart.yaml", "data.path=absent"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with (
-        pytest.raises(SystemExit) as ended,
-        mock.patch("cat_lm.training.distributed.start") as start,
-    ):
+def test_without_data_the_vocabulary_is_asked_for(command):
+    with mock.patch("cat_lm.training.distributed.start") as start:
         start.return_value.__enter__.return_value = Ranks(0, 0, 1, torch.device("cpu"))
         start.return_value.__exit__.return_value = False
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
+        code, _, _, said = command("engine", "configs/quickstart.yaml", "data.path=absent")
+    assert code == 2 and said.count("\n") == 1
     assert "error: model.vocab_size: is left to data.path=absent" in said
 
 
-def test_a_wrong_configuration_is_one_line(monkeypatch, capsys):
-    argv = ["eval.speed", "engine", "configs/quickstart.yaml", "model.hidden_sise=3"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    assert "model.hidden_sise: unknown key" in capsys.readouterr().err
+def test_a_wrong_configuration_is_one_line(command):
+    code, _, _, err = command("engine", "configs/quickstart.yaml", "model.hidden_sise=3")
+    assert code == 2 and "model.hidden_sise: unknown key" in err

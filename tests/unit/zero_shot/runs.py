@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from eval.zero_shot.run import Settings
+from tests.unit.calls import call_main
 
 CONTEXT = 160
 FEW = ("lambada_openai", "piqa", "winogrande", "wikitext")
@@ -30,13 +30,6 @@ def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     """Runs the command in this process; its exit code, stdout and stderr."""
     from eval.zero_shot import __main__ as zero_shot
 
-    monkeypatch.setattr(sys, "argv", ["zero_shot", *map(str, arguments)])
     for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM"):  # which it sets; later tests go without
         monkeypatch.setenv(name, "")
-    code = 0
-    try:
-        zero_shot.main()
-    except SystemExit as exit_:
-        code = exit_.code or 0
-    output = capsys.readouterr()
-    return code, output.out, output.err
+    return call_main(zero_shot.main, monkeypatch, capsys, "zero_shot", *arguments)
