@@ -222,14 +222,17 @@ class DeltaOptions:
 def delta_numbers(keys: int, values: int, heads: int, decays: bool) -> float:
     """Count a token's numbers that the delta rule keeps for its backward pass.
 
-    Streams, the solution of the triangular system, products within chunks, a state a chunk.
+    Streams, the solution of the triangular system, products within chunks, a state a chunk; of
+    keys and products also what decays make of them, as packed documents do. Whether there are
+    documents is not asked: a rule without decays, which keeps three of each without them and six
+    with, counts as between.
 
     Args:
         keys, values: channels of all heads.
     """
-    products = (6 if decays else 3) * CHUNK * heads
+    each = 6 if decays else 4.5
     states = keys * values // heads / CHUNK
-    return (6 if decays else 3) * keys + 3 * values + products + states
+    return each * (keys + CHUNK * heads) + 3 * values + states
 
 
 def convolution_flops(window: int, channels: int) -> float:

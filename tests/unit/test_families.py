@@ -34,6 +34,7 @@ from cat_lm.training.estimate import memory_per_rank
 from eval.length_sweep.perplexity import span_windows, token_nlls
 from tests.finished_runs import checkpoint
 from tests.runs import run_values
+from tests.unit.kept_memory import kept_of_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, CONTEXT = 257, 64
@@ -222,26 +223,21 @@ each_precision = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @each_precision
-def test_what_training_keeps_is_estimated(case, precision):
+def test_what_training_keeps_is_estimated(case, precision, documents):
     family = family_of(case)
     section = section_of(case, hidden_size=64)
-    model, kept = model_of(case, hidden_size=64).base_model.train().to(precision), {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens(2, 256))
-    taken = sum(s.nbytes() for at, s in kept.items() if at not in own)
+    model = model_of(case, hidden_size=64).base_model.train().to(precision)
+    taken = kept_of_tokens(model, tokens(2, 256), documents)
     wide, size = family.saved_in_fp32(section), precision.itemsize
     counted = 64 * (size * (family.saved_tensors(section) - wide) + 4 * wide)
     name = {4: "fp32", 2: "bf16"}[size]
     counted += 256 * (4 + size) * family.saved_maps(section, 256, False, name)
     counted *= 2 * 2 * 256  # layers, rows, tokens
+    if documents:
+        masks = family.saved_masks(model.config, False, name)
+        counted += 2 * 256 * 256 * ((masks > 0) + 2 * size * masks)  # the model's, and its layers'
     assert 0.8 < counted / taken < 1.25, (counted / taken, counted, taken)
 
 

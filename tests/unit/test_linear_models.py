@@ -5,6 +5,7 @@ What every family must do is in test_families.py.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import math
@@ -421,12 +422,45 @@ def test_preflight_tries_a_kernel_where_recurrences_may_need_it(backend, tmp_pat
     assert tried == (None if backend == "torch" else "tried on cuda")
 
 
-def by_documents(plain: Any) -> Any:
+# The package's chunked operators, and what they call the streams of ours, in order.
+CHUNKED = {
+    "gla": ("q", "k", "v", "g"),
+    "delta_rule": ("q", "k", "v", "beta"),
+    "gated_delta_rule": ("q", "k", "v", "beta", "g"),
+}
+HOW = ("initial_state", "output_final_state", "cu_seqlens")
+
+
+@needs_definitions
+@pytest.mark.parametrize(
+    ("way", "name", "streams"),
+    [
+        *(("chunk", name, streams) for name, streams in CHUNKED.items()),
+        ("fused_recurrent", "gla", ("q", "k", "v", "gk")),
+        ("fused_recurrent", "delta_rule", ("q", "k", "v", "beta")),
+    ],
+)
+def test_the_package_names_its_streams_so(way, name, streams):
+    """By its source, as it imports where a GPU is."""
+    path = Path(PACKAGE.submodule_search_locations[0], "ops", name, f"{way}.py")
+    (found,) = (
+        node.args
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == f"{way}_{name}"
+    )
+    taken = [argument.arg for argument in found.args]
+    needed = set(taken[: len(taken) - len(found.defaults)])
+    assert needed <= set(streams) and {*streams, *HOW} <= set(taken)
+
+
+def by_documents(name: str, plain: Any) -> Any:
     """The package's chunked operators as they are called: packed documents by their borders."""
 
     def operator(
         *, initial_state: Any, output_final_state: bool, cu_seqlens: Any = None, **streams: Tensor
     ) -> Any:
+        assert set(streams) == set(CHUNKED[name])
+        streams = {stream: streams[stream] for stream in CHUNKED[name]}
         assert cu_seqlens is None or len(streams["q"]) == 1
         borders = [0, streams["q"].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
         found = []
@@ -452,7 +486,7 @@ def test_the_packages_operators_get_documents_padding_and_states(family, monkeyp
 
     plain = {"gla": gated_linear_attention, "delta_rule": delta_rule, "gated_delta_rule": gated}
     for name, operator in plain.items():
-        module = SimpleNamespace(**{f"chunk_{name}": by_documents(operator)})
+        module = SimpleNamespace(**{f"chunk_{name}": by_documents(name, operator)})
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
     model, rows = model_of(family), tokens(2, 30)
     ids = torch.cat([torch.zeros(2, 7), torch.ones(2, 1), 2 * torch.ones(2, 22)], dim=1).long()

@@ -18,6 +18,7 @@ from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
 from cat_lm.scaled_models import methods_for
+from tests.unit.kept_memory import kept_of_tokens
 from tests.unit.test_mixers import outside  # noqa: F401
 
 VOCABULARY, WIDTH = 50, 16
@@ -271,24 +272,21 @@ def test_published_shapes_have_the_published_parameters(mixer, options, paramete
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_what_training_keeps_is_estimated(name, precision):
+@pytest.mark.parametrize("documents", [False, True])
+def test_what_training_keeps_is_estimated(name, precision, documents):
+    if documents and name in STATELESS:
+        return  # they keep no documents apart
     rows = 256 if name == "attention" else None
     config = config_of(name, hidden_size=64, intermediate_size=160, learned_positions=rows)
-    model, kept = CatMixerForCausalLM(config).model.train().to(precision), {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens(2, 256))
-    taken = sum(s.nbytes() for at, s in kept.items() if at not in own) / (2 * 2 * 256 * 64)
+    model = CatMixerForCausalLM(config).model.train().to(precision)
+    taken = kept_of_tokens(model, tokens(2, 256), documents) / (2 * 2 * 256 * 64)
     section, size = ARCHITECTURE.section(config), precision.itemsize
     wide = ARCHITECTURE.saved_in_fp32(section)
     counted = size * (ARCHITECTURE.saved_tensors(section) - wide) + 4 * wide
     counted += (4 + size) * (256 / 64) * ARCHITECTURE.saved_maps(section, 256, False, "fp32")
+    if documents:
+        masks = ARCHITECTURE.saved_masks(config, False, "fp32")
+        counted += ((masks > 0) / 2 + size * masks) * (256 / 64)  # the model's, and its layers'
     assert 0.8 < counted / taken < 1.25
 
 

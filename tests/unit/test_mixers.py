@@ -17,6 +17,7 @@ from cat_lm.mixers import CAPABILITIES, Mixer, MixerKind, Setting, make, make_mi
 from cat_lm.mixers.modules.context import short_convolution
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.conftest import REPOSITORY
+from tests.unit.kept_memory import kept_bytes
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
 SPECIFICATIONS = [
@@ -284,16 +285,8 @@ def test_every_parameter_says_whether_it_decays(specification):
 def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int, **given) -> float:
     """What autograd keeps beside the parameters, in tensors of [B, T, C]."""
     module = mixer.build(setting).train()
-    own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(torch.randn(count, time, setting.d_model, requires_grad=True), **given)
-    size = sum(s.nbytes() for at, s in kept.items() if at not in own)
+    x = torch.randn(count, time, setting.d_model, requires_grad=True)
+    size = kept_bytes(module, lambda: module(x, **given))
     return size / (4 * count * time * setting.d_model)
 
 

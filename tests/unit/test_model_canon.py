@@ -89,8 +89,7 @@ def test_layers_stand_where_they_should(fields):
 @each_model
 def test_sequences_and_decoding_are_exact(fields):
     check_sequences(fields)
-    if fields["conv_type"] != "none":
-        check_decoding(fields)
+    check_decoding(fields)
 
 
 def test_starts():

@@ -335,8 +335,11 @@ def test_memory_is_linear_in_length():
 def test_the_packages_operators_get_documents_as_one_row(kind, monkeypatch):
     """A stand-in that takes what flash-linear-attention's operators take, on a CPU."""
 
-    def stand_in(q, k, v, *, initial_state, output_final_state, cu_seqlens=None, **rest):
-        (gate,) = rest.values()
+    def stand_in(
+        q, k, v, *, gk=None, beta=None, initial_state, output_final_state, cu_seqlens=None
+    ):
+        gate, absent = (gk, beta) if kind == "gla" else (beta, gk)
+        assert absent is None
         streams = [q, k, v, gate[..., None] if kind == "gla" else gate]
         if kind == "gla":
             streams[0] = q * KEYS**-0.5
