@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cat_lm import architectures
+from cat_lm.errors import UserError
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
@@ -131,6 +133,9 @@ def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
     assert run_on_ranks(on_other_ranks, 2, *given, "alone", "back", None) == [[0] * len(runs)] * 2
     for run in runs:
         own = tmp_path / run.name
+        family = architectures.get(run.case.partition(":")[0])
+        said = "recurrence: " in (own / "straight/train.log").read_text(encoding="utf-8")
+        assert said == family.recurrent, run
         straight = losses(own / "straight")
         assert losses(own / "stopped") == straight, run
         steps = {row[0]: row[1] for row in straight if len(row) == 3}
@@ -143,3 +148,26 @@ def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
         assert list(back) == [STEPS]
         for step, loss in (alone | back).items():
             assert abs(loss - steps[step]) < TOLERANCE[run.precision] * loss, (run, step)
+
+
+def refused(ranks, values: dict) -> str:
+    from train import Trainer
+
+    try:
+        with opened(Trainer, ranks, values):
+            return "begun"
+    except UserError as error:
+        return str(error)
+
+
+def test_a_recurrence_that_cannot_be_computed_so_ends_the_run_at_its_start(tiny_corpus, tmp_path):
+    for backend, said in (
+        ("fla", "train.mixer_backend=fla: backend='fla' cannot serve"),
+        ("torch", "begun"),
+    ):
+        run = Run("gla", 0, 0, 0, "fp32")
+        values = values_of(str(tiny_corpus), tmp_path / backend, run, 0, mixer_backend=backend)
+        (found,) = run_on_ranks(refused, 1, values)
+        assert found.startswith(said)
+    log = (tmp_path / "torch/train.log").read_text(encoding="utf-8")
+    assert "recurrence: gated linear attention: torch, asked for by name" in log
