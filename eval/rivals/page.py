@@ -147,13 +147,18 @@ def held_out_lines(summary: dict[str, Any], text: dict[str, Any]) -> Table:
 
 
 def _main_note(summary: dict[str, Any]) -> str:
+    streams = ""
+    if "bf16" in summary["trained_with"]["precision"]:
+        streams = (
+            "In training the residual stream of Mamba and Mamba-2 was in fp32, that of the others "
+            "in bf16. "
+        )
     return (
         "FLOPs: of a training step, forward and backward. Tokens/s: of training, the median over "
         "steps and seeds, beside other runs; `eval.speed train` compares speeds. Recall: tokens "
         f"whose pair with the one before stands earlier in the window and at most {RARE} times in "
         "the training text; other: all the others. State: of one sequence in decoding, in bf16 "
-        "with recurrent states in fp32. The residual stream of Mamba and Mamba-2 is in fp32, that "
-        "of the others in bf16. Positions are as trained but where YaRN is named."
+        f"with recurrent states in fp32. {streams}Positions are as trained but where YaRN is named."
     )
 
 
@@ -186,8 +191,26 @@ def _recall_note(summary: dict[str, Any]) -> str:
         f"Columns: times that the pair stands in the training split ({split} tokens, of which a "
         f"run reads {short_count(summary['training_tokens'])}, some more than once where those are "
         "more). Last one: the token followed the same token the last time, too. Bigram counts: of "
-        "that split, with the unigram counts as a prior; it cannot recall."
+        "that split, with the unigram counts as a prior; it cannot recall. "
+        f"{_behind_counts(summary)}"
     )
+
+
+def _behind_counts(summary: dict[str, Any]) -> str:
+    """Say what the counts lose over all tokens, and which rows lose more."""
+    rows = {row["slice"]: row for row in summary["recall"]["bigram"]}
+    parts = [rows[name] for name in (RECALL, REST) if rows[name]["tokens"]]
+    floor = sum(row["loss"] * row["tokens"] for row in parts) / sum(row["tokens"] for row in parts)
+    trained, losses = summary["training_length"], {}
+    for cell in summary["cells"]:
+        if (cell["length"], cell["method"]) == (trained, "none") and cell["loss"] is not None:
+            losses[cell["model"]] = cell["loss"]["mean"]
+    labels = {model["model"]: model["label"] for model in summary["models"]}
+    behind = [labels[name] for name, loss in losses.items() if loss > floor]
+    said = f"Over all tokens they lose {floor:.3f}, "
+    if not behind:
+        return f"{said}more than any row."
+    return f"{said}less than {', '.join(behind)}, which have not learned what pairs alone say."
 
 
 def conclusions(summary: dict[str, Any]) -> list[str]:

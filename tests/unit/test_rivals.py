@@ -23,7 +23,7 @@ from cat_lm.errors import UserError
 from cat_lm.pretrained import load_tokenizer
 from eval.length_sweep.perplexity import span_windows, token_nlls
 from eval.length_sweep.token_stream import Documents, split_stream
-from eval.rivals import measure, rows
+from eval.rivals import measure, page, rows
 from eval.rivals.__main__ import main
 from eval.rivals.measure import HeldOut, held_out, measured
 from eval.rivals.rows import QUESTION, check_rows, check_sizes, comparison_of, parse_arguments
@@ -305,6 +305,30 @@ class Rivals(Imitation):
     LOSS: ClassVar = {"tfpp": 4.0, "tfpp_cat": 3.8, "gla": 4.001}
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(2.9, "they lose 3.000, more than any row."), (3.1, "they lose 3.000, less than the row,")],
+)
+def test_a_row_that_counts_of_pairs_beat_is_named(loss, said):
+    slices = {RECALL: (6.0, 10), REST: (2.0, 30)}
+    bigram = [{"slice": n, "loss": x, "tokens": count} for n, (x, count) in slices.items()]
+    cell = {"model": "a", "length": 128, "method": "none", "loss": {"mean": loss}}
+    longer = cell | {"length": 1024, "loss": {"mean": 9.0}}
+    summary = {
+        "recall": {"bigram": bigram},
+        "training_length": 128,
+        "cells": [cell, longer],
+        "models": [{"model": "a", "label": "the row"}],
+    }
+    assert said in page._behind_counts(summary)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_residual_stream_is_told_where_precisions_differ(precision):
+    note = page._main_note({"trained_with": {"precision": [precision]}})
+    assert ("in bf16. Positions" in note) == (precision == "bf16")
+
+
 @pytest.mark.usefixtures("everything_is_rare")
 class TestComparison:
     @pytest.fixture(autouse=True)
@@ -357,8 +381,8 @@ class TestComparison:
             for pair in json.loads((folder / "summary.json").read_text())["comparisons"]
         } == {3 * 5}
         assert "of 15 differences are carried" in text and "trained on one text" in text
-        page = (folder / "rivals.html").read_text(encoding="utf-8")
-        assert "<h2>Differences on books</h2>" in page
+        html = (folder / "rivals.html").read_text(encoding="utf-8")
+        assert "<h2>Differences on books</h2>" in html
 
     def test_numbers_tables_and_page(self, arguments, tmp_path, monkeypatch, capsys):
         asked = []
@@ -415,10 +439,10 @@ class TestComparison:
         assert "| TF++ + CAT | TF++ | -0.200 [-0.200, -0.200] | **lower** |" in table
         assert "corrected for 9 comparisons" in table and "| bigram counts |" in table
         assert "7 of 9 differences are carried by their intervals" in table
-        page = (folder / "rivals.html").read_text(encoding="utf-8")
-        assert "<svg role=" in page and '<td class="best">lower</td>' in page
+        html = (folder / "rivals.html").read_text(encoding="utf-8")
+        assert "<svg role=" in html and '<td class="best">lower</td>' in html
         for label in ("TF++ + CAT", "GLA", "What may be concluded"):
-            assert label in page
+            assert label in html
 
     def test_interrupted_and_resumed_equals_straight(
         self, arguments, tmp_path, monkeypatch, capsys
