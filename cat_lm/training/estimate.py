@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # What a rank really took was within this factor of the estimate wherever it was measured: in 41
 # runs on CPUs, of all stages and both precisions (tests/distributed has some). Recurrences count as
-# torch computes them; a GPU's kernels keep less. Multi-token attention counts a document a row: many
-# short ones take up to three times as much.
+# torch computes them; a GPU's kernels keep less. Multi-token attention counts a document a row;
+# many short ones take up to three times as much.
 MEMORY_ACCURACY = 1.25
 # DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9
