@@ -117,17 +117,30 @@ def model_config(path: Path | str) -> PreTrainedConfig:
     try:
         if architecture is not None:
             architecture.check_settings(settings)
-        own = architecture is not None and settings["model_type"] == architecture.model_type
-        if architecture is None or own or architecture.has_stock:
-            config = AutoConfig.from_pretrained(folder, **_AS_IT_IS)
-        else:  # transformers may not know it, and who does may need a GPU
+        kind = AutoConfig if architecture is None else _config_class(architecture, settings)
+        if kind is None:  # transformers may not know it, and who does may need a GPU
             config = architecture.own_config(settings)
+        else:
+            config = kind.from_pretrained(folder, **_AS_IT_IS)
         if architecture is not None and hasattr(config, "hidden_act"):
             _check_activation(config.hidden_act)
     except Exception as error:
         said = asks_for_code(settings) or _unknown_type(settings) or reason(error)
         raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
     return config
+
+
+def _config_class(
+    architecture: architectures.Architecture, settings: dict[str, Any]
+) -> type[PreTrainedConfig] | None:
+    """Give the class that reads a known family's config.json; None where none here does.
+
+    Not by transformers' registry of types: importing flash-linear-attention, whose operators may
+    compute a run's recurrences, gives the types of Mamba to other classes there.
+    """
+    if settings["model_type"] == architecture.model_type:
+        return architecture.config_class()
+    return architecture.library_classes().config if architecture.has_stock else None
 
 
 def _unknown_type(settings: dict[str, Any]) -> str:
@@ -200,8 +213,10 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel
     import torch
     from transformers import AutoModelForCausalLM
 
+    family = architectures.find(config)
+    kind = AutoModelForCausalLM if family is None else family.classes_of(config).causal_lm
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             dtype=getattr(torch, dtype),

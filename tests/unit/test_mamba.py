@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from cat_lm import architectures
 from cat_lm.config import load_config
@@ -261,6 +262,22 @@ def test_a_run_goes_on_from_the_librarys_model(case, tmp_path):
     other = model_of(case, state_size=6)
     with pytest.raises(UserError, match=r"model\.state_size is . there and 6 here"):
         load_initial_weights(other, str(tmp_path))
+
+
+@both
+def test_the_librarys_model_stays_its_own_where_a_package_takes_its_type(
+    case, tmp_path, monkeypatch
+):
+    """As flash-linear-attention does, once it is imported, with the types of both."""
+    family = family_of(case)
+    stock = family.library_classes().causal_lm(family.library_config(model_of(case).config))
+    stock.save_pretrained(tmp_path)
+    taken = type("Taken", (PreTrainedConfig,), {"model_type": family.library_type})
+    # What AutoConfig.register does, of this type alone and until the test's end.
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, family.library_type, taken)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is taken
+    assert type(model_config(tmp_path)) is type(stock.config)
+    assert type(load_model(tmp_path)) is type(stock)
 
 
 # Errors
