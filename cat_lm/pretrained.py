@@ -136,7 +136,8 @@ def _config_class(
     """Give the class that reads a known family's config.json; None where none here does.
 
     Not by transformers' registry of types: importing flash-linear-attention, whose operators may
-    compute a run's recurrences, gives the types of Mamba to other classes there.
+    compute a run's recurrences, gives the types of Mamba to other classes there. Models are found
+    by the class of their configuration, which stays transformers' own.
     """
     if settings["model_type"] == architecture.model_type:
         return architecture.config_class()
@@ -213,10 +214,8 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel
     import torch
     from transformers import AutoModelForCausalLM
 
-    family = architectures.find(config)
-    kind = AutoModelForCausalLM if family is None else family.classes_of(config).causal_lm
     try:
-        model, report = kind.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=getattr(torch, dtype),

@@ -19,10 +19,8 @@ from cat_lm.training.devices import known_device
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a rank really took was within this factor of the estimate wherever it was measured: in 41
-# runs on CPUs, of all stages and both precisions (tests/distributed has some). Recurrences count as
-# torch computes them; a GPU's kernels keep less. Multi-token attention counts a document a row;
-# many short ones take up to three times as much.
+# What a rank really took was within this factor of the estimate in 41 runs on CPUs, of all stages
+# and both precisions (tests/distributed has some). `memory_per_rank` says for what it is not.
 MEMORY_ACCURACY = 1.25
 # DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9
@@ -146,8 +144,10 @@ def memory_per_rank(
 
     Tensors are counted, not what passes lay beside them for a moment: to within `MEMORY_ACCURACY`
     for models like those of `tests/distributed/test_memory.py`; a small one on a CPU, with rows of
-    32,768 tokens, took twice as much. On a CPU only memory that is written to counts; a GPU's
-    buckets are reserved whole.
+    32,768 tokens, took twice as much. Recurrences count as torch computes them; a GPU's kernels
+    keep less. Multi-token attention counts a document a row; documents of a few tokens each, of
+    which every one has c_q - 1 rows more, take up to three times as much. On a CPU only memory that
+    is written to counts; a GPU's buckets are reserved whole.
     """
     train = config.train
     stage, bf16 = train.zero_stage, train.precision == "bf16"

@@ -306,21 +306,29 @@ class Rivals(Imitation):
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
-    [(2.9, "they lose 3.000, more than any row."), (3.1, "they lose 3.000, less than the row,")],
+    ("losses", "said"),
+    [
+        ([2.8, 2.9], "Over all tokens they lose 3.000."),
+        ([2.9, 3.05], "Over all tokens they lose 3.000."),
+        ([2.9, 3.3], "they lose 3.000; less than the mean, but not than every seed, of the row."),
+        ([3.1, 3.2], "they lose 3.000; less than every seed of the row."),
+        ([], "Over all tokens they lose 3.000."),
+    ],
 )
-def test_a_row_that_counts_of_pairs_beat_is_named(loss, said):
+def test_a_row_that_counts_of_pairs_beat_is_named(losses, said):
     slices = {RECALL: (6.0, 10), REST: (2.0, 30)}
     bigram = [{"slice": n, "loss": x, "tokens": count} for n, (x, count) in slices.items()]
-    cell = {"model": "a", "length": 128, "method": "none", "loss": {"mean": loss}}
-    longer = cell | {"length": 1024, "loss": {"mean": 9.0}}
+    row = {"model": "a", "length": 128, "method": "none"}
+    rows = [row | {"seed": seed, "loss": loss} for seed, loss in enumerate(losses)]
+    other = row | {"seed": 0, "loss": 9.0}
+    others = [other | {"length": 1024}, other | {"method": "yarn"}, other | {"loss": None}]
     summary = {
         "recall": {"bigram": bigram},
         "training_length": 128,
-        "cells": [cell, longer],
+        "rows": [*rows, *others],
         "models": [{"model": "a", "label": "the row"}],
     }
-    assert said in page._behind_counts(summary)
+    assert page._behind_counts(summary).endswith(said)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
