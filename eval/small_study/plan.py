@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run 
 CONFIGS = Path("configs/study")  # a file for each model, and bases for each size
 SEEDS = (0, 1, 2)
 TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
-TUNING_SHARE = 2  # such a run has one of this many parts of the tokens
 SETTINGS = "settings.json"  # in a study's folder: what decides its numbers
 WITH_YARN = f"{NONE},{YARN}"
 # Of eval.length_sweep -> those beside none for rotary positions.
@@ -119,19 +118,6 @@ class Study:
     def asked(self) -> Question:
         return QUESTIONS[self.question]
 
-    def budget(self, job: Job) -> int | None:
-        """Give the training tokens of a run, a part where it only chooses a rate.
-
-        None: as its configuration says.
-        """
-        if job.rate is None:
-            return self.tokens
-        whole = self.tokens
-        if whole is None:
-            base = f"base={self.base_file(job.model)}"
-            whole = load_config(ROOT / self.config_file(job.model), [base]).train.max_tokens
-        return None if whole is None else max(1, whole // TUNING_SHARE)
-
     @property
     def contrasts(self) -> list[tuple[str, str]]:
         """Those of the question that have both of their models here."""
@@ -158,10 +144,10 @@ class Study:
     def overrides(self, job: Job) -> list[str]:
         """Set the study's values on top of the model's file."""
         budget = []
-        if (tokens := self.budget(job)) is not None:
+        if self.tokens is not None:
             # The warm-up keeps its share of the run.
-            budget = [f"train.max_tokens={tokens}", "optimizer.warmup_steps=null"]
-            budget.append(f"optimizer.warmup_tokens={tokens // 20}")
+            budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
+            budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
         base = f"base={self.base_file(job.model)}"
         rate = job.rate or self.chosen.get(job.model)
         if rate is not None:
@@ -279,7 +265,8 @@ class Study:
             if self.rates:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
-        found: dict[str, Any] = {"tuning_share": TUNING_SHARE} if self.rates else {}
+        # 2 in folders of before, whose rates were chosen by runs of half of the tokens.
+        found: dict[str, Any] = {"tuning_share": 1} if self.rates else {}
         return found | {
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],

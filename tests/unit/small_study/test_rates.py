@@ -30,8 +30,7 @@ def test_rates_are_chosen_on_a_seed_that_is_not_reported(arguments, tmp_path, mo
     assert len(calls) == 15
     tuning, reported = calls[:9], calls[9:]
     assert all(f"train.seed={TUNING_SEED}" in call for call in tuning)
-    assert all("train.max_tokens=358400 " in f"{call} " for call in tuning), "half of them"
-    assert not any("max_tokens" in call for call in reported), "as configured"
+    assert not any("max_tokens" in call for call in [*tuning, *reported]), "as configured"
     assert all("lr=0.003 optimizer.min_lr=0.0003 " in f"{call} " for call in reported)
     assert not any("tuning" in call for call in first.calls if "train.py" not in call)
     summary = json.loads((tmp_path / "out/summary.json").read_text())
