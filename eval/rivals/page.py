@@ -201,8 +201,8 @@ def _behind_counts(summary: dict[str, Any]) -> str:
 
     Without an interval: the counts have no seeds, and no difference from them was fixed beforehand.
     """
-    parts = {row["slice"]: row for row in summary["recall"]["bigram"]}
-    parts = [parts[name] for name in (RECALL, REST) if parts[name]["tokens"]]
+    slices = {row["slice"]: row for row in summary["recall"]["bigram"]}
+    parts = [slices[name] for name in (RECALL, REST) if slices[name]["tokens"]]
     floor = sum(row["loss"] * row["tokens"] for row in parts) / sum(row["tokens"] for row in parts)
     losses: dict[str, list[float]] = {model["model"]: [] for model in summary["models"]}
     for row in summary["rows"]:
