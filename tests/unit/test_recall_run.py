@@ -73,7 +73,7 @@ def test_the_optimiser_and_its_schedule_are_zoologys(monkeypatch):
     monkeypatch.setattr("torch.optim.AdamW", Recorder)
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=128, epochs=4, **SMALL)
     run_cell(dataclasses.replace(cell, lr=0.02, stop_above=None))
-    assert seen[0] == {"lr": 0.02, "weight_decay": 0.1}
+    assert seen[0] == {"lr": 0.02, "weight_decay": 0.1, "fused": True}  # one kernel, the same rule
     cosine = [0.01 * (1 + np.cos(np.pi * epoch / 4)) for epoch in range(4) for _ in range(2)]
     assert seen[1:] == pytest.approx(cosine)
 

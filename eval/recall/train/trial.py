@@ -72,10 +72,9 @@ class Trial(BaseTrial):
         }
         seed = cell.seed + _VALIDATION_SEED
         self.validation = make(self.task, cell.validation_examples, seed=seed, split="validation")
-        # One kernel for all parameters where there is a launch to save.
-        fused = {"fused": True} if self.inputs.device.type == "cuda" else {}
+        # One kernel for an update: of models this small it takes a tenth of a step otherwise.
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay, **fused
+            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, cell.epochs, eta_min=0.0
