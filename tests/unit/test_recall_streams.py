@@ -428,17 +428,19 @@ def test_a_run_that_diverged_says_nothing_and_leaves_the_rest():
     assert held[0]["rates_tried"] == {"0.01": -2.5, "0.03": None} and held[1]["mean"] is None
 
 
-def test_the_picture_has_a_panel_for_each_task_and_bars_from_least_to_most(lines):
-    found = {}
+def test_the_picture_has_a_panel_for_each_task_with_every_run_and_its_mean(lines):
+    drawn = {}
     for axes in page.draw(lines).axes:
-        for points in axes.containers:
-            _, _, (bars,) = points.lines
-            ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
-            if len(ends):
-                found[axes.get_title(loc="left"), points.get_label()] = ends
-    assert found[streams.RECALL, "softmax attention, head"][1] == pytest.approx([0.875, 1.0])
-    assert found["text: a", "DeltaNet, head"][0] == pytest.approx([2.5, 2.7])
-    assert len(found) == 2
+        task = axes.get_title(loc="left")
+        drawn[task] = sorted(y for dots in axes.collections for y in dots.get_offsets()[:, 1])
+        expected = [x for x in lines if x["row"] == task]
+        assert drawn[task] == pytest.approx(sorted(y for x in expected for y in x["runs"].values()))
+        means = {marks.get_label(): list(marks.get_ydata()) for marks in axes.lines}
+        assert means == {
+            mixer: [x["mean"] for x in expected if x["mixer"] == mixer]
+            for mixer in dict.fromkeys(x["mixer"] for x in lines)
+        }
+    assert list(drawn) == [streams.RECALL, "text: a"] and all(drawn.values())
 
 
 def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):

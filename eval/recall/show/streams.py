@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.common.comparison import UNCLEAR
-from eval.common.style import MARKERS, RUN_COLOURS, STYLE
+from eval.common.style import STYLE, run_colour, run_marker
 from eval.common.text_table import markdown_table
 
 RECALL = "MQAR"
@@ -122,25 +123,42 @@ def csv_text(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(lines: Sequence[dict[str, Any]]) -> Figure:
-    """A panel for each task: a subset a place, a mixer a colour, bars from least to most."""
+    """A panel for each task: a subset a place, a mixer a colour; a point a run, the mean larger.
+
+    Runs that find a task or do not leave means between, which no run has: so every run is drawn.
+    """
     rows, mixers, names = (
         list(dict.fromkeys(x[key] for x in lines)) for key in ("row", "mixer", "streams")
     )
     with matplotlib.rc_context(STYLE):
-        drawing = Figure(figsize=(9.0, 1.2 + 2.6 * len(rows)), layout="constrained")
+        drawing = Figure(figsize=(9.0, 1.4 + 2.6 * len(rows)), layout="constrained")
         panels = drawing.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
         for axes, row in zip(panels, rows, strict=True):
             for number, mixer in enumerate(mixers):
-                of_mixer = [x for x in lines if (x["row"], x["mixer"]) == (row, mixer)]
                 beside = (number - (len(mixers) - 1) / 2) * 0.8 / len(mixers)
-                places = [names.index(x["streams"]) + beside for x in of_mixer]
-                down, up = ([abs(x["mean"] - x[end]) for x in of_mixer] for end in ("min", "max"))
-                style = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "capsize": 2}
-                style |= {"fmt": MARKERS[number % len(MARKERS)], "label": mixer, "markersize": 3.5}
-                axes.errorbar(places, [x["mean"] for x in of_mixer], (down, up), **style)
+                found = [x for x in lines if (x["row"], x["mixer"]) == (row, mixer)]
+                places = [names.index(line["streams"]) + beside for line in found]
+                _draw_mixer(axes, number, mixer, found, places)
             axes.set_title(row, loc="left")
             axes.set_ylabel("accuracy" if row == RECALL else "loss, nats a token")
         panels[-1].set_xticks(range(len(names)), names, rotation=30, ha="right")
-        panels[-1].set_xlabel("convolved streams")
+        panels[-1].set_xlabel("convolved streams (small points: every run; marks: means)")
         drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return drawing
+
+
+def _draw_mixer(
+    axes: Axes,
+    number: int,
+    mixer: str,
+    lines: Sequence[dict[str, Any]],
+    places: Sequence[float],
+) -> None:
+    """Draw a mixer's lines, each at its place."""
+    colour = run_colour(number)
+    for x, line in zip(places, lines, strict=True):
+        runs = line["runs"].values()
+        axes.scatter([x] * len(runs), runs, s=12, color=colour, alpha=0.6, linewidths=0, zorder=2)
+    style = {"color": colour, "marker": run_marker(number), "markersize": 4.5, "alpha": 0.8}
+    means = [line["mean"] for line in lines]
+    axes.plot(places, means, linestyle="none", label=mixer, zorder=3, **style)
