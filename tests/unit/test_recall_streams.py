@@ -391,8 +391,8 @@ def test_the_contrasts_are_of_lines_and_mixers_of_the_grid():
 def test_the_page_has_every_number_in_its_place(lines):
     recall, text = page.markdown(lines, []).split("text: a: loss on held-out documents")
     assert "| convolved | softmax attention, head |" in recall
-    assert "| none | 0.125 (0.125 to 0.125) † |" in recall and "by algebra" in recall
-    assert "| k | 0.958 (0.875 to 1.000) |" in recall
+    assert "| none | 0.125 (0.125 to 0.125); 0 † |" in recall and "by algebra" in recall
+    assert "| k | 0.958 (0.875 to 1.000); 2 |" in recall
     assert "on the edge of what was tried in 0 of 4." in recall
     assert "| k | 2.100 (2.000 to 2.200) |" in text and "by algebra" not in text
     assert "in 3 of 3: DeltaNet, head, none: 0.03; DeltaNet, head, k: 0.03" in text

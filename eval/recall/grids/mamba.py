@@ -33,11 +33,11 @@ from eval.common.provenance import provenance
 from eval.common.style import RUN_COLOURS, STYLE, save_figure
 from eval.common.text_table import markdown_table
 from eval.recall.grids.plan import Place, Run
+from eval.recall.show.page import FOUND
 from eval.recall.train.cell import Cell
 
 DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
 STARTS = ("own", "zoology")
-FOUND = 0.9  # accuracy on validation rows above which a run counts as over its plateau
 POSITIVE = "attention"
 _DASHES = {0.0: "-", 0.1: (0, (3, 2))}
 
@@ -53,7 +53,7 @@ class PlateauCell(Cell):
 
 
 def found_at(record: dict[str, Any]) -> int | None:
-    """Give the step at which a run was first seen above FOUND, if it ever was."""
+    """Give the step at which validation rows were first seen above FOUND, if they ever were."""
     return next((p["step"] for p in record["history"] if p["accuracy"] > FOUND), None)
 
 

@@ -11,6 +11,7 @@ from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE
 from eval.recall.show.filter_plots import verdict
 
+FOUND = 0.9  # accuracy above which a run counts as having found its task
 SOLVED = 0.99  # mean accuracy from which a model counts as having solved a task
 # What a test may have found beside its accuracy -> the head of its column.
 BESIDE = {

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from eval.common.comparison import UNCLEAR
 from eval.common.style import STYLE, run_colour, run_marker
 from eval.common.text_table import markdown_table
+from eval.recall.show.page import FOUND
 
 RECALL = "MQAR"
 BETWEEN = "linear − softmax"  # how columns begin that stand for two mixers
@@ -38,7 +39,8 @@ def markdown(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]
         some = next(iter(of_row.values()))
         seeds = len(some["runs"])
         unit = "accuracy" if row == RECALL else "loss on held-out documents, nats a token"
-        text += [f"{row}: {unit}, mean (least to largest) of {seeds} seeds", ""]
+        found = f"; in how many of them above {FOUND:g}" if row == RECALL else ""
+        text += [f"{row}: {unit}, mean (least to largest) of {seeds} seeds{found}", ""]
         text.append(_table(of_row, mixers, names, _value))
         if row == RECALL:
             text += ["", ALGEBRA]
@@ -85,8 +87,10 @@ def _table(
 
 
 def _value(line: dict[str, Any]) -> str:
-    mark = " †" if line["by_algebra"] else ""
-    return f"{line['mean']:.3f} ({line['min']:.3f} to {line['max']:.3f}){mark}"
+    text = f"{line['mean']:.3f} ({line['min']:.3f} to {line['max']:.3f})"
+    if line["row"] == RECALL:
+        text += f"; {sum(accuracy > FOUND for accuracy in line['runs'].values())}"
+    return text + (" †" if line["by_algebra"] else "")
 
 
 def _difference(found: dict[str, Any]) -> str:
