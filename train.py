@@ -66,8 +66,10 @@ def main() -> None:
 
     watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Only now, so that --help and errors in the configuration come at once.
+    from cat_lm.ops.runtime.denormals import flush_denormals
     from cat_lm.training import distributed
 
+    flush_denormals()
     timeout = distributed.patience(config.train.hang_minutes)
     with watchdog.explaining(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
