@@ -26,7 +26,8 @@ HELP = "auto (default): float32; on a GPU bfloat16 for exports of bf16 runs"
 def evaluation_device(name: str) -> torch.device:
     """Choose the device of a command that evaluates, and make this process ready for it.
 
-    Products of matrices sum in fp32 from here on, and a CPU's tensors keep their memory.
+    Products of matrices sum in fp32 from here on; a CPU's tensors keep their memory, and what is
+    too small for a normal fp32 is 0.
 
     Args:
         name: the value of `--device`.
@@ -35,12 +36,14 @@ def evaluation_device(name: str) -> torch.device:
         UserError: it is absent.
     """
     from cat_lm.host import keep_freed_memory
+    from cat_lm.ops.runtime.denormals import flush_denormals
     from cat_lm.ops.runtime.precision import sum_products_in_fp32
 
     device = pretrained.choose_device(name)
     sum_products_in_fp32()
     if device.type == "cpu":
         keep_freed_memory()
+        flush_denormals()
     return device
 
 

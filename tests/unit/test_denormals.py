@@ -1,4 +1,4 @@
-"""What is too small for a normal fp32 is 0 in the programs that train, and stays elsewhere."""
+"""What is too small for a normal fp32 is 0 in the programs that compute, and stays elsewhere."""
 
 import multiprocessing
 import subprocess
@@ -9,6 +9,7 @@ import torch
 
 from cat_lm.ops.runtime.denormals import flush_denormals
 from eval.common.grids.execution import _start
+from eval.common.precision import evaluation_device
 from tests.conftest import REPOSITORY
 from tests.runs import run_values, write_config
 
@@ -39,6 +40,10 @@ def test_they_are_kept_by_the_library_and_flushed_in_all_threads_of_a_program():
 
 def test_the_processes_of_a_grid_flush_them():
     assert in_a_process(halved, initializer=_start) == 0
+
+
+def test_evaluations_flush_them():
+    assert in_a_process(halved, initializer=evaluation_device, initargs=("cpu",)) == 0
 
 
 def test_train_py_flushes_them_before_it_trains(tiny_corpus, tmp_path):
