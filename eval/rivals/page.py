@@ -14,7 +14,6 @@ from eval.common.text_table import markdown_table
 from eval.rivals.figure import recall_perplexities, rivals_figure
 from eval.rivals.rows import TOLERANCE
 from eval.rivals.text_recall import BINS, LAST, RARE, RECALL, REST
-from eval.small_study.plan import TUNING_SEED
 from eval.small_study.questions import YARN
 from eval.small_study.tables import (
     EDGES,
@@ -25,6 +24,7 @@ from eval.small_study.tables import (
     scaled_lines,
     setting,
     tuned_lines,
+    tuning_runs,
     value,
 )
 
@@ -66,9 +66,9 @@ def introduction(summary: dict[str, Any]) -> list[str]:
     return [
         setting(summary),
         f"All rows have the same number of parameters within {TOLERANCE:.0%} and read the same "
-        f"tokens in the same order. The rate of each is the best of several by runs of "
-        f"{short_count(choosing)} tokens on seed {TUNING_SEED}, which is not reported; the runs "
-        f"reported have {short_count(reported)}.",
+        f"tokens in the same order. The rate of each is the best of several by "
+        f"{tuning_runs(summary)} on {short_count(choosing)} tokens, which none of the numbers is "
+        f"of; the runs reported have {short_count(reported)}.",
     ]
 
 

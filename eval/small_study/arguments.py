@@ -11,7 +11,7 @@ from cat_lm.cli import Parser, listed, path, rates, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped
-from eval.small_study.plan import ROOT, SEEDS, SIZES, TUNING_SEED, Study
+from eval.small_study.plan import ROOT, SEEDS, SIZES, TUNING_SEED, Study, tuning_seeds
 from eval.small_study.questions import QUESTIONS, Question
 
 
@@ -113,6 +113,14 @@ def _add_training(
         f"are not reported (default: {rates})",
     )
     add(
+        "--tuning-seeds",
+        type=whole(limits.REPEATS),
+        default=1,
+        metavar="N",
+        help=f"runs at each of the --rates, of seeds {TUNING_SEED}, {TUNING_SEED + 1}, …, whose "
+        "mean chooses (default: 1)",
+    )
+    add(
         "--tokens",
         type=_tokens,
         metavar="N",
@@ -194,8 +202,11 @@ def chosen_models(arguments: argparse.Namespace, asked: Question, which: str) ->
 
 def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a `Study` is given by `add_options`. Raises UserError where it makes no sense."""
-    if TUNING_SEED in arguments.seeds and arguments.rates:
-        raise UserError(f"--seeds {TUNING_SEED}: chooses the rates, and is not reported")
+    choosing = set(tuning_seeds(arguments.tuning_seeds) if arguments.rates else ())
+    for seed in choosing.intersection(arguments.seeds):
+        raise UserError(f"--seeds {seed}: chooses the rates, and is not reported")
+    if arguments.tuning_seeds > 1 and not arguments.rates:
+        raise UserError("--tuning-seeds: chooses among --rates, of which there are none")
     return {
         "seeds": arguments.seeds,
         "data": from_root(arguments.data or ROOT / f"data/small_study_text-{arguments.size}"),
@@ -203,6 +214,7 @@ def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
         "documents": arguments.documents,
         "held_out": tuple(map(from_root, arguments.held_out)),
         "rates": arguments.rates,
+        "tuning_seeds": arguments.tuning_seeds,
         "reuse": tuple(map(from_root, arguments.reuse)),
     }
 

@@ -25,7 +25,7 @@ from eval.small_study.execute import (
     sweep_folder,
     unfinished,
 )
-from eval.small_study.plan import TUNING_SEED, Job, Study
+from eval.small_study.plan import Job, Study, tuning_seeds
 from eval.small_study.questions import MODELS, NONE
 from eval.small_study.tables import SHARPNESS
 from eval.small_study.tune import known
@@ -65,6 +65,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "training_length": trained,
         # As planned: a run that diverged has come less far.
         "training_tokens": _tokens(config),
+        "tuning_seeds": list(tuning_seeds(study.tuning_seeds)) if study.rates else None,
         "tuning_tokens": _tokens(study.config(study.tuning_jobs()[0])) if study.rates else None,
         "unigram_loss": unigram_loss([runs[jobs[0]]]),
         "data_fingerprint": next(iter(runs[jobs[0]].data), None),
@@ -227,8 +228,9 @@ def _cells(
 
 
 def _tuned(found: Tuned) -> dict[str, Any]:
+    runs = {f"{rate:g}": finite(losses) for rate, losses in found.runs.items()}
     losses = {f"{rate:g}": finite(loss) for rate, loss in found.losses.items()}
-    return {"seed": TUNING_SEED, "rate": found.rate, "edge": found.edge, "losses": losses}
+    return {"rate": found.rate, "edge": found.edge, "losses": losses, "runs": runs}
 
 
 def _comparisons(

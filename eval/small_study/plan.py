@@ -17,7 +17,7 @@ from eval.small_study.questions import NONE, QUESTIONS, YARN, Question
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
 CONFIGS = Path("configs/study")  # a file for each model, and bases for each size
 SEEDS = (0, 1, 2)
-TUNING_SEED = 1000  # of the runs that choose a rate; no --seeds may be it
+TUNING_SEED = 1000  # the first of the runs that choose a rate; no --seeds may be one of them
 SETTINGS = "settings.json"  # in a study's folder: what decides its numbers
 WITH_YARN = f"{NONE},{YARN}"
 # Of eval.length_sweep -> those beside none for rotary positions.
@@ -50,7 +50,7 @@ SIZES = {
     "gpu": Size("gpu", 8192, "all", 80, parallel=False),
 }
 # What versions did that did not say it: a folder of theirs is another study's.
-UNSAID = {"skip_tokens": 0, "tuning_share": 1, "growth": False}
+UNSAID = {"skip_tokens": 0, "tuning_share": 1, "tuning_seeds": 1, "growth": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Study:
         documents: held-out ones that are scored of each text; None: the size's.
         held_out: further prepared folders whose validation splits are scored beside the data's.
         rates: learning rates to choose among for each model; none: the configurations'.
+        tuning_seeds: how many runs there are of a model at each of them.
         chosen: model -> the rate that was chosen; empty before.
         reuse: folders of other studies, whose trainings are taken over where they are the same.
     """
@@ -95,6 +96,7 @@ class Study:
     documents: int | None = None
     held_out: tuple[Path, ...] = ()
     rates: tuple[float, ...] = ()
+    tuning_seeds: int = 1
     chosen: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reuse: tuple[Path, ...] = ()
 
@@ -109,9 +111,12 @@ class Study:
     def tuning_jobs(self, tried: Mapping[str, tuple[float, ...]] | None = None) -> list[Job]:
         """The runs that choose rates: of the study's rates, or of those tried for each model."""
         return [
-            Job(model, TUNING_SEED, self.out / "tuning" / f"{model}-lr{rate:g}", rate)
+            Job(model, seed, self.out / "tuning" / f"{model}-lr{rate:g}{suffix}", rate)
             for model in self.models
             for rate in (tried[model] if tried else self.rates)
+            for seed in tuning_seeds(self.tuning_seeds)
+            # A study of one such seed goes on with more of them.
+            for suffix in ("" if seed == TUNING_SEED else f"-seed{seed}",)
         ]
 
     @property
@@ -266,7 +271,9 @@ class Study:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
         # 2 in folders of before, whose rates were chosen by runs of half of the tokens.
-        found: dict[str, Any] = {"tuning_share": 1} if self.rates else {}
+        found: dict[str, Any] = {}
+        if self.rates:
+            found = {"tuning_share": 1, "tuning_seeds": self.tuning_seeds}
         return found | {
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],
@@ -282,6 +289,11 @@ class Study:
             "sweep_tokens": self.sweep_tokens(),
             "held_out": held_out,
         }
+
+
+def tuning_seeds(count: int) -> range:
+    """Give the seeds of the runs that choose a rate."""
+    return range(TUNING_SEED, TUNING_SEED + count)
 
 
 def deciding(config: RunConfig) -> dict[str, Any]:

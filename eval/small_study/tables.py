@@ -10,7 +10,6 @@ from typing import Any
 from cat_lm.io.files import atomic_write, write_text
 from eval.common.style import short_count
 from eval.common.text_table import markdown_table
-from eval.small_study.plan import TUNING_SEED
 
 WORDS = {
     "unclear": "unclear",
@@ -238,10 +237,18 @@ def tuned_lines(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]] | 
     return ["validation loss at rate", *rates], lines
 
 
+def tuning_runs(summary: dict[str, Any]) -> str:
+    """Name the runs of a model at one rate."""
+    first, *more = summary["tuning_seeds"]
+    if not more:
+        return f"one run of seed {first}"
+    return f"{1 + len(more)} runs of seeds {first} to {more[-1]}, their mean,"
+
+
 def rates_note(summary: dict[str, Any]) -> str:
     """Say what the choice of rates does to all other numbers."""
     return (
-        f"Each is of one run of seed {TUNING_SEED} on {short_count(summary['tuning_tokens'])} "
+        f"Each is of {tuning_runs(summary)} on {short_count(summary['tuning_tokens'])} "
         "tokens, in bold that of the rate chosen. All other "
         "numbers are conditional on the rates chosen: no interval holds that another run, or rates "
         "between these, might have chosen otherwise."

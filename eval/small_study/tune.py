@@ -1,6 +1,7 @@
-"""Choose each model's learning rate, on a seed that no table reports.
+"""Choose each model's learning rate, on seeds that no table reports.
 
-Each model is trained once at every rate; the lowest validation loss at the end of training wins.
+Each model is trained at every rate, with each of `tuning_seeds`; the lowest validation loss at the
+end of training, mean over them, wins.
 Where that is at the smallest or largest rate tried, the next one beyond is tried too, by the factor
 between the two outermost, at most `WIDENINGS` times; a best rate that is still the outermost is
 marked. The loss is of the beginning of the held-out text (`validation.max_tokens`).
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 
 from eval.small_study.execute import read_result, unfinished
@@ -24,12 +26,17 @@ class Tuned:
 
     Attributes:
         edge: whether the best rate is the smallest ("<=") or largest (">=") tried; "" for neither.
-        losses: rate -> nats per token; inf where training diverged.
+        runs: rate -> nats per token of each seed; inf where training diverged.
     """
 
     rate: float
     edge: str
-    losses: dict[float, float]
+    runs: dict[float, list[float]]
+
+    @property
+    def losses(self) -> dict[float, float]:
+        """Rate -> nats per token, mean over seeds; inf where one of them diverged."""
+        return {rate: statistics.fmean(found) for rate, found in self.runs.items()}
 
 
 def tuned(study: Study, run: Callable[[list[Job]], object]) -> dict[str, Tuned]:
@@ -61,7 +68,7 @@ def known(study: Study) -> tuple[list[Job], list[str]]:
         tried = {model: study.rates}
         for left in range(WIDENINGS, -1, -1):
             if unfinished(alone.tuning_jobs(tried)):
-                more += [model] * left
+                more += [model] * left * study.tuning_seeds
                 break
             wider = _wider(tried[model], read(alone, tried)[model])
             if wider == tried[model] or not left:
@@ -75,16 +82,18 @@ def read(study: Study, tried: dict[str, tuple[float, ...]]) -> dict[str, Tuned]:
     """What the runs at the rates tried say of each model; nothing where some are not finished."""
     jobs = study.tuning_jobs(tried)
     waiting = {job.model for job in unfinished(jobs)}
-    losses: dict[str, dict[float, float]] = {}
+    runs: dict[str, dict[float, list[float]]] = {}
     for job in jobs:
         if job.model not in waiting:
             loss = read_result(job)["loss"]
-            losses.setdefault(job.model, {})[job.rate] = math.inf if loss is None else loss
+            at_rate = runs.setdefault(job.model, {}).setdefault(job.rate, [])
+            at_rate.append(math.inf if loss is None else loss)
     found = {}
-    for model, values in losses.items():
+    for model, own in runs.items():
+        values = {rate: statistics.fmean(losses) for rate, losses in own.items()}
         rate = min(values, key=lambda rate: (values[rate], rate))
         edge = {min(values): "<=", max(values): ">="}.get(rate, "") if len(values) > 1 else ""
-        found[model] = Tuned(rate, edge, dict(sorted(values.items())))
+        found[model] = Tuned(rate, edge, dict(sorted(own.items())))
     return found
 
 
