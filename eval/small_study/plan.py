@@ -115,7 +115,7 @@ class Study:
             for model in self.models
             for rate in (tried[model] if tried else self.rates)
             for seed in tuning_seeds(self.tuning_seeds)
-            # A study of one such seed goes on with more of them.
+            # The name that a study of one such seed gives it, for --reuse.
             for suffix in ("" if seed == TUNING_SEED else f"-seed{seed}",)
         ]
 

@@ -55,6 +55,55 @@ def test_rates_are_chosen_on_a_seed_that_is_not_reported(arguments, tmp_path, mo
     assert (code, half.calls) == (2, []) and "another tuning_share (2, now 1)" in err
 
 
+class TwoMinds(Imitation):
+    """The first tuning seed has a rate best by 0.01, which the second finds worse by 0.1."""
+
+    def validation(self, config) -> float:
+        lower = config.optimizer.lr == (1e-2 if config.train.seed == TUNING_SEED else 3e-3)
+        return 4.0 - lower * (0.01 if config.train.seed == TUNING_SEED else 0.1)
+
+
+def test_the_mean_of_several_seeds_chooses_a_rate(arguments, tmp_path, monkeypatch, capsys):
+    given = [*arguments, "--models", "pythia", "--rates", "1e-3,3e-3,1e-2,3e-2"]
+    code, _, err = run_study(monkeypatch, capsys, TwoMinds(), *given)
+    assert code == 0, err
+    one = json.loads((tmp_path / "out/summary.json").read_text())
+    assert one["models"][0]["rate"] == 1e-2 and one["tuning_seeds"] == [1000]
+    more = ["--tuning-seeds", "2", "--out", tmp_path / "two"]
+    code, out, err = run_study(monkeypatch, capsys, two := TwoMinds(), *given, *more)
+    assert code == 0, err
+    assert "3 runs of 1 models and 8 that choose rates" in out
+    calls = [call for call in two.calls if "train.py" in call and "/trial/" not in call]
+    for seed in (1000, 1001):
+        assert sum(f"train.seed={seed} " in call for call in calls) == 4
+    summary = json.loads((tmp_path / "two/summary.json").read_text())
+    found = summary["models"][0]
+    assert found["rate"] == 3e-3 and summary["tuning_seeds"] == [1000, 1001]
+    assert found["tuned"]["runs"]["0.01"] == [3.99, 4.0]
+    assert found["tuned"]["losses"]["0.003"] == pytest.approx(3.95)
+    table = (tmp_path / "two/small_study.md").read_text(encoding="utf-8")
+    assert "| Pythia (RoPE) | 4.000 | **3.950** | 3.995 | 4.000 |" in table
+    assert "Each is of 2 runs of seeds 1000 to 1001, their mean, on" in table
+    # The number of seeds is part of what a folder was chosen by.
+    code, _, err = run_study(monkeypatch, capsys, TwoMinds(), *given, "--tuning-seeds", "2")
+    assert code == 2 and "another tuning_seeds (1, now 2)" in err
+    code, _, err = run_study(monkeypatch, capsys, TwoMinds(), *given, *more, "--seeds", "5,1001")
+    assert code == 2 and "--seeds 1001: chooses the rates" in err
+    code, _, err = run_study(monkeypatch, capsys, TwoMinds(), *arguments, "--tuning-seeds", "2")
+    assert code == 2 and "--tuning-seeds: chooses among --rates" in err
+
+
+def test_a_rate_at_which_one_of_the_seeds_diverges_is_not_chosen(tmp_path, monkeypatch):
+    imitation = Imitation(diverges="lr0.003-seed1001")
+    monkeypatch.setattr(Workers, "process", lambda *args: imitation(*args))
+    values = {"rates": (1e-3, 3e-3, 1e-2), "tuning_seeds": 2}
+    study = Study(SIZES["cpu"], ("pythia",), (0,), tmp_path, tmp_path, **values)
+    workers = Workers(study, 1, 1)
+    found = tuned(study, lambda jobs: [complete_run(workers, j) for j in unfinished(jobs)])
+    assert found["pythia"].losses[3e-3] == math.inf and found["pythia"].rate != 3e-3
+    assert math.isfinite(found["pythia"].runs[3e-3][0]), "the control: the other seed does well"
+
+
 @pytest.mark.parametrize(
     ("best", "tried", "edge"),
     [

@@ -171,3 +171,16 @@ def test_a_training_that_is_not_the_same_is_made_again(
     assert [(runs / f"cat_rope-seed{n}" / ORIGIN).is_file() for n in range(7)] == [True] * 7
     assert [(runs / f"pythia-seed{n}" / ORIGIN).is_file() for n in range(6)] == [False] * 6
     assert (runs / "pythia-seed6" / ORIGIN).is_file()
+
+
+def test_a_study_with_more_runs_that_choose_rates_takes_over_those_that_chose(
+    reusing, tmp_path, monkeypatch, capsys
+):
+    more = [*reusing, "--tuning-seeds", "2"]
+    code, out, err = run_study(monkeypatch, capsys, Shifted(), *more)
+    assert code == 0, err
+    assert "and 18 that choose rates" in out
+    assert "\n12 trainings of other studies are taken over" in out
+    taken = {path.parent.name for path in (tmp_path / "out/tuning").glob(f"*/{ORIGIN}")}
+    assert taken == {f"{m}-lr{r}" for m in ("pythia", "cat_rope") for r in (1e-3, 3e-3, 0.01)}
+    assert len([*(tmp_path / "out/tuning").glob("*-seed1001/study.json")]) == 9
