@@ -316,9 +316,7 @@ def rule(summary: dict[str, Any]) -> str:
             f"{made[0]} comparisons: the chance of any wrong word among them is at most 5%."
         )
     if any(model["tuned"] for model in summary["models"]):
-        said += (
-            " Rates were chosen on a seed that is not in the tables; ≤ and ≥ mark the outermost."
-        )
+        said += " Rates were chosen by runs that are not in the tables; ≤ and ≥ mark the outermost."
     if summary["diverged"]:
         said += f" Training diverged in {', '.join(summary['diverged'])}."
     if any(pair.get("lost") for text in texts for pair in text["comparisons"]):
