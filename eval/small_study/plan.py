@@ -270,9 +270,9 @@ class Study:
             if self.rates:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
-        # 2 in folders of before, whose rates were chosen by runs of half of the tokens.
         found: dict[str, Any] = {}
         if self.rates:
+            # A share of 2 in folders of before, whose rates runs of half of the tokens chose.
             found = {"tuning_share": 1, "tuning_seeds": self.tuning_seeds}
         return found | {
             "question": self.question,

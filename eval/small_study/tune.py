@@ -36,7 +36,7 @@ class Tuned:
     @property
     def losses(self) -> dict[float, float]:
         """Rate -> nats per token, mean over seeds; inf where one of them diverged."""
-        return {rate: statistics.fmean(found) for rate, found in self.runs.items()}
+        return _means(self.runs)
 
 
 def tuned(study: Study, run: Callable[[list[Job]], object]) -> dict[str, Tuned]:
@@ -90,11 +90,15 @@ def read(study: Study, tried: dict[str, tuple[float, ...]]) -> dict[str, Tuned]:
             at_rate.append(math.inf if loss is None else loss)
     found = {}
     for model, own in runs.items():
-        values = {rate: statistics.fmean(losses) for rate, losses in own.items()}
+        values = _means(own)
         rate = min(values, key=lambda rate: (values[rate], rate))
         edge = {min(values): "<=", max(values): ">="}.get(rate, "") if len(values) > 1 else ""
         found[model] = Tuned(rate, edge, dict(sorted(own.items())))
     return found
+
+
+def _means(runs: dict[float, list[float]]) -> dict[float, float]:
+    return {rate: statistics.fmean(losses) for rate, losses in runs.items()}
 
 
 def _wider(tried: tuple[float, ...], found: Tuned) -> tuple[float, ...]:
