@@ -9,7 +9,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
         workers.longest_first(items, workers.known_durations())
+
+
+@pytest.fixture(autouse=True)
+def denormals_kept() -> Iterator[None]:
+    """What a test calls may be a program, which flushes them; then no later test could read one."""
+    yield
+    # A test of what torch does not load, does not load it.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
