@@ -66,7 +66,7 @@ def main() -> None:
 
     watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Only now, so that --help and errors in the configuration come at once.
-    from cat_lm.ops.runtime.denormals import flush_denormals
+    from cat_lm.ops.runtime.cpu import flush_denormals
     from cat_lm.training import distributed
 
     flush_denormals()

@@ -15,7 +15,6 @@ import torch
 from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
-from cat_lm.host import keep_freed_memory
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.landmark import train_landmarks
@@ -23,6 +22,7 @@ from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.documents import document_borders
 from cat_lm.ops.landmark.options import CALIBRATE, DENSE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
+from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights
@@ -181,8 +181,7 @@ class Engine:
         if self.sequence_group is not None:
             model.set_sequence_group(self.sequence_group)
         sum_products_in_fp32()
-        if ranks.device.type == "cpu":
-            keep_freed_memory()
+        make_process_ready(ranks.device)
         restores = begins_again_in_fp32(config)
         exact = _weights_of(model) if restores and ranks.is_first else None
         if config.train.precision == "bf16" and not self._plain:

@@ -35,15 +35,12 @@ def evaluation_device(name: str) -> torch.device:
     Raises:
         UserError: it is absent.
     """
-    from cat_lm.host import keep_freed_memory
-    from cat_lm.ops.runtime.denormals import flush_denormals
+    from cat_lm.ops.runtime.cpu import make_process_ready
     from cat_lm.ops.runtime.precision import sum_products_in_fp32
 
     device = pretrained.choose_device(name)
     sum_products_in_fp32()
-    if device.type == "cpu":
-        keep_freed_memory()
-        flush_denormals()
+    make_process_ready(device)
     return device
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cat_lm.errors import UserError
-from cat_lm.host import keep_freed_memory
+from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.pretrained import choose_device
 from eval.speed.timing import time_in_turn
 
@@ -24,7 +24,7 @@ def open_device(name: str, threads: int | None) -> torch.device:
     """The device by its option's value, with `threads` CPU threads where that is given.
 
     A CPU's tensors keep their memory, as in training and evaluation: the system's clearing of pages
-    would be timed else.
+    would be timed else. As there, what is too small for a normal fp32 is 0.
 
     Raises `UserError` for a device that is absent or of a kind that is not measured.
     """
@@ -33,8 +33,7 @@ def open_device(name: str, threads: int | None) -> torch.device:
     device = choose_device(name)
     if device.type not in _LARGE_COPY_BYTES:
         raise UserError(f"--device {name}: only CPUs and CUDA GPUs are measured")
-    if device.type == "cpu":
-        keep_freed_memory()
+    make_process_ready(device)
     return device
 
 

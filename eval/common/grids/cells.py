@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.host import keep_freed_memory
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 
@@ -92,9 +91,7 @@ def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dic
     """The record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
-        if device == "cpu":
-            keep_freed_memory()
-        with told_out_of_memory([cell], device):
+        with _computing([cell], device):
             record = cell.run(device, quiet=quiet)
         _keep(folder, cell, record, device)
     return record
@@ -110,10 +107,19 @@ def run_together(folder: Path, group: Sequence[AnyCell], device: str) -> list[di
     """
     todo = [cell for cell in group if finished(folder, cell) is None]
     if len(todo) > 1:
-        with told_out_of_memory(todo, device):
+        with _computing(todo, device):
             for cell, record in todo[0].run_stack(todo, device):
                 _keep(folder, cell, record, device)
     return [run(folder, cell, device, quiet=True) for cell in group]
+
+
+@contextmanager
+def _computing(group: Sequence[AnyCell], device: str) -> Iterator[None]:
+    from cat_lm.ops.runtime.cpu import make_process_ready
+
+    make_process_ready(device)
+    with told_out_of_memory(group, device):
+        yield
 
 
 @contextmanager

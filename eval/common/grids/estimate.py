@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from cat_lm.host import keep_freed_memory
+from cat_lm.ops.runtime.cpu import make_process_ready
 from eval.common.grids import cells
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _one_thread(device: str) -> Iterator[None]:
     before = torch.get_num_threads()
     if torch.device(device).type == "cpu":
         torch.set_num_threads(1)
-        keep_freed_memory()
+        make_process_ready(device)
     try:
         yield
     finally:

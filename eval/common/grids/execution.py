@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 from cat_lm.errors import UserError
-from cat_lm.ops.runtime.denormals import flush_denormals
 from eval.common.grids import cells
 from eval.common.grids.estimate import hours_by_mixer
 
@@ -180,7 +179,6 @@ def _start() -> None:
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore that an ended process leaves
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    flush_denormals()
 
 
 def _end_with_the_parent() -> None:

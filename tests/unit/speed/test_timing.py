@@ -1,4 +1,4 @@
-"""How eval.speed times: in turn, repeated, on memory that is kept."""
+"""How eval.speed times: in turn, repeated, in a process made ready as a training's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from eval.speed.timing import summary, time_in_turn, times_as_fast
 CPU = torch.device("cpu")
 
 
-def test_a_cpus_tensors_keep_their_memory_while_they_are_timed(monkeypatch):
-    kept = []
-    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("kept"))
+def test_the_process_is_ready_as_a_trainings_is_before_it_is_timed(monkeypatch):
+    kept: list[torch.device] = []
+    monkeypatch.setattr(machine, "make_process_ready", kept.append)
     assert machine.open_device("cpu", None) == CPU
-    assert kept == ["kept"]
+    assert kept == [CPU]
 
 
 def test_calls_take_turns():

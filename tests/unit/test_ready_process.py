@@ -1,15 +1,18 @@
 """What is too small for a normal fp32 is 0 in the programs that compute, and stays elsewhere."""
 
+import dataclasses
 import multiprocessing
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import torch
 
-from cat_lm.ops.runtime.denormals import flush_denormals
-from eval.common.grids.execution import _start
+from cat_lm.ops.runtime.cpu import flush_denormals
+from eval.common.grids import cells
 from eval.common.precision import evaluation_device
+from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.runs import run_values, write_config
 
@@ -38,8 +41,18 @@ def test_they_are_kept_by_the_library_and_flushed_in_all_threads_of_a_program():
     assert in_a_process(flushed) == (0.0, 0.0)
 
 
-def test_the_processes_of_a_grid_flush_them():
-    assert in_a_process(halved, initializer=_start) == 0
+def run_a_cell(folder, together):
+    sizes = {"d_model": 8, "seq_len": 8, "train_examples": 8, "validation_examples": 8}
+    cell = Cell("mqar:vocab_size=64", "none", test_examples=8, batch_size=8, epochs=1, **sizes)
+    if together:
+        cells.run_together(folder, [cell, dataclasses.replace(cell, seed=cell.seed + 1)], "cpu")
+    else:
+        cells.run(folder, cell, "cpu", quiet=True)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_cells_flush_them(tmp_path, together):
+    assert in_a_process(halved, initializer=run_a_cell, initargs=(tmp_path, together)) == 0
 
 
 def test_evaluations_flush_them():
