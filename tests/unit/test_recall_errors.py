@@ -189,9 +189,10 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["kill", "interrupt", "kill a worker"])
+@pytest.mark.parametrize("how", ["kill", "interrupt", "terminate", "hang up", "kill a worker"])
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
-    """An interrupt as a terminal sends it, to the whole group; a kill of the first alone."""
+    """An interrupt as a terminal sends it, to the whole group; other signals to the first alone."""
+    signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP}
     command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]
     command += ["--out", str(tmp_path / "OUT"), "--workers", "2", "--device", "cpu"]
     grid = subprocess.Popen(
@@ -210,8 +211,8 @@ def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
             time.sleep(0.1)
         if how == "interrupt":
             os.killpg(grid.pid, signal.SIGINT)
-        elif how == "kill":
-            grid.kill()
+        elif how in signals:
+            grid.send_signal(signals[how])
         else:
             workers = psutil.Process(grid.pid).children()
             next(w for w in workers if "spawn_main" in " ".join(w.cmdline())).kill()
@@ -220,9 +221,10 @@ def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
         if grid.poll() is None:
             os.killpg(grid.pid, signal.SIGKILL)
             grid.wait()
-    if how == "interrupt":
+    if how not in ("kill", "kill a worker"):
         assert grid.returncode == 130
-        assert told.strip().splitlines()[-1] == "interrupted" and "Traceback" not in told
+        assert told.strip().splitlines()[-1] == "interrupted"
+        assert "Traceback" not in told and "leaked" not in told
     if how == "kill a worker":
         assert grid.returncode == 2 and "Traceback" not in told
         assert "a process of the grid was killed" in told and "the same command goes on" in told

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from cat_lm.errors import UserError
 from eval.common.grids import cells
 from eval.common.grids.estimate import hours_by_mixer
+from eval.common.interrupts import terminated_as_interrupt
 
 if TYPE_CHECKING:
     from eval.common.grids.cell import AnyCell
@@ -140,13 +141,16 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
     """Runs stacks of cells in processes of one thread each; a finished cell has its file."""
     context = multiprocessing.get_context("spawn")
     started, done, count = time.monotonic(), 0, sum(map(len, groups))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
-        futures = {
-            pool.submit(cells.run_together, out, [run.cell for run in group], device): group
-            for group in groups
-        }
+    with (
+        terminated_as_interrupt(),
+        ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool,
+    ):
         bar = tqdm(total=count, desc="runs", disable=None)
         try:
+            futures = {
+                pool.submit(cells.run_together, out, [run.cell for run in group], device): group
+                for group in groups
+            }
             for future in as_completed(futures):
                 for run, record in zip(futures[future], future.result(), strict=True):
                     done += 1
@@ -162,7 +166,7 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                 "--workers; finished runs are kept, and the same command goes on"
             ) from None
         except BaseException:
-            # Ctrl-C, or a cell that failed: what runs now is not waited for.
+            # A signal, or a cell that failed: what runs now is not waited for.
             for process in list(pool._processes.values()):
                 process.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
