@@ -188,6 +188,12 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
         assert str(path) in told and "damaged" in told
 
 
+def signals_heard() -> None:
+    """A shell's & has the first ignored, nohup the second."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["kill", "interrupt", "terminate", "hang up", "kill a worker"])
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
@@ -202,7 +208,7 @@ def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=signals_heard,
     )
     try:
         deadline = time.monotonic() + 300

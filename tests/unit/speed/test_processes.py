@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import threading
+from functools import partial
 from itertools import product
 
 import pytest
@@ -303,8 +304,11 @@ def test_a_process_that_dies_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_measuring_process_too(monkeypatch, tmp_path, number):
+def test_a_signal_ends_the_measuring_process_too(monkeypatch, request, tmp_path, number):
     """Otherwise it goes on, and slows down what is measured next."""
+    # nohup has it ignored, which commands leave so.
+    request.addfinalizer(partial(signal.signal, number, signal.getsignal(number)))
+    signal.signal(number, signal.default_int_handler)
     monkeypatch.setattr(processes, "measure", child.hang)
     pipe, done, found = tmp_path / "pid", tmp_path / "done", []
     os.mkfifo(pipe)
