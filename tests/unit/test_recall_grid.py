@@ -121,6 +121,8 @@ def test_the_figure_of_widths_has_a_control_at_each_and_time_for_mamba():
         controls = [p for p in places if p.run.row == CONTROL]
         assert [p.run.cell.d_model for p in controls] == [*scale.memory_widths]
         assert {p.run.across for p in places} == {"width"}
+        attention = [p.run.cell for p in places if p.run.line == "attention" and p not in controls]
+        assert attention == [p.run.cell for p in controls], "trained once"
         mamba = [p.run.cell for p in places if p.run.line == "mamba"]
         for place, cell in zip(controls, mamba, strict=True):
             alike = replace(cell, mixer="attention", layers=None)

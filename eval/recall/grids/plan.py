@@ -70,7 +70,7 @@ class Scale:
     memory_len: int
     memory_epochs: int
     memory_rates: tuple[float, ...]
-    memory_models: tuple[str, ...] = ("cat", "based", "mamba")
+    memory_models: tuple[str, ...] = ("cat", "attention", "based", "mamba")
     memory_one_layer: tuple[str, ...] = ()
     bigrams: tuple[str, ...] = ("hard-mqnar:pool=dense",)
     bigram_keys: int | None = None
