@@ -7,7 +7,7 @@ import os
 
 from cat_lm.cli import Parser, path, whole
 from cat_lm.errors import UserError, command
-from cat_lm.io.folders import check_output
+from cat_lm.io.folders import check_output, check_scratch
 from cat_lm.limits import CONTEXT, SAMPLES, WORKERS, Range
 
 EXIT_CODES = """exit codes:
@@ -84,8 +84,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if folder is not None:
             check_output(folder, flag)
             folder.mkdir(parents=True, exist_ok=True)
-    if arguments.scratch is not None and not arguments.scratch.is_dir():
-        raise UserError(f"--scratch {arguments.scratch}: no such folder")
+    check_scratch(arguments.scratch)
 
 
 @command

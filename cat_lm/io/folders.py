@@ -38,6 +38,17 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
     _check_place(Path(out).absolute(), name, "a folder")
 
 
+def check_scratch(folder: Path | None) -> None:
+    """Check that --scratch names a folder that is there; None is the system's.
+
+    Raises:
+        UserError: it is none.
+    """
+    if folder is not None and not folder.is_dir():
+        what = "not a folder" if folder.exists() else "no such folder"
+        raise UserError(f"--scratch {folder}: {what}")
+
+
 def check_file(path: Path | str) -> None:
     """Check, before any work is done, that a file can be written to `path` at the end of it.
 

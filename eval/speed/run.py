@@ -13,6 +13,7 @@ from typing import Any
 from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
+from cat_lm.io.folders import check_scratch
 from eval.speed.choices import SHAPES, SIZES, models
 
 # In these a rival's time counts, and a policy that slows its threads is not set for it.
@@ -197,8 +198,7 @@ def _check_room(what: str, size: int, device: Any) -> None:
 def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.model.checkpoint import CONTEXT_LENGTH, checkpoint_speed
 
-    if options.scratch is not None and not options.scratch.is_dir():
-        raise UserError(f"--scratch {options.scratch}: no such folder")
+    check_scratch(options.scratch)
     with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
         size = _model_size(options, device, (options.model,), CONTEXT_LENGTH)
         zero_stage, folder = options.zero_stage, Path(scratch)

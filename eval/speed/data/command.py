@@ -23,6 +23,7 @@ from typing import Any
 from cat_lm import limits
 from cat_lm.cli import path, whole, whole_numbers
 from cat_lm.errors import UserError
+from cat_lm.io.folders import check_scratch
 from eval.speed.arguments import names
 from eval.speed.data.tables import short
 
@@ -111,8 +112,7 @@ def _add_corpora(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     """Measures the parts asked for; `targets` of the result says what is met."""
-    if options.scratch is not None and not options.scratch.is_dir():
-        raise UserError(f"--scratch {options.scratch}: no such folder")
+    check_scratch(options.scratch)
     if options.loader_tokens <= options.batch_size * options.context_length:
         raise UserError(
             f"--loader-tokens {options.loader_tokens}: must be more than a batch of "

@@ -133,10 +133,7 @@ def check(core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase) ->
     batch, heads, length, width = keys.shape
     count = max(0, (length - 1) // core.block - core.choice.local + 1)
     grouped = query.float().view(batch, heads, -1, width)
-    scores = grouped @ layer.landmarks[:, :, :count].float().mT
-    if scores.shape[2] > 1:  # heads of queries that share keys share a choice
-        scores = scores.softmax(dim=-1).sum(dim=2, keepdim=True)
-    chosen = scores[:, :, 0].topk(min(core.choice.top_k, count), dim=-1).indices
+    chosen = _chosen(core, layer, grouped, count)
     far = chosen[..., None] * core.block + torch.arange(core.block, device=chosen.device)
     near = torch.arange(count * core.block, length, device=chosen.device)
     slots = torch.cat([far.flatten(2), near.expand(batch, heads, -1)], dim=2)
@@ -151,6 +148,16 @@ def check(core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase) ->
             f"landmark attention after {case.context} tokens differs by {difference:.2g} from a "
             "softmax over the keys that it should read; its speed is not reported"
         )
+
+
+def _chosen(core: LandmarkCore, layer: LandmarkDynamicLayer, query: Tensor, count: int) -> Tensor:
+    """Choose of the first `count` blocks by products; [batch, heads, at most top_k]."""
+    if count == 0 or core.choice.top_k == 0:  # the cache has no landmarks
+        return torch.empty(*query.shape[:2], 0, dtype=torch.long, device=query.device)
+    scores = query @ layer.landmarks[:, :, :count].float().mT
+    if scores.shape[2] > 1:  # heads of queries that share keys share a choice
+        scores = scores.softmax(dim=-1).sum(dim=2, keepdim=True)
+    return scores[:, :, 0].topk(min(core.choice.top_k, count), dim=-1).indices
 
 
 def rewind(layers: Sequence[LandmarkDynamicLayer], tokens: int) -> None:

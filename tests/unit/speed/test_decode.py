@@ -115,6 +115,18 @@ def test_contexts_record(speed, name):
             assert part["times_as_fast"]["all"] == pytest.approx(ratios) and len(ratios) == 2
 
 
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("context", [5, 40])
+def test_contexts_without_landmarks(speed, context, top_k):
+    """Of a context shorter than a block, or with no block to choose, the keys near are read."""
+    arguments = ("--block", 8, "--top-k", top_k, "--local", 1, "--repeats", 1, "--new-tokens", 2)
+    code, record, _, err = speed(
+        "decode", *TINY, *arguments, "--contexts", context, "--models", "cat"
+    )
+    assert code == 0, err
+    assert [row["case"]["context"] for row in record["contexts"]] == [context]
+
+
 def test_wrong_landmark_attention_is_not_timed(speed, monkeypatch):
     from eval.speed.model import contexts
 
