@@ -147,6 +147,24 @@ def test_all_that_decides_a_result_decides_its_file(tmp_path):
     assert len({cells.cell_path(tmp_path, one) for one in (cell, *changed)}) == len(others) + 1
 
 
+def test_a_file_takes_the_name_of_a_cell_with_any_options(tmp_path):
+    """The end of long options is not in the name, but in its hash."""
+    every = "streams=qkv,window=4,conv_type=depthwise,init=identity,activation=none,heads=1,"
+    every += "shared_kv=false,bias=false,dropout=0.0,position=none,conv_mixing=embeddings"
+    task = "mqar:keys=2,vocab_size=64,power_a=0.01,filler=unused,unmatched=0"
+    small = {**SMALL, "d_model": 8, "train_examples": 64, "epochs": 1}
+    mixers = [f"cat:{every}", f"cat:{every}".replace("embeddings", "maps")]
+    alike = [Cell(task, mixer, **small) for mixer in mixers]
+    paths = [cells.cell_path(tmp_path, cell) for cell in alike]
+    assert paths[0] != paths[1] and paths[0].name[:200] == paths[1].name[:200]
+    assert all("-d8-L16-lr0.01-seed0-p2-" in path.name for path in paths)
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.with_name(f"{path.stem}-filters.png").touch()
+    record = cells.run(tmp_path, alike[0], "cpu")
+    assert cells.finished(tmp_path, alike[0])["accuracy"] == record["accuracy"]
+
+
 CHANGES = {
     "another default": ("task's vocab_size was 7", lambda r: r["task"].update(vocab_size=7)),
     "a new option": ("mixer's window was None", lambda r: r["mixer"]["options"].pop("window")),

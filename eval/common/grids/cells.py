@@ -16,17 +16,21 @@ from eval.common.provenance import provenance
 if TYPE_CHECKING:
     from eval.common.grids.cell import AnyCell
 
+_NAME = 200  # characters of a cell's name at most, without its hash
+
 
 def _store(folder: Path, cell: AnyCell) -> CellStore:
     return CellStore(folder / "cells", cell.shape)
 
 
 def _name(cell: AnyCell) -> str:
-    name = f"{cell.task}-{cell.mixer}-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    what = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{cell.task}-{cell.mixer}")
+    how = f"-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
     if cell.protocol > 1:
-        name += f"-p{cell.protocol}"
-    short = key_hash(cell.key(), digits=8)
-    return f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}-{short}"
+        how += f"-p{cell.protocol}"
+    # A file's name has 255 bytes, a picture's and a temporary file's more than this; the hash is
+    # of the whole, so that nothing is lost with the end of many options.
+    return f"{what[: _NAME - len(how)]}{how}-{key_hash(cell.key(), digits=8)}"
 
 
 def cell_path(folder: Path, cell: AnyCell) -> Path:
