@@ -153,14 +153,13 @@ class Study:
             # The warm-up keeps its share of the run.
             budget = [f"train.max_tokens={self.tokens}", "optimizer.warmup_steps=null"]
             budget.append(f"optimizer.warmup_tokens={self.tokens // 20}")
-        base = f"base={self.base_file(job.model)}"
         rate = job.rate or self.chosen.get(job.model)
         if rate is not None:
-            own = load_config(ROOT / self.config_file(job.model), [base]).optimizer
+            own = self._loaded(job.model, []).optimizer
             # The schedule keeps its shape.
             budget += [f"optimizer.lr={rate}", f"optimizer.min_lr={rate * own.min_lr / own.lr}"]
         return [
-            base,
+            f"base={self.base_file(job.model)}",
             f"data.path={self.data}",
             f"train.seed={job.seed}",
             f"train.output_dir={job.folder}",
@@ -168,7 +167,13 @@ class Study:
         ]
 
     def config(self, job: Job) -> RunConfig:
-        return load_config(ROOT / self.config_file(job.model), self.overrides(job))
+        _, *values = self.overrides(job)
+        return self._loaded(job.model, values)
+
+    def _loaded(self, model: str, values: list[str]) -> RunConfig:
+        """Load a model's configuration from any working folder; commands name it from ROOT."""
+        base = f"base={ROOT / self.base_file(model)}"
+        return load_config(ROOT / self.config_file(model), [base, *values])
 
     @functools.cached_property
     def trained_length(self) -> int:

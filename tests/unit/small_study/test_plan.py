@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -377,6 +378,19 @@ def test_tokens_in_either_case():
 def test_bad_arguments_are_one_line(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         study_of(parse_arguments(arguments))
+
+
+def test_a_study_is_the_same_from_any_working_folder(tmp_path, monkeypatch):
+    """But for the folders that are named from there."""
+    arguments = ["--rates", "1e-3,3e-3,1e-2", "--tokens", "20K"]
+    from_root = study_of(parse_arguments(arguments))
+    monkeypatch.chdir(tmp_path)
+    study = study_of(parse_arguments([*arguments, "--out", "out"]))
+    job = dataclasses.replace(study.jobs()[0], rate=0.003)
+    assert study.config(job).optimizer == from_root.config(job).optimizer
+    (base, *_), (named, *_) = study.overrides(job), from_root.overrides(job)
+    assert base == named == "base=configs/study/base_cpu.yaml"
+    assert study.out == tmp_path / "out"
 
 
 @pytest.mark.parametrize(
