@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
+from cat_lm.io.folders import check_file
 from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
 from cat_lm.io.seals import opened, write_sealed
 
@@ -61,10 +62,11 @@ class CellStore:
 
         Raises:
             DamagedCell: its file holds something else, or not what was written.
-            UserError: its file may not be read.
+            UserError: its file may not be read, or none can be written in its place.
         """
         path = self.path(name)
         if not path.is_file():
+            check_file(path)  # before hours of work that could not be written there
             return None
         text = read_bytes(path)  # what may not be read is no damage
         try:

@@ -247,7 +247,8 @@ def test_a_rate_on_the_edge_is_widened_and_its_runs_are_shown(tmp_path, monkeypa
     def imitated(groups, out, device, workers):
         for run in (run for group in groups for run in group):
             ran.append((run.cell.lr, run.cell.seed))
-            record = record_of([0.5], 0.5) | run.cell.resolved() | {"cell": {}, "filters": []}
+            record = record_of([0.5], 0.5) | run.cell.resolved() | {"cell": run.cell.key()}
+            record |= {"filters": [], "tests": {}, "seconds": {}}
             record["validation"] = {"accuracy": 1 - run.cell.lr}
             cells._keep(out, run.cell, record, device)
 

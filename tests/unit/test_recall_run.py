@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
+from cat_lm.io.seals import write_sealed
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from eval.common.grids import cells
@@ -163,6 +165,33 @@ def test_a_file_takes_the_name_of_a_cell_with_any_options(tmp_path):
         path.with_name(f"{path.stem}-filters.png").touch()
     record = cells.run(tmp_path, alike[0], "cpu")
     assert cells.finished(tmp_path, alike[0])["accuracy"] == record["accuracy"]
+
+
+@pytest.mark.parametrize("change", ["of another seed", "without steps"])
+def test_a_record_of_something_else_is_refused(tmp_path, change):
+    """Also with its seal intact: a copy of seed 0 is no seed 1."""
+    cell = Cell("mqar:vocab_size=64", "none", train_examples=64, epochs=1, **SMALL)
+    record = cells.run(tmp_path, cell, "cpu")
+    if change == "without steps":
+        del record["steps"]
+    else:
+        cell = dataclasses.replace(cell, seed=1)
+    path = cells.cell_path(tmp_path, cell)
+    write_sealed(path, record)
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}: damaged: .*; delete it"):
+        cells.finished(tmp_path, cell)
+
+
+@pytest.mark.parametrize("place", ["cells", "the cell"])
+def test_where_no_cell_can_be_written_none_is_trained(tmp_path, monkeypatch, place):
+    cell = Cell("mqar:vocab_size=64", "none", train_examples=64, epochs=1, **SMALL)
+    if place == "cells":
+        (tmp_path / "cells").touch()
+    else:
+        cells.cell_path(tmp_path, cell).mkdir(parents=True)
+    monkeypatch.setattr("eval.recall.train.trial.run_cell", None)
+    with pytest.raises(UserError, match=r"cells.*: (is a folder|cells is a file|.*a file)"):
+        cells.run(tmp_path, cell, "cpu")
 
 
 CHANGES = {

@@ -59,7 +59,8 @@ def imitated(monkeypatch, tmp_path):
             accuracy = 0.9 if each.cell.lr == best["rate"] else 0.5
             accuracy += best["rising"] * LADDER.index(each.cell.lr)
             record = {**each.cell.resolved(), "validation": {"accuracy": accuracy}, "filters": []}
-            cells._keep(out, each.cell, record | {"cell": {}}, device)
+            record |= {"history": [], "steps": 1, "accuracy": 0.5, "tests": {}, "seconds": {}}
+            cells._keep(out, each.cell, record | {"cell": each.cell.key()}, device)
 
     monkeypatch.setattr(running, "execute", run)
     monkeypatch.setattr(running, "hours_by_mixer", lambda groups, _: {"n": sum(map(len, groups))})

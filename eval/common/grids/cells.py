@@ -44,13 +44,18 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
     Raises:
         UserError: a file that is no such record, or one from before a default was changed.
     """
-    kinds = {key: type(value) for key, value in cell.resolved().items()}
-    record = _store(folder, cell).read(
-        _name(cell), lambda record: all(isinstance(record.get(k), t) for k, t in kinds.items())
-    )
+    record = _store(folder, cell).read(_name(cell), lambda record: _is_of(record, cell))
     if record is not None and (changed := _changed_defaults(record, cell)):
         raise StaleCell([cell_path(folder, cell)], changed)
     return record
+
+
+def _is_of(record: dict[str, Any], cell: AnyCell) -> bool:
+    """Say whether a record is of this cell, not of another whose file was given its name."""
+    asked, own = json.loads(json.dumps(cell.key())), record.get("cell", {})
+    kinds = {key: type(value) for key, value in cell.resolved().items()}
+    same = all(name in own and own[name] == value for name, value in asked.items())
+    return same and all(isinstance(record.get(k), t) for k, t in kinds.items())
 
 
 class StaleCell(UserError):

@@ -17,7 +17,7 @@ from eval.recall.model import (
 )
 from eval.recall.ranges import MOST_TOKENS, RANGES
 from eval.recall.tasks import Task, make_task
-from eval.recall.train.records import FilterRecord, delays
+from eval.recall.train.records import TaskRecord, delays
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
 STOP_ABOVE = 0.99
@@ -62,7 +62,7 @@ class Cell:
     fixed_items: bool = False
     embedding_dropout: float | None = None
     protocol: ClassVar[int] = PROTOCOL
-    shape: ClassVar[type[Record]] = FilterRecord
+    shape: ClassVar[type[Record]] = TaskRecord
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

@@ -21,6 +21,17 @@ class FilterRecord(Record):
     seconds: dict[str, float] = Field(default_factory=dict)
 
 
+class TaskRecord(FilterRecord):
+    """Hold what the record of a model that was trained on a task has."""
+
+    accuracy: float
+    validation: dict[str, Any]
+    history: list[dict[str, Any]]
+    steps: int
+    tests: dict[str, dict[str, Any]]
+    seconds: dict[str, float]
+
+
 def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
     """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
 
