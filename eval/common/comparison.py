@@ -6,7 +6,8 @@ were scored, and m comparisons that are made together,
 
     lower, higher   the interval d ± h leaves out 0
     unclear         it holds 0; or there is none, because a run of either model diverged, or a value
-                    or an error is not finite: the seeds that are left would be a choice
+                    or an error is not finite: the seeds that are left would be a choice; or all
+                    seeds differ by the same, as values of few digits can: that is no error of 0
 
 where h^2 = (t(n-1) s)^2 + (t(D-1) r)^2: s is the standard error of d over seeds, r that over
 documents (left out where these are not known), t(k) Student's quantile at 1 - 0.025/m with k
@@ -110,6 +111,8 @@ def compare(
     variances = [statistics.variance([side[seed] for seed in seeds]) for side in (a, b)]
     spread = math.sqrt(sum(variances) / 2)
     seed_error = statistics.stdev(differences) / math.sqrt(n)
+    if mean and not seed_error and document_error is None:
+        return Difference(mean, None, None, None, n, UNCLEAR, comparisons, **known)
     half = half_width(seed_error, n, document_error, documents, comparisons)
     low, high = mean - half, mean + half
     verdict = UNCLEAR if low <= 0 <= high else LOWER if mean < 0 else HIGHER

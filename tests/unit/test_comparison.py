@@ -129,6 +129,16 @@ def test_what_is_not_finite_says_nothing(value):
     assert (one.verdict, one.low) == ("unclear", None)
 
 
+def test_seeds_that_all_differ_by_the_same_carry_no_word_and_no_interval():
+    """Accuracies of a few thousand rows, or steps counted in hundreds, can; with documents not."""
+    a, b = dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 0.875)
+    found = compare(a, b, 8)
+    assert (found.mean, found.low, found.high, found.verdict) == (0.125, None, None, "unclear")
+    assert compare(a, b, 8, document_error=0.01, documents=100).verdict == "higher"
+    equal = compare(a, a, 8)
+    assert (equal.low, equal.high, equal.verdict) == (0, 0, "unclear")
+
+
 def test_seeds_that_are_left_are_a_choice_and_carry_no_word():
     a, b = {0: 1.0, 1: 1.01, 2: 0.99}, {0: 2.0, 1: 2.01, 2: 1.99}
     assert compare(a, b).verdict == "lower"

@@ -163,11 +163,9 @@ def _finish(
         for test in trials[0].examples
     }
     if trials[0].task.runs_free:
-        examples = [trial.examples["trained length"] for trial in trials]
-        alone = free_running_stack(stack, examples, device)
-        found["trained length"] = [
-            a | b for a, b in zip(found["trained length"], alone, strict=True)
-        ]
+        for test, forced in found.items():
+            alone = free_running_stack(stack, [trial.examples[test] for trial in trials], device)
+            found[test] = [a | b for a, b in zip(forced, alone, strict=True)]
     testing = (time.monotonic() - started) / len(trials)
     for i, trial in enumerate(trials):
         accuracies = {test: points[i] for test, points in found.items()}

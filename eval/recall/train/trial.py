@@ -153,7 +153,8 @@ def run_cell(cell: Cell, device: str = "cpu", *, quiet: bool = False) -> dict[st
     trained = time.monotonic()
     accuracies = {name: measure(trial.model, rows) for name, rows in trial.examples.items()}
     if trial.task.runs_free:
-        accuracies["trained length"] |= free_running(trial.model, trial.examples["trained length"])
+        for name, rows in trial.examples.items():
+            accuracies[name] |= free_running(trial.model, rows)
     return trial.record(accuracies, trained - prepared, time.monotonic() - trained)
 
 
