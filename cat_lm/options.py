@@ -24,18 +24,23 @@ def parse_specification(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value,key=value` into (name, {key: value}).
 
     Raises:
-        UserError: something after the colon is not key=value.
+        UserError: something after the colon is not key=value, or the same could be written shorter:
+            with spaces, or a colon that nothing follows. A specification names what was computed.
     """
+    if text.endswith(":") or any(character.isspace() for character in text):
+        raise UserError(
+            f"{text!r}: must be name:key=value,key=value, without spaces or an empty end"
+        )
     name, _, rest = text.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if rest else []:
         key, equals, value = part.partition("=")
-        if not equals or not key.strip():
+        if not equals or not key:
             raise UserError(f"{text!r}: {part!r} must be key=value")
-        if key.strip() in options:
-            raise UserError(f"{text!r}: {key.strip()} is given twice")
-        options[key.strip()] = value.strip()
-    return name.strip(), options
+        if key in options:
+            raise UserError(f"{text!r}: {key} is given twice")
+        options[key] = value
+    return name, options
 
 
 def build_options(

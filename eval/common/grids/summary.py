@@ -93,7 +93,7 @@ def told_rate(line: dict[str, Any]) -> str:
     """Write a line's rate, with the side of those tried on which it lies."""
     if not line["lr_on_edge"]:
         return f"{line['lr']:g}"
-    least = line["lr"] == min(map(float, line["tried"]))
+    least = f"{line['lr']:g}" == f"{min(map(float, line['tried'])):g}"  # as `tried` has them
     return f"{'≤' if least else '≥'} {line['lr']:g}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
+from cat_lm.io.files import finite, write_json, write_text
 from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
@@ -92,7 +92,7 @@ def figure(
     }
     _draw(record, rows, out)
     write_text(out / f"{name}.md", page.markdown(record))
-    write_json(out / f"{name}.json", record)
+    write_json(out / f"{name}.json", finite(record))  # a rate may diverge
     for line in page.warnings(record):
         print(line)
     return record

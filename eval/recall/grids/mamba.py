@@ -21,7 +21,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from cat_lm.io.files import write_json, write_text
+from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, run_unfinished
@@ -171,7 +171,7 @@ def study(
         "provenance": provenance(),
     }
     page = markdown(record)
-    write_json(out / "mamba.json", record)
+    write_json(out / "mamba.json", finite(record))  # a rate may diverge
     write_text(out / "mamba.md", page)
     save_figure(draw(record["lines"]), out / "mamba")
     print(page)
