@@ -28,9 +28,7 @@ def parse_specification(text: str) -> tuple[str, dict[str, str]]:
             with spaces, or a colon that nothing follows. A specification names what was computed.
     """
     if text.endswith(":") or any(character.isspace() for character in text):
-        raise UserError(
-            f"{text!r}: must be name:key=value,key=value, without spaces or an empty end"
-        )
+        raise UserError(f"{text!r}: must be name or name:key=value,key=value, without spaces")
     name, _, rest = text.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if rest else []:
