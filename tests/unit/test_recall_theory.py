@@ -436,6 +436,18 @@ def test_what_gives_no_numbers_passes_no_check(small, monkeypatch):
     assert not associative.causality(5).holds
 
 
+def test_the_commands_seed_reaches_the_constructions(monkeypatch):
+    seen = []
+    for module, name in ((associative, "measure"), (copying, "success")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, own=own: seen.append(a[-1]) or own(*a))
+    associative.theorem_1(2, 7)
+    assert set(seen) == {7, 8, 9, *(7 + length for length in (16, 64, 256, 1024))}
+    seen.clear()
+    copying.theorem_4(2, 7)
+    assert set(seen) == {7}
+
+
 def test_a_layer_that_cannot_be_trained_is_one_line(monkeypatch):
     monkeypatch.setattr(two_sided, "_ROUNDS", 1)
     with pytest.raises(UserError, match=r"no layer \(4 .* L = 5\) reached .* give another --seed"):

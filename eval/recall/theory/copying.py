@@ -124,7 +124,7 @@ def success(layer: CopyLayer, prompts: Prompts, rows: int, seed: int = 0) -> flo
 
 
 def theorem_4(
-    rows: int, count: int = 16, lengths: tuple[int, ...] = (20, 32, 128, 512)
+    rows: int, seed: int = 0, count: int = 16, lengths: tuple[int, ...] = (20, 32, 128, 512)
 ) -> list[Claim]:
     """Both scenarios as corrected, and how far apart the weights must be."""
     # At most N signal tokens, of as many or of more; one noise token or several.
@@ -132,7 +132,7 @@ def theorem_4(
     cases = [Prompts(n, c, s, kinds) for n in lengths for c, s, kinds in shapes]
 
     def check(make: Callable[[Prompts], CopyLayer]) -> Verdict:
-        found = min(success(make(prompts), prompts, rows) for prompts in cases)
+        found = min(success(make(prompts), prompts, rows, seed) for prompts in cases)
         return Verdict(f"{100 * found:.1f}% of prompts right in the worst case", found == 1)
 
     setting = (

@@ -63,10 +63,10 @@ def theory(
         return [ngram.lemma_2(TABLES, seed), *ngram.proposition_3(found)]
 
     parts: dict[str, Callable[[], list[Claim]]] = {
-        "Theorem 1": lambda: associative.theorem_1(rows),
+        "Theorem 1": lambda: associative.theorem_1(rows, seed),
         "Theorem 2": second_theorem,
         "Proposition 3": third_proposition,
-        "Theorem 4": lambda: copying.theorem_4(rows),
+        "Theorem 4": lambda: copying.theorem_4(rows, seed),
         "Propositions 1 and 2": lambda: landmark_claims.propositions(TRIALS, slow_trials, seed),
         "Propositions 4 and 5": lambda: width.general_sets(slow_trials, seed),
         "LaS Theorem B.1": lambda: state_space.theorem_b1(rows, seed),
