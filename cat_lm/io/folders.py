@@ -35,7 +35,8 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
     """
     name = f"{flag} {clipped(str(out), 200)}"
     _check_path(out, name, "a folder")
-    _check_place(Path(out).absolute(), name, "a folder")
+    place = Path(out).absolute()
+    _check_place(place, place, name, "a folder")
 
 
 def check_scratch(folder: Path | None) -> None:
@@ -65,7 +66,7 @@ def check_file(path: Path | str) -> None:
             raise UserError(f"{name}: is {what}; give a file")
     except OSError as error:
         raise UserError(f"{name}: {describe_os_error(error)}") from None
-    _check_place(place.parent, name, "a file in a folder")
+    _check_place(place.parent, place, name, "a file in a folder")
 
 
 def _check_path(path: Path | str, name: str, wanted: str) -> None:
@@ -73,8 +74,12 @@ def _check_path(path: Path | str, name: str, wanted: str) -> None:
         raise UserError(f"{name!r}: {problem}; give {wanted}")
 
 
-def _check_place(folder: Path, name: str, wanted: str) -> None:
-    """Check that `folder` can be written to, or made where it is not there yet."""
+def _check_place(folder: Path, named: Path, name: str, wanted: str) -> None:
+    """Check that `folder` can be written to, or made where it is not there yet.
+
+    Args:
+        named, name: what was asked for, `folder` or a file in it, and how messages call it.
+    """
     place = folder
     try:
         while not os.path.lexists(place):
@@ -85,7 +90,7 @@ def _check_place(folder: Path, name: str, wanted: str) -> None:
     if not is_folder:
         if place.is_symlink() and not place.exists():
             resolve(place)  # a loop is said as such
-        which = "is a file" if place == folder else f"{place} is a file"
+        which = "is a file" if place == named else f"{place} is a file"
         raise UserError(f"{name}: {which}; give {wanted}")
     virtual = resolve(place).is_relative_to("/proc") or resolve(place).is_relative_to("/sys")
     if virtual or not os.access(place, os.W_OK | os.X_OK):

@@ -147,7 +147,10 @@ class Study:
         return CONFIGS / f"{own.removesuffix('_cpu.yaml')}_{self.size.name}.yaml"
 
     def overrides(self, job: Job) -> list[str]:
-        """Set the study's values on top of the model's file."""
+        """Set the study's values on top of the model's file, for a command that runs in ROOT."""
+        return [f"base={self.base_file(job.model)}", *self._values(job)]
+
+    def _values(self, job: Job) -> list[str]:
         budget = []
         if self.tokens is not None:
             # The warm-up keeps its share of the run.
@@ -159,7 +162,6 @@ class Study:
             # The schedule keeps its shape.
             budget += [f"optimizer.lr={rate}", f"optimizer.min_lr={rate * own.min_lr / own.lr}"]
         return [
-            f"base={self.base_file(job.model)}",
             f"data.path={self.data}",
             f"train.seed={job.seed}",
             f"train.output_dir={job.folder}",
@@ -167,11 +169,10 @@ class Study:
         ]
 
     def config(self, job: Job) -> RunConfig:
-        _, *values = self.overrides(job)
-        return self._loaded(job.model, values)
+        return self._loaded(job.model, self._values(job))
 
     def _loaded(self, model: str, values: list[str]) -> RunConfig:
-        """Load a model's configuration from any working folder; commands name it from ROOT."""
+        """Load a model's configuration, in any working folder."""
         base = f"base={ROOT / self.base_file(model)}"
         return load_config(ROOT / self.config_file(model), [base, *values])
 

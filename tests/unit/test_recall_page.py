@@ -105,6 +105,11 @@ def test_every_number_of_a_line_is_in_its_column():
     assert "one token" not in text and "generated" not in text
 
 
+def test_a_rate_of_many_digits_has_the_side_that_it_lies_on():
+    one = line("cat", 16, 0.9, 0.00123456789) | {"tried": {"0.00123457": 0.9, "0.01": 0.8}}
+    assert "| ≤ 0.00123457 |" in page.markdown(record([one]))
+
+
 def test_what_tests_found_beside_the_accuracy_has_columns_of_its_own():
     lines = [line("cat", 16, 0.9, row="hard MQNAR"), line("cat", 16, 0.5)]
     beside = {"accuracy_shared": 0.25, "accuracy_unshared": 0.75, "one_token_ceiling": 0.5}
