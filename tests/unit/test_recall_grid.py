@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -239,6 +240,18 @@ def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(grid, "plan", lambda *_: places)
     grid.figure("accuracy", "smoke", tmp_path, Execution())
     assert "Not run" not in (tmp_path / "accuracy.md").read_text()
+
+
+def test_a_figure_of_a_run_that_diverged_is_json(tmp_path, monkeypatch):
+    rows = [found(run, 0, 0.5) for place in small("accuracy") for run in of(place)[:1]]
+    for _, record, _ in rows:
+        record |= {"filters": [], "delays": []}
+    lost = Choice(0.01, {0.01: 0.9, 0.1: math.nan}, True)
+    monkeypatch.setattr(grid, "run_tuned", lambda *_: [(*row[:2], lost) for row in rows])
+    monkeypatch.setattr(grid, "_draw", lambda *_: None)
+    grid.figure("accuracy", "smoke", tmp_path, Execution())
+    text = (tmp_path / "accuracy.json").read_text()
+    assert "NaN" not in text and json.loads(text)["lines"][0]["tried"] == {"0.01": 0.9, "0.1": None}
 
 
 CHOICE = Choice(0.01, {0.01: 0.9, 0.1: 0.2}, True)
