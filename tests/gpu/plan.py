@@ -106,7 +106,7 @@ def _runs(rehearsal: bool) -> list[Step]:
 
 
 def _tests(rehearsal: bool) -> list[Step]:
-    """A step for each file of tests, the operators' first; on a CPU they say that they skip."""
+    """All files of tests in one process, the operators' first; on a CPU they say that they skip."""
     files = sorted(Path(__file__).parent.glob("test_*.py"), key=lambda file: "ops" not in file.name)
     spread: tuple[str, ...] = ()
     cores = len(os.sched_getaffinity(0))
@@ -115,16 +115,9 @@ def _tests(rehearsal: bool) -> list[Step]:
         spread = ("-n", str(min(cores - 2, 12)), "--dist", "worksteal")
     # What is asked of pytest's version is for the whole suite.
     options = ("-q", "-o", "minversion=7", "-p", "no:cacheprovider", "-p", "tests.gpu.recorder")
-    pytest = (sys.executable, "-m", "pytest", *options, "--record", "{record}")
-    return [
-        Step(
-            file.stem.replace("_", "-"),
-            (*pytest, *spread, str(file.relative_to(REPOSITORY))),
-            minutes=6 if "ops" in file.name else 3,
-            needs=("pytest",),
-        )
-        for file in files
-    ]
+    pytest = (sys.executable, "-m", "pytest", *options, "--record", "{record}", *spread)
+    names = (str(file.relative_to(REPOSITORY)) for file in files)
+    return [Step("tests", (*pytest, *names), minutes=8, needs=("pytest",))]
 
 
 def _benchmarks(rehearsal: bool) -> list[Step]:

@@ -253,7 +253,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("out", nargs="?", type=path, default=Path("runs/gpu"), metavar="OUT", help="runs/gpu")
     add("--minutes", type=number(MINUTES), default=20.0, metavar="N", help="for all (default: 20)")
-    add("--steps", metavar="LIST", help="only those that begin so: test,conv-qkv,train")
+    add("--steps", metavar="LIST", help="only those that begin so: tests,conv-qkv,train")
     add("--list", action="store_true", help="only print the steps, in their order")
     add("--rehearse", action="store_true", help="every step at tiny sizes, on a CPU")
     return parser

@@ -232,10 +232,8 @@ def test_the_plan_asks_what_there_is_to_measure():
     assert names.index("engine-pythia") < names.index("engine-cat-rope-1b4")
     assert not any("7b" in name or "base" in name for name in names)
     # First what ends a run at once, then tests, equal bits, and what is measured.
-    assert names[:3] == ["doctor", "run", "test-ops-cuda"]
-    after = 2 + sum(name.startswith("test-") for name in names)
-    assert names[after : after + 2] == ["same-bits", "same-bits-deterministic"]
-    assert after < names.index("profile") < names.index("conv-head") < names.index("train")
+    assert names[:5] == ["doctor", "run", "tests", "same-bits", "same-bits-deterministic"]
+    assert 4 < names.index("profile") < names.index("conv-head") < names.index("train")
 
 
 # Runs that are compared
@@ -306,7 +304,7 @@ def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
     if not torch.cuda.is_available():
         assert "no CUDA GPU" in refused()
     assert "--minutes: '0' must be from" in refused("--minutes", "0")
-    assert "no step begins with 'sing'; there are doctor, run, test-ops-cuda" in refused(
+    assert "no step begins with 'sing'; there are doctor, run, tests" in refused(
         "--steps", "test,sing"
     )
     monkeypatch.setattr(entry, "BASE", ("torch", "no_such_module_at_all"))
@@ -326,7 +324,7 @@ def check_records(out: Path) -> dict[str, str]:
 
 def test_a_rehearsal_of_some_steps(tmp_path):
     """The command itself; the steps are interpreters of their own."""
-    chosen = "test-speed,conv-qkv-fp32,train-flash"
+    chosen = "tests,conv-qkv-fp32,train-flash"
     command = ["bash", str(REPOSITORY / "tests/gpu/run.sh"), str(tmp_path), "--rehearse"]
     done = subprocess.run(
         [*command, "--steps", chosen],
@@ -336,7 +334,7 @@ def test_a_rehearsal_of_some_steps(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert check_records(tmp_path) == {
-        "test-speed-cuda": "passed",
+        "tests": "passed",
         "train-flash": "absent",
         "conv-qkv-fp32": "passed",
     }
