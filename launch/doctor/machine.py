@@ -27,6 +27,12 @@ OPTIONAL = {
     "lm-eval": "lm_eval",
     "wandb": "wandb",
 }
+# Required, and who needs them where a run on prepared data does not.
+NEEDED_ELSEWHERE = {
+    **dict.fromkeys(("datasets", "pyarrow", "zstandard", "fsspec"), "data_prep and eval"),
+    **dict.fromkeys(("matplotlib", "pillow"), "eval"),
+    **dict.fromkeys(("sentencepiece", "protobuf"), "sentencepiece's tokenizers"),
+}
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -52,18 +58,21 @@ def requirements(extra: str | None = None) -> dict[str, str]:
 
 
 def packages() -> Iterator[Finding]:
-    """Compare the packages that training needs with setup.cfg's ranges."""
+    """Compare the packages that the project needs with setup.cfg's ranges."""
     for name, supported in requirements().items():
         version = _installed(name)
         wanted = f"'{name}{supported}'"
         problem = None
+        users = NEEDED_ELSEWHERE.get(name)
         if version is None:
-            problem = f"{name} is missing; install it: pip install {wanted}"
+            needed = f", which {users} need" if users else ""
+            problem = f"{name} is missing{needed}; install it: pip install {wanted}"
         elif not in_range(version, supported):
             problem = f"{name} {version} is outside {supported}; install: pip install {wanted}"
         text = f"{name} {version or 'missing'} ({supported})"
         value = {"version": version, "supported": supported}
-        yield Finding("packages", text, name, value, problem, broken=problem is not None)
+        broken = problem is not None and users is None
+        yield Finding("packages", text, name, value, problem, broken=broken)
 
 
 def optional() -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +122,22 @@ def test_packages_out_of_range_and_missing(monkeypatch):
         "transformers 4.57.1 is outside >=5.17,<6; install: pip install 'transformers>=5.17,<6'"
     )
     assert advice["deepspeed"].startswith("deepspeed is missing; install it: pip install 'deepsp")
+
+
+def test_what_training_does_not_import_is_a_note(monkeypatch):
+    """A run starts where those packages are away."""
+    assert set(machine.NEEDED_ELSEWHERE) <= set(machine.requirements())
+    hidden = [*machine.NEEDED_ELSEWHERE, "google.protobuf", "PIL"]
+    code = (
+        f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n"
+        "import train, cat_lm.training.engine, cat_lm.training.metrics, cat_lm.training.preflight"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, check=False)
+    assert done.returncode == 0
+    monkeypatch.setattr(machine, "_installed", lambda name: None)
+    found = {finding.name: finding for finding in machine.packages()}
+    assert {name for name, it in found.items() if not it.broken} == set(machine.NEEDED_ELSEWHERE)
+    assert "datasets is missing, which data_prep and eval need; inst" in found["datasets"].problem
 
 
 @pytest.mark.parametrize(("version", "right"), [("3.11.2", True), ("3.10.9", False)])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +66,9 @@ class Stack:
 
     def with_losses(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and what each model's layers add to its loss [S]."""
-        # torch's fused attention for CPUs has no batching rule: it would run model by model.
-        unfused = sdpa_kernel(SDPBackend.MATH) if tokens.device.type == "cpu" else nullcontext()
-        with unfused:
+        # torch's fused attention for CPUs has no batching rule and would run model by model; that
+        # for GPUs keeps no logarithms for the backward pass, as under vmap it sees no gradients.
+        with sdpa_kernel(SDPBackend.MATH):
             return self._all(self.parameters, self.buffers, tokens, positions)
 
     def train(self, mode: bool = True) -> None:

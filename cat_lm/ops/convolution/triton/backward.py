@@ -234,6 +234,6 @@ def backward_kernel(
         *(dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr),
         *(segment, chunk, chunks, tiles_per_program, batch_size, length, width),
         *(dy_stride_b, dy_stride_t, x_stride_b, x_stride_t),
-        *(heads.to(tl.int64) * width * length, heads * width, cos_stride_b),
+        *(tl.cast(heads, tl.int64) * width * length, heads * width, cos_stride_b),
         *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, PER_CHANNEL, USE_DOT),
     )

@@ -66,7 +66,7 @@ def backward_qkv_kernel(
     segment = program // chunks // 3 // heads
     x_ptr += head * x_stride_h + stream * x_stride_s
     dx_stride_t = heads * 3 * width
-    dx_stride_b = dx_stride_t.to(tl.int64) * length
+    dx_stride_b = tl.cast(dx_stride_t, tl.int64) * length
     if dx_ptr is not None:
         dx_ptr += (head * 3 + stream) * width
     if stream == 0:

@@ -162,7 +162,7 @@ def forward_kernel(
     if bias_ptr is not None:
         bias_ptr += head * width
     y_stride_t = heads * width
-    y_stride_b = y_stride_t.to(tl.int64) * length
+    y_stride_b = tl.cast(y_stride_t, tl.int64) * length
     forward_stream(
         x_ptr + head * x_stride_h,
         f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
@@ -219,7 +219,7 @@ def forward_qkv_kernel(
     x_ptr += head * x_stride_h + stream * x_stride_s
     place = head * width
     y_stride_t = heads * width
-    y_stride_b = y_stride_t.to(tl.int64) * length
+    y_stride_b = tl.cast(y_stride_t, tl.int64) * length
     if bias_ptr is not None:
         bias_ptr += (head * 3 + stream) * width
     if stream == 0:
