@@ -78,12 +78,13 @@ def test_equals_the_definition(kind, shape, window, dtype, masked):
 
 
 @pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
+@pytest.mark.parametrize("window", [21, 65, 100])
 @pytest.mark.parametrize("rotary", [16, 64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_rotated_equals_the_definition(kind, rotary, masked):
+def test_rotated_equals_the_definition(kind, window, rotary, masked):
     shape = (2, 1024, 16, 64)
     positions = documents(*shape[:2]) if masked else None
-    check_convolution(kind, shape, 21, torch.bfloat16, positions, rotary=rotary)
+    check_convolution(kind, shape, window, torch.bfloat16, positions, rotary=rotary)
 
 
 @pytest.mark.parametrize("kind", ["head", "depthwise", "multihead"])
@@ -124,6 +125,7 @@ def packed_arguments(batch, time, heads, width, rotary, window, dtype, streams="
         ((1, 2048, 16, 128), 32, 21, "qkv"),
         ((1, 2048, 16, 128), 128, 64, "kv"),
         ((1, 300, 5, 80), 20, 128, "qv"),
+        ((1, 300, 5, 64), 20, 100, "qkv"),
         ((2, 300, 4, 64), 0, 4, "k"),
     ],
 )

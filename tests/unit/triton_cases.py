@@ -322,9 +322,23 @@ def test_qkv(dtype, case):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_qkv_with_a_long_halo(documents):
-    """Products with the halo are summed in a second loop."""
+def test_a_long_halo(documents, monkeypatch):
+    """Products with the halo are summed in a second loop, and a kernel more turns what rotates."""
+    from cat_lm.ops.convolution.triton import convolution, launch, qkv
+
+    tiles = []
+
+    def chosen(*arguments, rotary=0, **how):
+        tiles.append(launch.choose_tile(*arguments, rotary=rotary, **how))
+        assert tiles[-1].halo == 128 and rotary == 0
+        return tiles[-1]
+
+    for module in (convolution, qkv):
+        monkeypatch.setattr(module, "choose_tile", chosen)
     check_qkv((1, 140, 1, 48), 100, BF16, streams="q", rotary=16, documents=documents)
+    assert len(tiles) == 2
+    check_convolution("head", (1, 140, 1, 48), 100, BF16, documents, rotary=16)
+    assert len(tiles) == 4
 
 
 def test_qkv_of_strided_inputs():

@@ -75,7 +75,7 @@ def head_conv_qkv(
 
     Returns:
         q, k, v, each [B, T, H, D]. The rotation is done in fp32, before the one rounding to qkv's
-        dtype.
+        dtype; in half precision with filters of more than 65 taps, after another.
     """
     cos, sin = (None, None) if rotary is None else rotary
     return conv_qkv(qkv, *filters, bias, cos, sin, positions)

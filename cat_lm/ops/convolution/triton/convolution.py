@@ -7,7 +7,13 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward import backward_kernel
 from cat_lm.ops.convolution.triton.forward import forward_kernel
-from cat_lm.ops.convolution.triton.launch import angle_options, choose_tile, rotated
+from cat_lm.ops.convolution.triton.launch import (
+    angle_options,
+    choose_tile,
+    rotated,
+    turns_apart,
+)
+from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime import vmap_rules
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
@@ -41,6 +47,10 @@ def conv(
     """
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
+    if cos is not None and turns_apart(x.dtype, window, per_channel):
+        y = conv(x, filters, bias, positions, None, None)
+        turn(y, y, cos, sin)
+        return y
     x, y = unit_stride(x), x.new_empty(x.shape)
     how = {"documents": positions is not None, "rotary": rotated(cos)}
     tile = choose_tile(x, window, per_channel=per_channel, **how)
@@ -85,6 +95,8 @@ def conv_backward(
     """dx, df and dbias; what is not needed has no elements. Sums are in fp32, in a fixed order."""
     batch, time, heads, width = x.shape
     per_channel, window = filters.ndim == 3, filters.shape[-1]
+    if cos is not None and turns_apart(x.dtype, window, per_channel):
+        dy, cos, sin = rotate(dy, cos, sin, True), None, None
     x, dy = unit_stride(x), unit_stride(dy)
     how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
     tile = choose_tile(x, window, per_channel=per_channel, **how)

@@ -103,6 +103,16 @@ def choose_tile(
     return Tile(64, 0, columns, False, 8 if backward else 4, 1)
 
 
+def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
+    """Whether rotated channels are turned by a kernel of their own, before and after the others.
+
+    So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel
+    with partners and such a halo gave other numbers in every run, and read where nothing is; that
+    with a shorter one, that without rotation and the rotation alone gave the right ones.
+    """
+    return uses_dot(dtype, window, per_channel) and window > 65
+
+
 def rotated(cos: Tensor | None) -> int:
     """R of angles [B or 1, T, R]; 0 without any."""
     return 0 if cos is None else cos.shape[-1]

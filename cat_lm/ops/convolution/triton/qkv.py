@@ -9,7 +9,14 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
-from cat_lm.ops.convolution.triton.launch import Tile, angle_options, choose_tile, rotated
+from cat_lm.ops.convolution.triton.launch import (
+    Tile,
+    angle_options,
+    choose_tile,
+    rotated,
+    turns_apart,
+)
+from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -67,6 +74,11 @@ def conv_qkv(
     batch, time, heads, _, width = qkv.shape
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
+    if cos is not None and turns_apart(qkv.dtype, window):
+        outputs = conv_qkv(qkv, *filters, bias, None, None, positions)
+        for stream in outputs[:2]:
+            turn(stream, stream, cos, sin)
+        return outputs
     outputs = _streams(qkv)
     tile = choose_tile(qkv, window, documents=positions is not None, rotary=rotated(cos))
     tiles_per_program = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
@@ -110,6 +122,9 @@ def conv_qkv_backward(
     batch, time, heads, _, width = qkv.shape
     filters = (q_filter, k_filter, v_filter)
     window, qkv = _window(*filters), unit_stride(qkv)
+    if cos is not None and turns_apart(qkv.dtype, window):
+        dq, dk = (rotate(gradient, cos, sin, True) for gradient in (dq, dk))
+        cos = sin = None
     dq, dk, dv = (unit_stride(gradient) for gradient in (dq, dk, dv))
     how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
     tile = choose_tile(qkv, window, **how)
