@@ -122,8 +122,8 @@ class Trainer:
         self.report = Report(config, self.engine.model, ranks)
         # On a GPU the numbers of a step are read while the next one is computed.
         self.reads_late = ranks.device.type == "cuda"
-        self.launched: list[tuple[int, float, float, float, LaunchedStep]] = []
-        self.votes, self.read_at = (0.0, 0.0), 0.0
+        self.launched: list[tuple[int, float, float, LaunchedStep | None, LaunchedStep]] = []
+        self.votes = (0.0, 0.0)
         self.log.line(self.report.plan(self.loader, self.step))
 
     def _begin(self, start_from: Path | None) -> None:
@@ -244,11 +244,13 @@ class Trainer:
         """One optimizer step; it, or on a GPU the one before it, is recorded."""
         from cat_lm.training.schedule import learning_rate
 
-        config, begun = self.config, time.perf_counter() - waited
+        config = self.config
+        # The device goes on with this step where the one before it was not waited for.
+        after = self.launched[-1][-1] if self.launched else None
         self.step += 1
         lr = learning_rate(config, self.step)
         launched = self.engine.launch_step(batch, lr, self.stop.votes())
-        self.launched.append((self.step, lr, waited, begun, launched))
+        self.launched.append((self.step, lr, waited, after, launched))
         # What follows these steps must know how they went.
         rests = (config.validation.every_steps, config.checkpoint.every_steps, config.total_steps)
         is_rest = any(self.step % every == 0 for every in rests)
@@ -257,12 +259,11 @@ class Trainer:
     def settle(self, leave: int = 0) -> None:
         """Record the launched steps but the newest `leave`; too many bad ones end the run."""
         while len(self.launched) > leave:
-            step, lr, waited, begun, launched = self.launched.pop(0)
+            step, lr, waited, after, launched = self.launched.pop(0)
             result = launched.result()
             self.votes = result.flags
-            # From the end of the step before it, where the device went on without a rest.
-            begun, self.read_at = max(begun, self.read_at), time.perf_counter()
-            record = self.report.record(step, result, lr, waited, self.read_at - begun)
+            seconds = launched.seconds(after) + (waited if after is None else 0.0)
+            record = self.report.record(step, result, lr, waited, seconds)
             self.watchdog.progress(f"step {step}")
             if self.metrics:
                 self.metrics.write(record)

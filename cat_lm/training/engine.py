@@ -30,7 +30,7 @@ from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed
 from cat_lm.training.optimizer_state import fill_weights
 from cat_lm.training.partitioned_step import PartitionedStep
 from cat_lm.training.sequence import sequence_group
-from cat_lm.training.steps import LaunchedStep, StepResult
+from cat_lm.training.steps import LaunchedStep, Moment, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -228,6 +228,7 @@ class Engine:
         Args:
             flags: numbers to be summed over all ranks on the way, without a collective of theirs.
         """
+        started = Moment(self.ranks.device)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches = self._micro_batches(batch)
@@ -257,7 +258,8 @@ class Engine:
         collects = getattr(self.model, "collects_losses", False)
         sums = self._summed(total, *([auxiliary] if collects else []), *flags)
         numbers = torch.cat((scored, norm.to(sums).reshape(1), sums))
-        return LaunchedStep(numbers, self.deepspeed.was_step_applied(), collects)
+        applied = self.deepspeed.was_step_applied()
+        return LaunchedStep(numbers, applied, collects, started=started)
 
     def _summed(self, *numbers: float | torch.Tensor) -> torch.Tensor:
         """Sum each number over all ranks, in float64 on the device, which the host goes on from."""

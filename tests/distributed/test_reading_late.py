@@ -13,32 +13,59 @@ import torch
 
 from cat_lm.errors import SharedError
 from cat_lm.training.checkpoint import complete_checkpoints
-from cat_lm.training.steps import LaunchedStep, StepResult
+from cat_lm.training.steps import LaunchedStep, Moment, StepResult
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, records, run_values
 
+CPU = torch.device("cpu")
 RESTS = (5, 6, 10, 12)  # a checkpoint or a validation follows these
+
+
+GPU = torch.device("cuda")
 
 
 def test_the_host_waits_for_the_step_alone():
     """The numbers leave behind it; their reading waits for them and nothing launched later."""
     calls = mock.Mock()
     calls.host.tolist.return_value = [4.0, 0.5, 8.0, 1.0, 0.0]
-    numbers = SimpleNamespace(device=torch.device("cuda"), shape=(5,), dtype=torch.float64)
+    numbers = SimpleNamespace(device=GPU, shape=(5,), dtype=torch.float64)
     with (
         mock.patch.object(torch, "empty", lambda *_, pin_memory, **__: pin_memory and calls.host),
-        mock.patch.object(torch.cuda, "Event", lambda: calls.event),
+        mock.patch.object(torch.cuda, "Event", lambda enable_timing: enable_timing and calls.event),
     ):
-        launched = LaunchedStep(numbers, applied=True)
-        before = [mock.call.host.copy_(numbers, non_blocking=True), mock.call.event.record()]
+        launched = LaunchedStep(numbers, applied=True, started=Moment(GPU))
+        marked = mock.call.event.record()
+        before = [marked, mock.call.host.copy_(numbers, non_blocking=True), marked]
         assert calls.mock_calls == before
         assert launched.result() == StepResult(2.0, 0.5, False, (1.0, 0.0))
         after = [mock.call.event.synchronize(), mock.call.host.tolist()]
         assert calls.mock_calls == before + after
-    ready = torch.tensor([4.0, float("nan"), 8.0], dtype=torch.float64)
-    assert LaunchedStep(ready, applied=True).result().skipped
-    assert LaunchedStep(ready.nan_to_num(), applied=False).result().skipped
+    ready, now = torch.tensor([4.0, float("nan"), 8.0], dtype=torch.float64), Moment(CPU)
+    assert LaunchedStep(ready, applied=True, started=now).result().skipped
+    assert LaunchedStep(ready.nan_to_num(), applied=False, started=now).result().skipped
+
+
+def test_a_step_takes_what_the_device_took(monkeypatch):
+    """Of two steps launched at once each has its own time, and not the one both and one none."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = milliseconds.pop(0)
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: mock.Mock())
+    numbers = SimpleNamespace(device=GPU, shape=(3,), dtype=torch.float64)
+    milliseconds = [1000, 1200, 1001, 1450]  # the second starts behind the first
+    first = LaunchedStep(numbers, applied=True, started=Moment(GPU))
+    second = LaunchedStep(numbers, applied=True, started=Moment(GPU))
+    assert (first.seconds(), second.seconds(after=first)) == (0.2, 0.25)
 
 
 def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 99) -> list:
@@ -53,14 +80,16 @@ def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 
 
             def launch_step(*given):
                 launched, step = launch(*given), self.step
+                result = launched.result
 
-                def result():
+                def read():
                     readings.append((step, self.step))
                     if step >= skip_from:
                         return StepResult(float("nan"), float("nan"), True, (0.0, 0.0))
-                    return launched.result()
+                    return result()
 
-                return SimpleNamespace(result=result)
+                launched.result = read
+                return launched
 
             self.engine.launch_step = launch_step
             return super().run()
