@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cat_lm.labels import IGNORE_INDEX
-from cat_lm.ops.runtime.triton_launch import on_device_of
+from cat_lm.ops.runtime.triton_launch import next_power_of_2, on_device_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = 1024
@@ -74,7 +74,7 @@ def cross_entropy_kernel(
 
 def launch_options(vocabulary: int, warp: int) -> dict[str, int]:
     """The block of a row that a program has at a time, and its warps of `warp` threads."""
-    block = min(_LONGEST_BLOCK, max(128, triton.next_power_of_2(vocabulary)))
+    block = min(_LONGEST_BLOCK, max(128, next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, min(THREADS, block // 8) // warp)}
 
 

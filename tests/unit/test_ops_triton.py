@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.ops.convolution import triton as backend
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.training.preflight import kernel_trial
 from tests.unit.triton_interpreter import run_cases
 
@@ -23,6 +24,15 @@ def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
     recurrences = ("triton_scan_cases.py", "triton_long_filter_cases.py")
     cases = (*operators, *recurrences, "triton_landmark_cases.py")
     run_cases(cases, tmp_path, pytestconfig)
+
+
+@needs_triton
+def test_sizes_are_tritons():
+    import triton
+
+    for n in range(1, 300):
+        assert triton_launch.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert triton_launch.cdiv(n, 64) == triton.cdiv(n, 64)
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

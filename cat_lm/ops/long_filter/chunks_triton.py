@@ -15,7 +15,9 @@ from torch import Tensor
 from cat_lm.ops.long_filter.chunks import Chunk
 from cat_lm.ops.runtime.triton_launch import (
     INTERPRETED,
+    cdiv,
     contiguous,
+    next_power_of_2,
     on_device_of,
     strides,
     unit_stride,
@@ -173,7 +175,7 @@ def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
 def options(length: int, state: int, width: int, hip: bool) -> dict[str, int | str]:
     """Give what a kernel is compiled for; `hip` for AMD's GPUs."""
     found = {"BLOCK": length, "STATE": state, "COLUMNS": min(width, COLUMNS)}
-    found = {name: max(_LEAST, triton.next_power_of_2(size)) for name, size in found.items()}
+    found = {name: max(_LEAST, next_power_of_2(size)) for name, size in found.items()}
     found["PRECISION"] = "ieee" if hip else "tf32x3"
     return found | {"num_warps": 8 if found["BLOCK"] > 32 else 4, "num_stages": 1}
 
@@ -185,10 +187,10 @@ def forward(
     batch, time, heads, width = x.shape
     length, state = chunk.read.shape[1:]
     x, y, last = unit_stride(x), x.new_empty(x.shape), torch.empty_like(initial)
-    kept = initial.new_empty(batch, triton.cdiv(time, length), heads, state, width)
+    kept = initial.new_empty(batch, cdiv(time, length), heads, state, width)
     compiled = options(length, state, width, torch.version.hip is not None)
     with on_device_of(x):
-        forward_kernel[(batch * heads, triton.cdiv(width, compiled["COLUMNS"]))](
+        forward_kernel[(batch * heads, cdiv(width, compiled["COLUMNS"]))](
             x_ptr=x,
             **_pointers(chunk),
             positions_ptr=contiguous(positions),
@@ -212,7 +214,7 @@ def backward(
     x, dy = unit_stride(x), unit_stride(dy)
     dx, dinitial = x.new_empty(x.shape), dlast.new_empty(dlast.shape)
     compiled = options(length, state, width, torch.version.hip is not None)
-    columns = triton.cdiv(width, compiled["COLUMNS"])
+    columns = cdiv(width, compiled["COLUMNS"])
     parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
     with on_device_of(x):
         backward_kernel[(batch * heads, columns)](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.ops.runtime.triton_launch import on_device_of
+from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of
 
 AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most
@@ -202,14 +202,14 @@ def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[
     """Choose the chunks of columns, a kernel's options, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
-    padded = triton.next_power_of_2(keys)
-    columns = min(COLUMNS, triton.next_power_of_2(values), max(1, _WARPS * _NUMBERS // padded))
+    padded = next_power_of_2(keys)
+    columns = min(COLUMNS, next_power_of_2(values), max(1, _WARPS * _NUMBERS // padded))
     options = {"EVERY": every, "KEYS": padded, "COLUMNS": columns}
     options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
     options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
     options["num_warps"] = min(_WARPS, max(1, padded * columns // _NUMBERS))
     sizes = {"model_rows": batch, "time": time, "heads": heads, "keys": keys, "values": values}
-    return triton.cdiv(values, columns), options, sizes
+    return cdiv(values, columns), options, sizes
 
 
 def forward(
@@ -222,7 +222,7 @@ def forward(
     chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, time, heads, keys = q.shape
     out, last = torch.empty_like(v), torch.empty_like(initial)
-    kept = q.new_empty(models, batch, triton.cdiv(time, every), heads, keys, v.shape[-1])
+    kept = q.new_empty(models, batch, cdiv(time, every), heads, keys, v.shape[-1])
     with on_device_of(q):
         forward_kernel[(models * batch * heads * chunks,)](
             q_ptr=q,

@@ -14,7 +14,6 @@ from cat_lm.ops.convolution.triton.launch import (
     turns_apart,
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
-from cat_lm.ops.convolution.triton.tiles import rotates_apart
 from cat_lm.ops.runtime import vmap_rules
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
 
@@ -102,8 +101,10 @@ def conv_backward(
     tile = choose_tile(x, window, per_channel=per_channel, **how)
     tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
     angles = angle_options(cos, sin)
-    apart = tile.use_dot and rotates_apart(angles["ROTARY"], tile.columns)
-    segments, chunks = -(-tile.tiles(x) // tiles_per_program), -(-width // tile.columns) + apart
+    segments, chunks = (
+        -(-tile.tiles(x) // tiles_per_program),
+        -(-width // tile.columns) + tile.apart,
+    )
     dx = x.new_empty(x.shape if needs_x else 0)
     sums = dbias = None
     if needs_filters:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import rotary_partners
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of
+from cat_lm.ops.runtime.triton_launch import contiguous, next_power_of_2, on_device_of
 
 KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 MOST_LAGS = 32  # loaded at a time
@@ -218,8 +218,8 @@ def decode_options(width: int, window: int, rotary: int) -> dict[str, int]:
     half = rotary // 2
     return {
         "WINDOW": window,
-        "LAGS": min(MOST_LAGS, triton.next_power_of_2(window)),
-        "COLUMNS": triton.next_power_of_2(width),
+        "LAGS": min(MOST_LAGS, next_power_of_2(window)),
+        "COLUMNS": next_power_of_2(width),
         "ROTARY": rotary,
         "ALIGNMENT": min(16, half & -half) if half else 1,
     }

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import rotates_apart
-from cat_lm.ops.runtime.triton_launch import contiguous
+from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
@@ -40,6 +39,8 @@ class Tile:
     num_stages: int
     # Registers a thread at most, where two programs then fit on a multiprocessor.
     registers: int | None = None
+    # Whether the rotated columns are a tile beside the others.
+    apart: bool = False
 
     def compiler_options(self) -> dict[str, int]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -49,12 +50,12 @@ class Tile:
 
     def grid(self, x: Tensor, tiles_per_program: int, streams: int = 1) -> tuple[int]:
         heads, width = x.shape[2], x.shape[-1]
-        segments = triton.cdiv(self.tiles(x), tiles_per_program)
-        return (segments * triton.cdiv(width, self.columns) * heads * streams,)
+        segments = cdiv(self.tiles(x), tiles_per_program)
+        return (segments * cdiv(width, self.columns) * heads * streams,)
 
     def tiles(self, x: Tensor) -> int:
         """The number of tiles along all rows of x [B, T, H, …, D], for one head and column."""
-        return x.shape[0] * triton.cdiv(x.shape[1], self.block)
+        return x.shape[0] * cdiv(x.shape[1], self.block)
 
     def tiles_per_program(self, x: Tensor, most: int, streams: int = 1) -> int:
         """So many that about PROGRAMS programs share the work, each at least 1 and at most `most`.
@@ -62,7 +63,7 @@ class Tile:
         A program that has several tiles builds its Toeplitz matrix once, and loads the next tile
         while it works on one.
         """
-        chunks = triton.cdiv(x.shape[-1], self.columns)
+        chunks = cdiv(x.shape[-1], self.columns)
         per_program = self.tiles(x) * chunks * x.shape[2] * streams // PROGRAMS
         return max(1, min(most, per_program))
 
@@ -89,18 +90,33 @@ def choose_tile(
     both together take more than that. Where all channels of a tile are rotated, their partners and
     angles leave such kernels registers for half of them.
     """
-    columns = min(64, max(16, triton.next_power_of_2(x.shape[-1])))
-    if uses_dot(x.dtype, window, per_channel):
-        halo = 0 if window == 1 else max(16, triton.next_power_of_2(window - 1))
-        warps = 8 if backward or documents else 4
-        if warps == 8 and rotary > 0 and not rotates_apart(rotary, columns):
-            columns = min(32, columns)
-        registers = 128 if backward != documents and halo <= 32 else None
-        # Two stages load the next tile while one is worked on; that takes shared memory which
-        # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
-        stages = 2 if halo <= 64 and shared_memory(x.device) >= SHARED_MEMORY_OF_A100 else 1
-        return Tile(64, halo, columns, True, warps, stages, registers)
-    return Tile(64, 0, columns, False, 8 if backward else 4, 1)
+    half, width = uses_dot(x.dtype, window, per_channel), x.shape[-1]
+    return _tile(width, window, half, documents, backward, rotary, shared_memory(x.device))
+
+
+@functools.cache
+def _tile(
+    width: int,
+    window: int,
+    use_dot: bool,
+    documents: bool,
+    backward: bool,
+    rotary: int,
+    shared: int,
+) -> Tile:
+    columns = min(64, max(16, next_power_of_2(width)))
+    if not use_dot:
+        return Tile(64, 0, columns, False, 8 if backward else 4, 1)
+    halo = 0 if window == 1 else max(16, next_power_of_2(window - 1))
+    warps = 8 if backward or documents else 4
+    if warps == 8 and rotary > 0 and not rotates_apart(rotary, columns):
+        columns = min(32, columns)
+    registers = 128 if backward != documents and halo <= 32 else None
+    # Two stages load the next tile while one is worked on; that takes shared memory which
+    # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
+    stages = 2 if halo <= 64 and shared >= SHARED_MEMORY_OF_A100 else 1
+    apart = bool(rotates_apart(rotary, columns))
+    return Tile(64, halo, columns, True, warps, stages, registers, apart)
 
 
 def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
+from cat_lm.ops.runtime.triton_launch import (
+    cdiv,
+    contiguous,
+    next_power_of_2,
+    on_device_of,
+    strides,
+    unit_stride,
+)
 
 HEADS = 16
 # Programs that share the sum over blocks in dF; each leaves STEPS · W · H² numbers.
@@ -24,7 +30,7 @@ def mix_options(x: Tensor, window: int, documents: bool) -> tuple[dict[str, int]
     by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
     """
     half = x.dtype != torch.float32
-    columns = min(128 if half else 64, max(16, triton.next_power_of_2(x.shape[-1])))
+    columns = min(128 if half else 64, max(16, next_power_of_2(x.shape[-1])))
     constants = {
         "WINDOW": window,
         "STEPS": 8,
@@ -64,9 +70,9 @@ def _mix(
     batch, time, heads, width = x.shape
     constants, options = mix_options(x, filters.shape[0], positions is not None)
     x, y = unit_stride(x), x.new_empty(x.shape)
-    blocks = batch * triton.cdiv(time, constants["STEPS"])
-    programs = triton.cdiv(heads, HEADS) * triton.cdiv(width, constants["COLUMNS"])
-    programs *= triton.cdiv(blocks, constants["BLOCKS"])
+    blocks = batch * cdiv(time, constants["STEPS"])
+    programs = cdiv(heads, HEADS) * cdiv(width, constants["COLUMNS"])
+    programs *= cdiv(blocks, constants["BLOCKS"])
     with on_device_of(x):
         mix_kernel[(programs,)](
             x_ptr=x,
@@ -129,10 +135,10 @@ def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | No
     constants, options = filter_options(x, window)
     steps, inner = constants["STEPS"], constants["INNER"]
     x, dy = unit_stride(x), unit_stride(dy)
-    blocks = batch * triton.cdiv(time, steps)
-    blocks_per_program = triton.cdiv(blocks, PARTS)
-    parts = triton.cdiv(blocks, blocks_per_program)
-    programs = triton.cdiv(heads, HEADS) ** 2 * triton.cdiv(steps + window - 1, inner) * parts
+    blocks = batch * cdiv(time, steps)
+    blocks_per_program = cdiv(blocks, PARTS)
+    parts = cdiv(blocks, blocks_per_program)
+    programs = cdiv(heads, HEADS) ** 2 * cdiv(steps + window - 1, inner) * parts
     sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
         mix_filters_kernel[(programs,)](

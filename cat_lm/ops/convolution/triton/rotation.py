@@ -14,7 +14,13 @@ from torch import Tensor
 from cat_lm.ops.convolution.triton.launch import angle_options
 from cat_lm.ops.convolution.triton.tiles import VARYING
 from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
+from cat_lm.ops.runtime.triton_launch import (
+    cdiv,
+    next_power_of_2,
+    on_device_of,
+    strides,
+    unit_stride,
+)
 
 ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
 
@@ -80,7 +86,7 @@ def rotate_kernel(
 
 def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
     """What `rotate_kernel` is compiled for."""
-    half = triton.next_power_of_2(rotary // 2)
+    half = next_power_of_2(rotary // 2)
     passed = 0 if in_place or width == rotary else min(64, 2 * half)
     return {"ROTARY": rotary, "ROWS": max(1, ELEMENTS // half), "HALF": half, "PASSED": passed}
 
@@ -94,7 +100,7 @@ def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> 
     if x is y:  # said to be no more than what is touched
         x = y = y[..., : constants["ROTARY"]]
     with on_device_of(x):
-        rotate_kernel[(batch * triton.cdiv(time * heads, constants["ROWS"]),)](
+        rotate_kernel[(batch * cdiv(time * heads, constants["ROWS"]),)](
             x_ptr=x,
             y_ptr=y,
             **angles,
