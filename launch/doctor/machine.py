@@ -29,9 +29,9 @@ OPTIONAL = {
 }
 # Required, and who needs them where a run on prepared data does not.
 NEEDED_ELSEWHERE = {
-    **dict.fromkeys(("datasets", "pyarrow", "zstandard", "fsspec"), "data_prep and eval"),
+    **dict.fromkeys(("datasets", "pyarrow", "zstandard"), "data_prep and eval"),
     **dict.fromkeys(("matplotlib", "pillow"), "eval"),
-    **dict.fromkeys(("sentencepiece", "protobuf"), "sentencepiece's tokenizers"),
+    "sentencepiece": "sentencepiece's tokenizers",
 }
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 COMPILERS = ("c++", "g++", "clang++")
@@ -71,7 +71,7 @@ def packages() -> Iterator[Finding]:
             problem = f"{name} {version} is outside {supported}; install: pip install {wanted}"
         text = f"{name} {version or 'missing'} ({supported})"
         value = {"version": version, "supported": supported}
-        broken = problem is not None and users is None
+        broken = problem is not None and not (version is None and users)
         yield Finding("packages", text, name, value, problem, broken=broken)
 
 

@@ -68,6 +68,19 @@ def test_a_step_takes_what_the_device_took(monkeypatch):
     assert (first.seconds(), second.seconds(after=first)) == (0.2, 0.25)
 
 
+class At:
+    """A moment of a device that takes four seconds for a step, and begins one every ten."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: At) -> float:
+        return self.seconds - earlier.seconds
+
+
 def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 99) -> list:
     """(step, newest step launched) at each reading; after `signal_at` the last rank gets TERM."""
     from train import Trainer
@@ -80,6 +93,7 @@ def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 
 
             def launch_step(*given):
                 launched, step = launch(*given), self.step
+                launched._started, launched._ended = At(10 * step), At(10 * step + 4)
                 result = launched.result
 
                 def read():
@@ -131,7 +145,12 @@ def test_records_and_checkpoints_are_those_of_reading_at_once(tiny_corpus, tmp_p
     assert found["whole-False"] == [0, at_once]
     assert found["whole-True"] == [0, one_late]
     assert losses(tmp_path / "whole-True") == losses(tmp_path / "whole-False")
-    assert all(r["step_seconds"] > 0 for r in records(tmp_path / "whole-True") if "loss" in r)
+    for late in (False, True):
+        for record in (r for r in records(tmp_path / f"whole-{late}") if "loss" in r):
+            # From the end of the step before, or, after a rest, from when its batch was asked for.
+            goes_on = late and record["step"] - 1 not in (0, *RESTS)
+            wanted = 10.0 if goes_on else 4.0 + record["data_seconds"]
+            assert record["step_seconds"] == pytest.approx(wanted)
     # The signal came after the seventh step; the eighth carries it to all ranks, and late the
     # ninth is on its way when they read it.
     for late, last in ((False, 8), (True, 9)):

@@ -108,16 +108,16 @@ def _runs(rehearsal: bool) -> list[Step]:
 def _tests(rehearsal: bool) -> list[Step]:
     """All files of tests in one process, the operators' first; on a CPU they say that they skip."""
     files = sorted(Path(__file__).parent.glob("test_*.py"), key=lambda file: "ops" not in file.name)
-    spread: tuple[str, ...] = ()
+    spread, minutes = (), 30.0
     cores = len(os.sched_getaffinity(0))
     if not lacking(["xdist"]) and cores > 4 and not rehearsal:
         # Most of the time goes into compiling kernels.
-        spread = ("-n", str(min(cores - 2, 12)), "--dist", "worksteal")
+        spread, minutes = ("-n", str(min(cores - 2, 12)), "--dist", "worksteal"), 8.0
     # What is asked of pytest's version is for the whole suite.
     options = ("-q", "-o", "minversion=7", "-p", "no:cacheprovider", "-p", "tests.gpu.recorder")
     pytest = (sys.executable, "-m", "pytest", *options, "--record", "{record}", *spread)
     names = (str(file.relative_to(REPOSITORY)) for file in files)
-    return [Step("tests", (*pytest, *names), minutes=8, needs=("pytest",))]
+    return [Step("tests", (*pytest, *names), minutes, needs=("pytest",))]
 
 
 def _benchmarks(rehearsal: bool) -> list[Step]:

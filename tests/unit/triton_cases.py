@@ -337,8 +337,21 @@ def test_a_long_halo(documents, monkeypatch):
         monkeypatch.setattr(module, "choose_tile", chosen)
     check_qkv((1, 140, 1, 48), 100, BF16, streams="q", rotary=16, documents=documents)
     assert len(tiles) == 2
-    check_convolution("head", (1, 140, 1, 48), 100, BF16, documents, rotary=16)
+    expanded = torch.randn(140, 1, 48) if documents else torch.randn(())
+    how = {"rotary": 16, "gradient": expanded}
+    check_convolution("head", (1, 140, 1, 48), 100, BF16, documents, **how)
     assert len(tiles) == 4
+
+
+def test_a_long_halo_without_angles():
+    """Angles of no channel rotate nothing, in any kernel."""
+    x, nothing = torch.randn(1, 9, 1, 16).to(BF16), torch.randn(1, 9, 0)
+    for kind in ("head", "multihead"):
+        filters = torch.randn(filter_shape(kind, 1, 16, 100)).to(BF16)
+        plain = backend.convolve(kind, x, filters, None, None)
+        assert torch.equal(
+            backend.convolve(kind, x, filters, None, None, (nothing, nothing)), plain
+        )
 
 
 def test_qkv_of_strided_inputs():

@@ -47,6 +47,7 @@ def convolve(
 
     Returns:
         [B, T, H, D] in x's dtype, contiguous: attention's output then is, too, and needs no copy.
+        What is rotated is rounded once more where a kernel of its own does it (`turns_apart`).
     """
     cos, sin = (None, None) if rotary is None else rotary
     operator = multihead_conv if conv_type == "multihead" else conv

@@ -122,9 +122,10 @@ def _tile(
 def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
     """Whether rotated channels are turned by a kernel of their own, before and after the others.
 
-    So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel
-    with partners and such a halo gave other numbers in every run, and read where nothing is; that
-    with a shorter one, that without rotation and the rotation alone gave the right ones.
+    So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel of
+    packed streams with partners and such a halo gave other numbers in every run, and read where
+    nothing is; that with a shorter one, that without rotation and the rotation alone gave the right
+    ones. The backward kernel was not looked at there.
     """
     return uses_dot(dtype, window, per_channel) and window > 65
 

@@ -1,4 +1,4 @@
-"""Packed queries, keys and values in one kernel each way: cat_lm::triton_conv_qkv."""
+"""Packed queries, keys and values at once, each way: cat_lm::triton_conv_qkv."""
 
 from __future__ import annotations
 

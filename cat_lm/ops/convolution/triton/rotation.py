@@ -93,6 +93,10 @@ def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
 
 def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
     """Fill y with the rotated x [B, T, H, D]; they may be the same."""
+    if cos.shape[-1] == 0:
+        if x is not y:
+            y.copy_(x)
+        return
     batch, time, heads, width = x.shape
     angles = angle_options(cos, sin)
     del angles["ALIGNMENT"]
