@@ -18,11 +18,8 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, records, run_values
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RESTS = (5, 6, 10, 12)  # a checkpoint or a validation follows these
-
-
-GPU = torch.device("cuda")
 
 
 def test_the_host_waits_for_the_step_alone():
@@ -150,7 +147,7 @@ def test_records_and_checkpoints_are_those_of_reading_at_once(tiny_corpus, tmp_p
             # From the end of the step before, or, after a rest, from when its batch was asked for.
             goes_on = late and record["step"] - 1 not in (0, *RESTS)
             wanted = 10.0 if goes_on else 4.0 + record["data_seconds"]
-            assert record["step_seconds"] == pytest.approx(wanted)
+            assert record["step_seconds"] == wanted and record["data_seconds"] > 0
     # The signal came after the seventh step; the eighth carries it to all ranks, and late the
     # ninth is on its way when they read it.
     for late, last in ((False, 8), (True, 9)):

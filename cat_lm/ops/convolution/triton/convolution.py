@@ -15,7 +15,13 @@ from cat_lm.ops.convolution.triton.launch import (
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
+from cat_lm.ops.runtime.triton_launch import (
+    cdiv,
+    contiguous,
+    on_device_of,
+    strides,
+    unit_stride,
+)
 
 
 def _for_kernel(filters: Tensor) -> Tensor:
@@ -101,10 +107,8 @@ def conv_backward(
     tile = choose_tile(x, window, per_channel=per_channel, **how)
     tiles_per_program = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
     angles = angle_options(cos, sin)
-    segments, chunks = (
-        -(-tile.tiles(x) // tiles_per_program),
-        -(-width // tile.columns) + tile.apart,
-    )
+    segments = cdiv(tile.tiles(x), tiles_per_program)
+    chunks = cdiv(width, tile.columns) + tile.apart
     dx = x.new_empty(x.shape if needs_x else 0)
     sums = dbias = None
     if needs_filters:

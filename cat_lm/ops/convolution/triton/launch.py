@@ -18,6 +18,8 @@ from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
+# The widest of a halo of 64 steps: see `turns_apart`.
+WIDEST_TURNED_WINDOW = 65
 
 # About eight programs for each multiprocessor of a large GPU; a constant, so that sums over
 # programs do not depend on the device.
@@ -127,7 +129,7 @@ def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> b
     nothing is; that with a shorter one, that without rotation and the rotation alone gave the right
     ones. The backward kernel was not looked at there.
     """
-    return uses_dot(dtype, window, per_channel) and window > 65
+    return uses_dot(dtype, window, per_channel) and window > WIDEST_TURNED_WINDOW
 
 
 def rotated(cos: Tensor | None) -> int:

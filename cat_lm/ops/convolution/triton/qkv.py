@@ -17,7 +17,13 @@ from cat_lm.ops.convolution.triton.launch import (
     turns_apart,
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of, strides, unit_stride
+from cat_lm.ops.runtime.triton_launch import (
+    cdiv,
+    contiguous,
+    on_device_of,
+    strides,
+    unit_stride,
+)
 
 
 def _window(*filters: Tensor | None) -> int:
@@ -129,10 +135,8 @@ def conv_qkv_backward(
     tile = choose_tile(qkv, window, **how)
     tiles_per_program = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
     angles = angle_options(cos, sin)
-    segments, chunks = (
-        -(-tile.tiles(qkv) // tiles_per_program),
-        -(-width // tile.columns) + tile.apart,
-    )
+    segments = cdiv(tile.tiles(qkv), tiles_per_program)
+    chunks = cdiv(width, tile.columns) + tile.apart
     dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)
     sums = dbias = None
     if needs_filters:
