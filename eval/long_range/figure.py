@@ -10,7 +10,7 @@ from typing import Any
 
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
-from eval.common.grids.execution import Execution
+from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.places import CONTROL, Run
 from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import Choice as Rate
@@ -52,7 +52,8 @@ def figure(
     if not execution.estimate_only:
         claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))
     check_data_there(out, [run.cell for run in foreseen(points, out)])
-    found = run_tuned(f"{name} at {scale_name} scale", points, out, execution)
+    with alone_in(out, execution):
+        found = run_tuned(f"{name} at {scale_name} scale", points, out, execution)
     if found is None:
         return None
     rows = [(run, record) for run, record, _ in found]

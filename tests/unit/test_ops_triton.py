@@ -124,6 +124,8 @@ def test_what_is_missing_is_what_triton_itself_asks_for(tmp_path, monkeypatch):
     ("conv_type", "dtype", "window", "named"),
     [
         ("head", torch.bfloat16, 21, "matrix units"),
+        ("head", torch.bfloat16, 65, "matrix units"),
+        ("head", torch.bfloat16, 66, "rotation by a kernel of its own"),
         ("head", torch.bfloat16, 130, "W is above 129"),
         ("head", torch.float32, 21, "fp32"),
         ("depthwise", torch.bfloat16, 4, "filters per channel"),
@@ -134,6 +136,7 @@ def test_what_is_missing_is_what_triton_itself_asks_for(tmp_path, monkeypatch):
 def test_describes_what_runs(conv_type, dtype, window, named):
     description = backend.describe(conv_type, dtype, window)
     assert named in description and "interpreter" not in description
+    assert ("rotation" in description) == ("rotation" in named)
 
 
 @needs_triton

@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from cat_lm.errors import UserError
 from eval.common.grids import cells
 from eval.common.grids.estimate import hours_by_mixer
-from eval.common.interrupts import terminated_as_interrupt
+from eval.common.interrupts import held, terminated_as_interrupt
 
 if TYPE_CHECKING:
     from eval.common.grids.cell import AnyCell
@@ -46,6 +47,20 @@ class Execution:
     workers: int = 1
     estimate_only: bool = False
     stack: int | None = None
+
+
+@contextmanager
+def alone_in(out: Path, execution: Execution) -> Iterator[None]:
+    """Keep other grids out of OUT, which would train the same cells again; an estimate may look.
+
+    Raises:
+        UserError: another call works in it.
+    """
+    if execution.estimate_only:
+        yield
+        return
+    with held(out):
+        yield
 
 
 def run_unfinished(
@@ -159,7 +174,8 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                         where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
                         left = (time.monotonic() - started) / done * (count - done)
                         told = run.cell.told(record)
-                        print(f"{done}/{count} {where}: {told}, {left / 60:.0f} min left")
+                        said = f"{done}/{count} {where}: {told}, {left / 60:.0f} min left"
+                        print(said, flush=True)
         except BrokenProcessPool:
             raise UserError(
                 "a process of the grid was killed, perhaps for lack of memory: try fewer "

@@ -14,7 +14,7 @@ from cat_lm.io.files import finite, write_json, write_text
 from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
-from eval.common.grids.execution import Execution
+from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.summary import TRAINED, summary
 from eval.common.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, is_result, named
@@ -66,7 +66,8 @@ def figure(
         place.run.cell.tests()  # refused now, not after hours of training
     if not execution.estimate_only:
         _claim(name, out)
-    found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
+    with alone_in(out, execution):
+        found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
     if found is None:
         return None
     rows = [(run, record) for run, record, _ in found]

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare
 from eval.common.grids import cells
-from eval.common.grids.execution import Execution, run_unfinished
+from eval.common.grids.execution import Execution, alone_in, run_unfinished
 from eval.common.grids.places import NEGATIVE
 from eval.common.grids.summary import told_edges, told_rate
 from eval.common.grids.tuning import TUNING_SEED, Choice, foreseen, run_tuned
@@ -158,9 +158,10 @@ def study(
     runs = [*checks, *every_run(places)]
     if not execution.estimate_only:
         claim_outputs(out, "mamba.json", named("mamba", ".md", *PICTURES))
-    if not run_unfinished(title, runs, out, execution, later=foreseen(places, out)):
-        return None
-    tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []
+    with alone_in(out, execution):
+        if not run_unfinished(title, runs, out, execution, later=foreseen(places, out)):
+            return None
+        tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []
     every = {run.cell: run for run in (*every_run(places), *(run for run, *_ in tuned))}
     record = {
         "scale": scale_name,

@@ -29,7 +29,7 @@ from cat_lm.data.manifest import read_manifest
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare, ratio_error
-from eval.common.grids.execution import Execution
+from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.tuning import Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
@@ -218,7 +218,8 @@ def ablation(
     places = plan(replace(scale, seeds=seeds or scale.seeds), texts)
     if not execution.estimate_only:
         claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
-    rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
+    with alone_in(out, execution):
+        rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
     if rows is None:
         return None
     lines, contrasts = summary(rows)

@@ -19,7 +19,7 @@ from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 if INSTALLED:
     from cat_lm.ops.convolution.triton import rotation
     from cat_lm.ops.convolution.triton.convolution import conv
-    from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, uses_dot
+    from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, turns_apart, uses_dot
     from cat_lm.ops.convolution.triton.multihead import multihead_conv
     from cat_lm.ops.convolution.triton.qkv import conv_qkv
 
@@ -115,7 +115,8 @@ def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
         precision = "fp32 products" if dtype == torch.float32 else "matrix units"
         return f"{interpreter}block Toeplitz matrices over heads and time, {precision}"
     if uses_dot(dtype, window, conv_type == "depthwise"):
-        return f"{interpreter}banded Toeplitz matrices on matrix units"
+        turns = ", rotation by a kernel of its own" if turns_apart(dtype, window) else ""
+        return f"{interpreter}banded Toeplitz matrices on matrix units{turns}"
     if conv_type == "depthwise":
         reason = "filters per channel"
     elif dtype == torch.float32:
