@@ -7,7 +7,7 @@ were scored, and m comparisons that are made together,
     lower, higher   the interval d ± h leaves out 0
     unclear         it holds 0; or there is none, because a run of either model diverged, or a value
                     or an error is not finite: the seeds that are left would be a choice; or all
-                    seeds differ by the same, as values of few digits can: that is no error of 0
+                    seeds differ by the same, 0 or not, as values of few digits can: no error of 0
 
 where h^2 = (t(n-1) s)^2 + (t(D-1) r)^2: s is the standard error of d over seeds, r that over
 documents (left out where these are not known), t(k) Student's quantile at 1 - 0.025/m with k
@@ -15,7 +15,9 @@ degrees of freedom. The division by m is Bonferroni's: the chance that any of th
 is at most 5%. It errs on the wide side: each error times its own quantile covers normal errors at
 least as often as said, whatever the share of each (Banerjee, 1960, Sankhyā 22, 357); what seeds and
 documents share is counted in both; and m words are seldom all near their bounds. On the narrow side
-errs r alone, which is linearised: a little, where few documents are of very different length.
+errs r, which is linearised: a little, where few documents are of very different length. And all of
+it takes the seeds to scatter about one value: where a model finds a task in some runs and not in
+others, a few seeds may all be of one kind, and s then says nothing of the other.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Mapping, Sequence
 
 UNCLEAR, LOWER, HIGHER = "unclear", "lower", "higher"
 ONE_SEED = "one seed"
+_ROUNDING = 1e-12  # of values, up to which an error over seeds is none: numbers k/n round so
 LEVEL = 0.05  # chance of a wrong word among all comparisons made together
 
 
@@ -111,7 +114,8 @@ def compare(
     variances = [statistics.variance([side[seed] for seed in seeds]) for side in (a, b)]
     spread = math.sqrt(sum(variances) / 2)
     seed_error = statistics.stdev(differences) / math.sqrt(n)
-    if mean and not seed_error and document_error is None:
+    largest = max(abs(side[seed]) for side in (a, b) for seed in seeds)
+    if seed_error <= _ROUNDING * largest and document_error is None:
         return Difference(mean, None, None, None, n, UNCLEAR, comparisons, **known)
     half = half_width(seed_error, n, document_error, documents, comparisons)
     low, high = mean - half, mean + half

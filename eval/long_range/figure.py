@@ -12,7 +12,7 @@ from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.places import CONTROL, Run
-from eval.common.grids.summary import differences, summary
+from eval.common.grids.summary import differences, summary, training
 from eval.common.grids.tuning import Choice as Rate
 from eval.common.grids.tuning import foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
@@ -62,6 +62,7 @@ def figure(
     record |= {
         "protocol": choice.protocol,
         "is_causal": choice.is_causal,
+        "trained": training(found for _, found in rows),
         "provenance": provenance(),
     }
     drawing = pictures.draw(

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
-from eval.common.grids.summary import told_edges, told_rate
+from eval.common.grids.summary import told_edges, told_rate, told_training
 from eval.common.text_table import markdown_table
 from eval.long_range.catalog import FIGURES
 
@@ -48,6 +48,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{_protocol(record)}.",
         "",
         f"`{record['provenance']['command']}`",
+        "",
+        told_training(record["trained"]),
         "",
         f"![{record['shows']}]({record['figure']}.png)",
         "",

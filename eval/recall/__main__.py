@@ -141,14 +141,15 @@ def _add_figure(commands: argparse._SubParsersAction) -> None:
         nargs="+",
         default=(),
         metavar="MIXER",
-        help="as of run, in place of the scale's; more are added to those there",
+        help="as of run, in place of the scale's: the page then has these alone, the first one "
+        "compared with the others; finished runs stay",
     )
     parser.add_argument(
         "--rows",
         nargs="+",
         default=(),
         metavar="ROW",
-        help="of panels: MQAR, … (default: all)",
+        help="of panels: MQAR, … (default: all); the page then has these alone",
     )
     parser.set_defaults(run=_figure)
 

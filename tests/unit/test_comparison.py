@@ -135,12 +135,18 @@ def test_seeds_that_all_differ_by_the_same_carry_no_word_and_no_interval():
     found = compare(a, b, 8)
     assert (found.mean, found.low, found.high, found.verdict) == (0.125, None, None, "unclear")
     assert compare(a, b, 8, document_error=0.01, documents=100).verdict == "higher"
-    equal = compare(a, a, 8)
-    assert (equal.low, equal.high, equal.verdict) == (0, 0, "unclear")
+    equal = compare(a, a, 8)  # all of 1.000 is no proof of equality either
+    assert (equal.mean, equal.low, equal.high, equal.verdict) == (0, None, None, "unclear")
+    # The same number of errors, 7 of 12,000: fractions round, and the differences with them.
+    b, a = (dict(enumerate((n + k) / 12_000 for n in (11_929, 11_910, 11_989))) for k in (0, 7))
+    assert len({a[seed] - b[seed] for seed in b}) > 1
+    assert (compare(a, b).low, compare(a, b).verdict) == (None, "unclear")
+    a[0] += 1 / 12_000
+    assert compare(a, b).low is not None
 
 
 def test_seeds_that_are_left_are_a_choice_and_carry_no_word():
-    a, b = {0: 1.0, 1: 1.01, 2: 0.99}, {0: 2.0, 1: 2.01, 2: 1.99}
+    a, b = {0: 1.0, 1: 1.01, 2: 0.99}, {0: 2.0, 1: 2.02, 2: 1.99}
     assert compare(a, b).verdict == "lower"
     lost = compare({**a, 3: math.nan}, b)
     assert (lost.verdict, lost.low, lost.n, lost.lost) == ("unclear", None, 3, 1)

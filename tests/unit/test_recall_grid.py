@@ -233,10 +233,16 @@ def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
         record |= {"filters": [], "delays": []}
     monkeypatch.setattr(grid, "run_tuned", lambda *_: rows)
     monkeypatch.setattr(grid, "_draw", lambda *_: None)
+    later = {"commit": "d" * 40, "date": "2026-11-28T00:00:59+00:00"}
+    rows[0][1]["provenance"] = MADE | later
     record = grid.figure("accuracy", "smoke", tmp_path, Execution(), None, ("cat",))
+    commits = {"commits": ["c" * 40, "d" * 40], "machines": ["m, cpu"]}
+    assert record["trained"] == commits | {"first": MADE["date"], "last": later["date"]}
     assert record["not_run"] == [*SCALES["smoke"].models[1:]]
     page = (tmp_path / "accuracy.md").read_text()
     assert "at smoke scale. Not run: `cat:conv_type=depthwise`, `lincat`, " in page
+    told = "between 2026-11-27 14:08 and 2026-11-28 00:00 UTC, at commits ccccccccc, ddddddddd; m"
+    assert told in page
     monkeypatch.setattr(grid, "plan", lambda *_: places)
     grid.figure("accuracy", "smoke", tmp_path, Execution())
     assert "Not run" not in (tmp_path / "accuracy.md").read_text()
@@ -255,13 +261,15 @@ def test_a_figure_of_a_run_that_diverged_is_json(tmp_path, monkeypatch):
 
 
 CHOICE = Choice(0.01, {0.01: 0.9, 0.1: 0.2}, True)
+MADE = {"commit": "c" * 40, "machine": "m", "device": "cpu", "date": "2026-11-27T14:08:48+00:00"}
 
 
 def found(run: Run, seed: int, accuracy: float, **also: float):
     """A run with one test, as run_tuned gives it."""
     run = replace(run, cell=replace(run.cell, seed=seed))
     test = {"seq_len": run.cell.seq_len, "accuracy": accuracy, "rows_right": 0.0, **also}
-    return run, {"tests": {"trained length": test}, "accuracy": accuracy, "layers": 2}, CHOICE
+    record = {"tests": {"trained length": test}, "accuracy": accuracy, "layers": 2}
+    return run, record | {"provenance": MADE}, CHOICE
 
 
 def test_a_line_is_over_its_seeds_and_says_how_its_rate_was_chosen():
@@ -412,9 +420,13 @@ def with_accuracy(trained: float, **tests: float) -> dict:
 def test_the_negative_control_is_at_chance_in_every_test():
     (place,) = (p for p in small("length") if p.run.line == NEGATIVE)
     (run, *_), (_, longer) = of(place), place.run.cell.test_lengths
-    names = [name for name in run.cell.tests() if name != "trained length"]
-    record = with_accuracy(0.03, **dict.fromkeys(names, 0.03))
-    found = grid.controls([(run, record)])["negative"]
+    tasks = run.cell.tests()
+    names = [name for name, task in tasks.items() if task != tasks["trained length"]]
+    assert len(names) < len(tasks) - 1, "one is on the same rows"
+    record = with_accuracy(0.03, **dict.fromkeys(list(tasks)[1:], 0.03))
+    elsewhere = replace(run, row=f"{run.row}{TWO_LAYERS}")
+    found = grid.controls([(run, record), (elsewhere, record)])["negative"]
+    assert {x["row"] for x in found} == {run.row}
     assert all(x["passed"] for x in found)
     assert [x["test"] for x in found] == ["trained length", *names] and len(names) > 1
     record["tests"][f"length {longer}"]["accuracy"] = 0.3

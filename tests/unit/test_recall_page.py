@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def control(passed: bool, accuracy: float = 0.5) -> dict:
 
 def test_failed_controls_are_told():
     positive, negative = page.warnings({"controls": control(False)})
-    assert "0.500" in positive and "under-trained" in positive
+    assert "0.5000" in positive and "under-trained" in positive
     assert "of MQAR failed: `attention` with 2 layers reaches" in positive
     assert "at width 8 and length 16" in positive
     assert "length 16" in negative and "0.2000" in negative
@@ -68,6 +69,7 @@ def record(lines: list[dict], **changes: object) -> dict:
         "filters": [],
         "controls": control(True, 0.1),
         "provenance": {"command": "run it"},
+        "trained": {"commits": ["c" * 40], "machines": ["m"], "first": "2026", "last": "2027"},
         **changes,
     }
 
@@ -79,9 +81,9 @@ def test_a_page_says_who_solves_the_task_and_where_the_others_end():
     text = page.markdown(record(lines))
     told = [part for part in text.splitlines() if "or more at every length" in part]
     assert told == [
-        "- MQAR, d = 8: 0.99 or more at every length: cat; least of the others: mamba 0.250 "
+        "- MQAR, d = 8: 0.99 or more at every length: cat; least of the others: mamba 0.2500 "
         "(length 32).",
-        "- MQNAR, d = 8: 0.99 or more at every length: none; least of the others: cat 0.500 "
+        "- MQNAR, d = 8: 0.99 or more at every length: none; least of the others: cat 0.5000 "
         "(length 16).",
     ]
     assert "filters" not in text and "under-trained" not in text
@@ -134,6 +136,15 @@ def test_differences_say_how_many_they_are_and_which_their_intervals_carry():
         "| MQAR | L = 8 | 32 | `cat` − `mamba` | +0.2500 | -0.1250 to +0.6250 | unclear |" in text
     )
     assert "| task | length | mixer | width |" in text and "0.99 or more at every width" in text
+    same = found | {"low": None, "high": None, "verdict": "unclear"}
+    text = page.markdown(record(lines, differences=[same]))
+    assert re.search(r"\| `cat` − `mamba` \| \+0.2500 \| +\| unclear \|", text)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_one_layer_of_based_is_told_where_it_is_run(name):
+    text = page.markdown(record([line("cat", 16, 0.9)], figure=name))
+    assert ("one layer of Based" in text) == FIGURES[name].one_layer
 
 
 def test_both_controls_are_on_the_page():
@@ -225,7 +236,8 @@ def test_a_pictures_title_stands_clear_of_its_legend(name):
     failed = [{"row": row, "passed": False} for row in ("MQAR", "MQAR", "hard MQNAR")]  # at widths
     passed = [{"row": "MQNAR", "passed": True}]
     record = {"figure": name, "scale": "smoke"}
-    title = grid.picture_title(record | {"controls": {"positive": failed + passed}})
+    found = {"positive": failed[:1] + passed, "negative": [*passed, *failed[1:]]}
+    title = grid.picture_title(record | {"controls": found})
     run = Run("MQAR", "d = 16", "attention:position=rope", Cell("mqar", "attention", 16, 16))
     rows = [(run, {"accuracy": 1.0, "layers": 2})]
     drawing = pictures.draw(

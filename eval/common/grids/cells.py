@@ -1,4 +1,4 @@
-"""Cells on disk: one JSON file each, named by what decides its result; finished ones are kept."""
+"""Cells on disk: one JSON file each, named by its options; finished ones are kept."""
 
 from __future__ import annotations
 
@@ -147,6 +147,8 @@ def told_out_of_memory(group: Sequence[AnyCell], device: str) -> Iterator[None]:
 
 
 def _keep(folder: Path, cell: AnyCell, record: dict[str, Any], device: str) -> None:
+    import torch
+
     record |= cell.derived(record)
-    record["provenance"] = {**provenance(), "device": device}
+    record["provenance"] = {**provenance(), "device": device, "threads": torch.get_num_threads()}
     _store(folder, cell).write(_name(cell), record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.common.comparison import ONE_SEED, compare
@@ -87,6 +87,27 @@ def differences(
         names |= {"mixer": one["mixer"], "minus": other["mixer"]}
         found.append(names | dataclasses.asdict(difference))
     return found
+
+
+def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Say when, where and at which commits runs were trained, which the last call may not have."""
+    found = [record["provenance"] for record in records]
+    dates = sorted(each["date"] for each in found)
+    return {
+        "commits": sorted({str(each["commit"]) for each in found}),
+        "machines": sorted({f"{each['machine']}, {each['device']}" for each in found}),
+        "first": dates[0],
+        "last": dates[-1],
+    }
+
+
+def told_training(found: Mapping[str, Any]) -> str:
+    """Write what `training` gives as a sentence."""
+    commits = ", ".join(commit[:9] for commit in found["commits"])
+    plural = "s" if len(found["commits"]) > 1 else ""
+    machines = "; ".join(found["machines"])
+    first, last = (found[end][:16].replace("T", " ") for end in ("first", "last"))
+    return f"Runs ended between {first} and {last} UTC, at commit{plural} {commits}; {machines}."
 
 
 def told_rate(line: dict[str, Any]) -> str:

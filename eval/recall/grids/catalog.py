@@ -17,6 +17,7 @@ class Figure(NamedTuple):
         grid: the cells it is made of, in `GRIDS` of plan.py.
         one_layer: whether all models have one layer, or each as many as in the paper.
         claim: what the paper says that it shows.
+        notes: what to know when it is read.
     """
 
     shows: str
@@ -24,7 +25,13 @@ class Figure(NamedTuple):
     grid: str
     one_layer: bool
     claim: str
+    notes: str = ""
 
+
+_ONE_LAYER = (
+    "To know: one layer of Based is its short convolution alone, as its attention stands in every "
+    "second layer."
+)
 
 FIGURES = {
     "accuracy": Figure(
@@ -49,6 +56,7 @@ FIGURES = {
         "accuracy",
         True,
         "With one layer each, the baselines recall far less than with two.",
+        _ONE_LAYER,
     ),
     "one-layer-length": Figure(
         "other lengths, all with one layer",
@@ -56,6 +64,7 @@ FIGURES = {
         "length",
         True,
         "With one layer each, CAT alone keeps its accuracy at other lengths.",
+        _ONE_LAYER,
     ),
     "width": Figure(
         "accuracy by width: memory and recall",

@@ -15,7 +15,7 @@ from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
-from eval.common.grids.summary import TRAINED, summary
+from eval.common.grids.summary import TRAINED, summary, training
 from eval.common.grids.tuning import TUNING_SEED, Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
@@ -80,6 +80,7 @@ def figure(
         "number in the paper (AAAI / workshop / arXiv)": FIGURES[name].number,
         "scale": scale_name,
         "protocol": PROTOCOL,
+        "trained": training(record for _, record in rows),
         "tuning_seed": TUNING_SEED,
         "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
         "axis": axis,
@@ -91,9 +92,9 @@ def figure(
         "filters": filter_plots.table(rows),
         "provenance": provenance(),
     }
-    _draw(record, rows, out)
-    write_text(out / f"{name}.md", page.markdown(record))
     write_json(out / f"{name}.json", finite(record))  # a rate may diverge
+    write_text(out / f"{name}.md", page.markdown(record))
+    _draw(record, rows, out)
     for line in page.warnings(record):
         print(line)
     return record
@@ -139,7 +140,8 @@ def _draw(record: dict[str, Any], rows: Rows, out: Path) -> None:
 def picture_title(record: dict[str, Any]) -> str:
     """Lines short enough to stand beside the legend of one column of panels."""
     title = f"{record['figure']}, {record['scale']} scale"
-    failed = dict.fromkeys(x["row"] for x in record["controls"]["positive"] if not x["passed"])
+    every = [x for kind in ("positive", "negative") for x in record["controls"][kind]]
+    failed = dict.fromkeys(x["row"] for x in every if not x["passed"])
     return f"{title}\ncontrol failed: {', '.join(failed)}" if failed else title
 
 
@@ -187,11 +189,13 @@ def controls(rows: Rows) -> dict[str, Any]:
     for run, record in rows:
         if run.row == CONTROL:
             of_row.setdefault((run.column, run.cell.d_model), []).append((run, record))
+    nothing: dict[Any, tuple[Run, dict[str, Any]]] = {}
+    for run, record in rows:
+        if run.line == NEGATIVE:  # a cell in two places of a figure is one control
+            nothing.setdefault(run.cell, (run, record))
     return {
         "positive": [_positive(row, runs) for (row, _), runs in of_row.items()],
-        "negative": [
-            x for run, record in rows if run.line == NEGATIVE for x in _negative(run, record)
-        ],
+        "negative": [x for found in nothing.values() for x in _negative(*found)],
     }
 
 
@@ -216,8 +220,11 @@ def _positive(row: str, runs: Rows) -> dict[str, Any]:
 def _negative(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Hold the control against chance in each of its tests."""
     found, tasks = [], run.cell.tests()
-    for name, test in record["tests"].items():
-        task, accuracy = tasks[name], test["accuracy"]
+    apart: dict[Any, str] = {}
+    for name in record["tests"]:
+        apart.setdefault(tasks[name], name)  # two may be on the same rows
+    for task, name in apart.items():
+        accuracy = record["tests"][name]["accuracy"]
         labels = generate(task, 1, seed=0, split="test").labels
         answers = run.cell.test_examples * int((labels != IGNORE_INDEX).sum())
         spread = math.sqrt(task.chance * (1 - task.chance) / answers)

@@ -26,7 +26,7 @@ from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, alone_in, run_unfinished
 from eval.common.grids.places import NEGATIVE
-from eval.common.grids.summary import told_edges, told_rate
+from eval.common.grids.summary import told_edges, told_rate, training
 from eval.common.grids.tuning import TUNING_SEED, Choice, foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
@@ -163,11 +163,13 @@ def study(
             return None
         tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []
     every = {run.cell: run for run in (*every_run(places), *(run for run, *_ in tuned))}
+    found = [(run, cells.finished(out, run.cell)) for run in every.values()]
     record = {
         "scale": scale_name,
         "tuning_seed": TUNING_SEED,
         "controls": [_control(run, cells.finished(out, run.cell)) for run in checks],
-        "lines": summary([(run, cells.finished(out, run.cell)) for run in every.values()]),
+        "trained": training(record for _, record in found),
+        "lines": summary(found),
         **compared(tuned),
         "provenance": provenance(),
     }

@@ -30,6 +30,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare, ratio_error
 from eval.common.grids.execution import Execution, alone_in
+from eval.common.grids.summary import training
 from eval.common.grids.tuning import Choice, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
@@ -224,6 +225,7 @@ def ablation(
         return None
     lines, contrasts = summary(rows)
     record = {"scale": scale_name, "data": list(texts), "lines": lines, "contrasts": contrasts}
+    record["trained"] = training(found for _, found, _ in rows)
     record["provenance"] = provenance()
     write_json(out / "streams.json", finite(record))  # a rate may diverge
     write_text(out / "streams.md", page.markdown(lines, contrasts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eval.common.grids.summary import told_edges, told_rate
+from eval.common.grids.summary import told_edges, told_rate, told_training
 from eval.common.text_table import markdown_table
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE
@@ -29,7 +29,7 @@ def warnings(record: dict[str, Any]) -> list[str]:
         if not control["passed"]:
             found.append(
                 f"The positive control of {control['row']} failed: {_model(control)} reaches "
-                f"{control['accuracy']:.3f} at width {control['d_model']} and length "
+                f"{control['accuracy']:.4f} at width {control['d_model']} and length "
                 f"{control['seq_len']}, below "
                 f"{control['at_least']}. Models that failed there may be under-trained; only those "
                 "that succeeded say anything."
@@ -66,12 +66,15 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         f"`{record['provenance']['command']}`",
         "",
+        told_training(record["trained"]),
+        "",
         f"![{record['shows']}]({name}.png)",
         "",
         "## What this shows",
         "",
         f"The paper: {FIGURES[name].claim}",
         "",
+        *([FIGURES[name].notes, ""] if FIGURES[name].notes else []),
         "Here, by the mean over seeds at a rate that was chosen apart from them:",
         "",
         *_outcome(record),
@@ -114,7 +117,7 @@ def _outcome(record: dict[str, Any]) -> list[str]:
         for mixer, found in means.items():
             if mixer not in solved:
                 where = min(found, key=found.__getitem__)
-                others.append(f"{mixer} {found[where]:.3f} ({axis} {where})")
+                others.append(f"{mixer} {found[where]:.4f} ({axis} {where})")
         said = f"{SOLVED} or more at every {axis}: {', '.join(solved) or 'none'}"
         if others:
             said += f"; least of the others: {', '.join(others)}"
@@ -129,7 +132,8 @@ def _controls(found: dict[str, Any]) -> list[str]:
     positive = [
         f"- Positive, {x['row']}: {_model(x)}, trained as all are, at width {x['d_model']} and "
         f"length {x['seq_len']} on `{x['task']}`, reaches {x['accuracy']:.4f} in the mean over "
-        f"seeds (least {x['min']:.4f}); {x['at_least']} or more is wanted: {_word(x['passed'])}."
+        f"seeds (least {x['min']:.4f}); {x['at_least']} or more is wanted: {_word(x['passed'])}. "
+        "So the budget is enough for this model; another that fails may still need more."
         for x in found["positive"]
     ]
     return [
@@ -189,7 +193,7 @@ def _differences(record: dict[str, Any]) -> list[str]:
             str(x["x"]),
             f"`{x['mixer']}` − `{x['minus']}`",
             f"{x['mean']:+.4f}",
-            f"{x['low']:+.4f} to {x['high']:+.4f}",
+            "" if x["low"] is None else f"{x['low']:+.4f} to {x['high']:+.4f}",
             x["verdict"],
         ]
         for x in found
@@ -198,7 +202,9 @@ def _differences(record: dict[str, Any]) -> list[str]:
         "## Differences",
         "",
         f"Paired by seed, over {found[0]['n']} seeds; 95% for all {found[0]['comparisons']} "
-        "intervals together (Student's t, divided among them). Where 0 is inside, nothing is said.",
+        "intervals together (Student's t, divided among them). Where 0 is inside, or all seeds "
+        "differ by the same, nothing is said. The intervals take runs to scatter about one value: "
+        "of a model that finds the task in some runs and not in others they can be too narrow.",
         "",
         markdown_table(
             ["task", other, axis, "accuracy of", "difference", "interval", "the first is"], rows

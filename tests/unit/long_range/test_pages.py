@@ -20,6 +20,7 @@ from eval.long_range.plan import MODELS, SCALES, Choice, plan
 from eval.long_range.tasks import make_task
 
 NAMES = {"protocol": "clean", "is_causal": True, "provenance": {"command": "x"}}
+NAMES["trained"] = {"commits": ["c" * 40], "machines": ["m"], "first": "2026", "last": "2027"}
 
 
 def line(mixer: str, *runs: float, row: str = "listops") -> dict:
