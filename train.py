@@ -16,7 +16,7 @@ from cat_lm import __version__
 from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
 from cat_lm.data.opening import open_data
-from cat_lm.errors import SharedError, UserError, command, hard_exit
+from cat_lm.errors import SharedError, UserError, command, hard_exit, is_temporary
 from cat_lm.io.folders import check_output
 from cat_lm.limits import RANKS
 from cat_lm.training import launcher
@@ -37,8 +37,9 @@ def main() -> None:
         description="Pretrain a language model of any registered architecture under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
         "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
-        "death of its launcher, after a checkpoint (go on with train.resume=auto), or ended as "
-        "not all ranks met at the start, 130 stopped after Ctrl-C, 76 hung (train.hang_minutes).",
+        "death of its launcher, after a checkpoint (go on with train.resume=auto), or ended by "
+        "what may pass: not all ranks met at the start, a file system or a network failed; 130 "
+        "stopped after Ctrl-C, 76 hung (train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
@@ -117,6 +118,7 @@ class Trainer:
 
         # What is written on the way.
         self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, resumed_step=self.step))
+        self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
         if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
         self.report = Report(config, self.engine.model, ranks)
@@ -174,6 +176,9 @@ class Trainer:
         config, last_step = self.config, self.config.total_steps
         if self.step >= last_step:
             self.check_last_step()
+        # A run that was told to stop does not validate first: the next one does.
+        is_left = self.is_validation_due() and self.validated_step != self.step
+        if self.step >= last_step and not is_left:
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
         self.stop.catch_interrupts()
@@ -184,15 +189,17 @@ class Trainer:
         self.validation.run(max_batches=2)
         exit_code = 0
         self.watchdog.steps_begin(self.stop)
+        if is_left and (exit_code := self.validate()):
+            self.log.line(f"stopped by a signal at step {self.step}")
+            return self.close(exit_code)
         for batch, waited in self.batches():
             self.train_step(batch, waited)
             is_last = self.step == last_step
-            if self.step % config.validation.every_steps == 0 or is_last:
-                self.validate()
             if self.write_error():
                 self.stop.request()  # all ranks end in `save`
-            alone = self.ranks.world_size == 1
-            exit_code = self.stop.agreed_exit_code(self.votes, alone) if not is_last else 0
+            exit_code = 0 if is_last else self.agreed_exit_code()
+            if self.is_validation_due() and not exit_code:
+                exit_code = self.validate()
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
                 with self.watchdog.unhurried():
@@ -211,20 +218,27 @@ class Trainer:
                 self.metrics.close()
             self.log.close()
             self.checkpoints.close()
-            self.ranks.on_rank_zero(self.check_writes)
+            self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=False))
         return exit_code
 
-    def write_error(self) -> str | None:
+    def write_error(self) -> UserError | None:
         """Why the log or the records are not whole, or None; known on the first rank."""
-        return self.log.error or (self.metrics.error if self.metrics else None)
+        return (self.metrics.error if self.metrics else None) or self.log.error
 
-    def check_writes(self) -> None:
-        """Raises UserError where the log or the records are not whole."""
-        if error := self.write_error():
-            raise UserError(
-                f"{error}; the run ends, its checkpoints are as they were: when the file can be "
-                "written, train.resume=auto goes on from the newest"
-            )
+    def check_writes(self, before_saving: bool) -> None:
+        """Raises UserError where the log or the records are not whole.
+
+        Args:
+            before_saving: then lines for people that a passing error has cost are no reason not to.
+        """
+        error = self.write_error()
+        if error is None or (before_saving and error is self.log.error and is_temporary(error)):
+            return
+        left = f"its checkpoints are {'as they were' if before_saving else 'whole'}"
+        raise type(error)(
+            f"{error}; the run ends, {left}: when the file can be written, train.resume=auto goes "
+            "on from the newest"
+        )
 
     def batches(self) -> Iterator[tuple[Batch, float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
@@ -303,8 +317,25 @@ class Trainer:
                 f"{self.checkpoints.describe_left()}; a lower optimizer.lr may help"
             )
 
-    def validate(self) -> None:
-        result = self.validation.run()
+    def is_validation_due(self) -> bool:
+        """Whether the held-out loss after this step is wanted."""
+        every, last_step = self.config.validation.every_steps, self.config.total_steps
+        return self.step > 0 and (self.step % every == 0 or self.step == last_step)
+
+    def agreed_exit_code(self) -> int:
+        """The code to stop with, or 0, by the ranks' newest votes."""
+        return self.stop.agreed_exit_code(self.votes, alone=self.ranks.world_size == 1)
+
+    def must_stop(self) -> bool:
+        """Let the ranks vote again, between two steps (a collective)."""
+        self.votes = tuple(self.ranks.sum(*self.stop.votes()))
+        return bool(self.agreed_exit_code())
+
+    def validate(self) -> int:
+        """Record the held-out loss; returns the code to stop with where a signal came first."""
+        result = self.validation.run(must_stop=self.must_stop)
+        if result is None:
+            return self.agreed_exit_code()
         tokens = self.step * self.config.tokens_per_step
         self.log.line(
             f"step {self.step}: validation loss {result['val_loss']:.4f}, perplexity "
@@ -312,12 +343,13 @@ class Trainer:
         )
         if self.metrics:
             self.metrics.write({"step": self.step, "tokens": tokens, **result})
+        return 0
 
     def save(self) -> None:
         self.settle()
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
-        self.ranks.on_rank_zero(self.check_writes)
+        self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=True))
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
@@ -330,6 +362,7 @@ class Trainer:
         folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune)
         self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
+        self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=False))
 
 
 if __name__ == "__main__":

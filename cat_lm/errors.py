@@ -17,6 +17,12 @@ REQUEUE_EXIT_CODE = 75
 # Without a file's name these still speak of files; other errors may be of sockets or processes.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 _DISK_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+# What file systems and networks of many machines do for a while: a server that restarts, a client
+# that was evicted, a cable.
+_PASSING = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOLINK}
+_PASSING |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_PASSING |= {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN}
+_PASSING |= {errno.ESHUTDOWN, errno.EREMOTEIO, errno.ECOMM}
 _REASONS = {
     errno.ENOENT: "no such file or folder",
     errno.EACCES: "no permission",
@@ -43,6 +49,27 @@ class SharedError(UserError):
     """Raised on every rank alike; the first one speaks for all."""
 
 
+class SharedTemporaryError(SharedError, TemporaryError):
+    """Raised on every rank alike for what may be gone at the next start."""
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Tell whether the same command may go on where it is started again, with nothing changed."""
+    if isinstance(error, OSError):
+        return error.errno in _PASSING or isinstance(error, (ConnectionError, TimeoutError))
+    return isinstance(error, TemporaryError)
+
+
+def file_error(text: str, error: OSError) -> UserError:
+    """Make the error that says `text` of a file, temporary where its cause may pass."""
+    return TemporaryError(text) if is_temporary(error) else UserError(text)
+
+
+def shared_error(text: str, temporary: bool) -> SharedError:
+    """Make the error that all ranks raise."""
+    return SharedTemporaryError(text) if temporary else SharedError(text)
+
+
 def describe_os_error(error: OSError) -> str:
     """Say in a few words why a file could not be opened, read or written."""
     return _REASONS.get(error.errno) or error.strerror or str(error)
@@ -51,10 +78,10 @@ def describe_os_error(error: OSError) -> str:
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    (A `TemporaryError` has `REQUEUE_EXIT_CODE`.) So does a file or a disk that cannot be read or
-    written. What all ranks share, the first one prints. Ends quietly with code 130 on Ctrl-C, and
-    when the reader of a pipe has gone. A rank of several ends at once after its error's line or
-    traceback: see `hard_exit`.
+    So does a file or a disk that cannot be read or written. What `is_temporary` has
+    `REQUEUE_EXIT_CODE` in its place. What all ranks share, the first one prints. Ends quietly with
+    code 130 on Ctrl-C, and when the reader of a pipe has gone. A rank of several ends at once after
+    its error's line or traceback: see `hard_exit`.
     """
 
     @functools.wraps(main)
@@ -79,11 +106,12 @@ def _run(main: Callable[[], None]) -> None:
         main()
         sys.stdout.flush()
     except UserError as error:
+        code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
         if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
             # Launchers end all ranks with the first that leaves, even in mid-word.
             time.sleep(2)
-            raise SystemExit(2) from None
-        _end(f"error: {error}", REQUEUE_EXIT_CODE if isinstance(error, TemporaryError) else 2)
+            raise SystemExit(code) from None
+        _end(f"error: {error}", code)
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except BrokenPipeError:
@@ -93,7 +121,8 @@ def _run(main: Callable[[], None]) -> None:
         if error.filename is None and error.errno not in _DISK_ERRORS:
             raise
         where = "standard output" if error.filename is None else error.filename
-        _end(f"error: {where}: {describe_os_error(error)}", 2)
+        code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
+        _end(f"error: {where}: {describe_os_error(error)}", code)
     except RuntimeError as error:
         # What pathlib raises where a path is resolved, up to Python 3.12.
         if not str(error).startswith("Symlink loop from "):

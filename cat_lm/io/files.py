@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 
 # What only a write can meet; a read inside of `naming` may be of another file.
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -78,7 +78,7 @@ class AppendedFile:
 
     def __init__(self, path: Path | str) -> None:
         """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow."""
-        self.error: str | None = None
+        self.error: UserError | None = None
         self._path = path
         if os.path.islink(path):
             raise UserError(f"{path}: is a link, must be a run's own file; remove it")
@@ -109,7 +109,8 @@ class AppendedFile:
         try:
             action()
         except OSError as error:
-            self.error = self.error or f"{self._path}: {describe_os_error(error)}"
+            text = f"{self._path}: {describe_os_error(error)}"
+            self.error = self.error or file_error(text, error)
             with suppress(OSError):
                 self._stream.truncate(self._size)
             with suppress(OSError):

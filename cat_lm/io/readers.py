@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.files import open_at_once
 
 # Where a shell's <(command) and `command |` stand.
@@ -68,7 +68,7 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
             os.set_blocking(stream.fileno(), True)  # a pipe's other end may still be writing
             text = stream.read(limit + 1)
     except OSError as error:
-        raise UserError(f"{name}: {describe_os_error(error)}") from None
+        raise file_error(f"{name}: {describe_os_error(error)}", error) from None
     except ValueError as error:  # a zero byte in the path
         raise UserError(f"{name!r}: {error}") from None
     if len(text) > limit:

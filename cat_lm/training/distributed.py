@@ -19,7 +19,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from cat_lm.errors import SharedError, TemporaryError, UserError, describe_os_error
+from cat_lm.errors import (
+    TemporaryError,
+    UserError,
+    describe_os_error,
+    is_temporary,
+    shared_error,
+)
 from cat_lm.training.launcher import join_launcher
 from cat_lm.training.watchdog import host_name
 
@@ -86,16 +92,19 @@ class Ranks:
 
         Raises:
             SharedError: it failed on some rank; raised on all of them, so that none waits for the
-                others. So `action` itself must hold no collective.
+                others. So `action` itself must hold no collective. Temporary where all that
+                failed is.
         """
         result, error = None, None
         try:
             result = action()
         except Exception as raised:
-            error = str(raised) if isinstance(raised, UserError) else describe_error(raised)
+            text = str(raised) if isinstance(raised, UserError) else describe_error(raised)
+            error = (is_temporary(raised), text)
         errors = [error for error in self.gather(error) if error is not None]
-        if errors:
-            raise SharedError(errors[0])
+        if errors:  # first what somebody must mend
+            temporary, text = min(errors, key=lambda error: error[0])
+            raise shared_error(text, temporary)
         return result
 
     def on_rank_zero(self, action: Callable[[], Any]) -> Any:

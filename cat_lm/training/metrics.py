@@ -26,7 +26,7 @@ class RunLog:
         self._file = AppendedFile(path) if path else None
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> UserError | None:
         """Why a line could not be written, or None."""
         return self._file.error if self._file else None
 
@@ -49,11 +49,14 @@ class Metrics:
     """Records of steps and validations, on the first rank only.
 
     A resumed run drops the records after its checkpoint: these steps are run again.
+
+    Attributes:
+        validated_step: of the last validation that was recorded when the run began; 0: none.
     """
 
     def __init__(self, run_folder: Path, config: RunConfig, resumed_step: int) -> None:
         path = run_folder / "metrics.jsonl"
-        keep_records(path, up_to_step=resumed_step)
+        self.validated_step = keep_records(path, up_to_step=resumed_step)
         self._file = AppendedFile(path)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
@@ -64,7 +67,7 @@ class Metrics:
             self._wandb = _start_wandb(run_folder, config)
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> UserError | None:
         """Why a record could not be written, or None."""
         return self._file.error or (self._tensorboard.error if self._tensorboard else None)
 
@@ -90,24 +93,28 @@ class Metrics:
             self._wandb.finish()
 
 
-def keep_records(path: Path, up_to_step: int) -> None:
+def keep_records(path: Path, up_to_step: int) -> int:
     """Drops records of later steps, and a last line that a kill has cut.
 
     A run that starts from nothing puts the records of an earlier one aside: its checkpoints may
     have been deleted on purpose, its records must not be.
 
+    Returns:
+        The step of the last validation that is kept; 0 where none is.
+
     Raises:
         UserError: as `read_records`.
     """
     if not path.exists():
-        return
+        return 0
     if up_to_step == 0 and path.stat().st_size:
         aside = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
         path.rename(next(name for name in aside if not name.exists()))
-        return
+        return 0
     kept = [record for record in read_records(path) if record["step"] <= up_to_step]
     with atomic_write(path) as stream:
         stream.writelines(json.dumps(record) + "\n" for record in kept)
+    return max((record["step"] for record in kept if "val_loss" in record), default=0)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from cat_lm.errors import UserError
 from cat_lm.io.files import AppendedFile
 
 _files_made = itertools.count()
@@ -37,7 +38,7 @@ class EventFile:
         self._write(session_log=SessionLog(status=SessionLog.START), step=purge_step)
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> UserError | None:
         return self._file.error
 
     def add(self, step: int, scalars: dict[str, float]) -> None:

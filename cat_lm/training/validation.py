@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from cat_lm.labels import IGNORE_INDEX
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import Engine
 from cat_lm.training.watchdog import Watchdog
+
+ASKED_EVERY = 16  # batches, that the answer costs little beside them
 
 
 class Validation:
@@ -33,15 +36,26 @@ class Validation:
         self._batch_size = config.train.micro_batch_size
         self._share, self._shares = ranks.share(config.train.sequence_parallel)
 
-    def run(self, max_batches: int | None = None) -> dict[str, float]:
+    def run(
+        self, max_batches: int | None = None, must_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
         """`val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
 
         Bits per byte take the split's mean number of bytes per token (a collective).
+
+        Args:
+            must_stop: asked now and then, a collective: the split may take longer than the time
+                that a cluster gives after its signal.
+
+        Returns:
+            None where the ranks must stop first.
         """
         stride = self._shares * self._batch_size
         total, scored = 0.0, 0
         starts = range(0, self.num_windows, stride)[:max_batches]
-        for start in starts:
+        for number, start in enumerate(starts, 1):
+            if number % ASKED_EVERY == 0 and must_stop():
+                return None
             batch_total, batch_scored = self._engine.evaluate(self._batch(start))
             total += batch_total
             scored += batch_scored

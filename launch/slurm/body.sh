@@ -132,7 +132,7 @@ fi
 
 case $code in
     0) say "finished" && exit 0 ;;
-    75) why="stopped by a signal, or before all ranks had met (see above)" ;;
+    75) why="stopped by a signal, or by what may pass (exit code 75, see above)" ;;
     76) why="hung (exit code 76, see the stacks above)" ;;
     *) why="failed (exit code $code)" ;;
 esac

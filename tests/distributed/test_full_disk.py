@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
-from cat_lm.errors import SharedError
+import pytest
+
+from cat_lm.errors import SharedError, UserError, is_temporary
 from cat_lm.io.files import AppendedFile
 from cat_lm.training.checkpoint import complete_checkpoints
 from tests.distributed.ranks import run_on_ranks
@@ -74,3 +78,72 @@ def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_later(tiny_corpus, tmp_p
         )
     run_on_ranks(continued_and_straight, 2, str(tiny_corpus), str(tmp_path))
     assert losses(tmp_path / NAMES[0]) == losses(tmp_path / "straight")
+
+
+class Broken:
+    """A stream on a file system that fails."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def truncate(self, size: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def broken(ranks, data: str, folder: str) -> list[tuple[bool, str]]:
+    """(whether the end was a temporary error, its message) for the records and for the log."""
+    from train import Trainer
+
+    class Failing(Trainer):
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            if self.step == FULL_AFTER and ranks.is_first:
+                files(self)[name]._stream = Broken()
+
+    found = []
+    for name in NAMES[:2]:
+        values = values_of(data, Path(folder) / name, log_every_steps=1)
+        try:
+            with opened(Failing, ranks, values) as trainer:
+                trainer.run()
+        except SharedError as error:
+            found.append((is_temporary(error), str(error)))
+    return found
+
+
+def test_a_file_system_that_fails_is_no_bad_input(tiny_corpus, tmp_path):
+    """The job goes on by itself then; and a line for people costs no steps."""
+    found = run_on_ranks(broken, 2, str(tiny_corpus), str(tmp_path))
+    assert found[0] == found[1]
+    (passes, of_records), (log_passes, of_log) = found[0]
+    assert passes and "Input/output error; the run ends, its checkpoints are as they" in of_records
+    assert log_passes and "Input/output error; the run ends, its checkpoints are whole" in of_log
+    saved = [complete_checkpoints(tmp_path / name / "checkpoints")[-1].name for name in NAMES[:2]]
+    assert saved == ["step-00000005", "step-00000009"]
+
+
+def failing(ranks, errors: list[Exception | None]) -> tuple[bool, str]:
+    def act() -> None:
+        if error := errors[ranks.rank]:
+            raise error
+
+    try:
+        ranks.on_all_ranks(act)
+    except SharedError as error:
+        return is_temporary(error), str(error)
+    return False, ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "found"),
+    [
+        ([None, OSError(errno.ESTALE, "stale", "a")], (True, "a: stale")),
+        ([OSError(errno.ESTALE, "stale", "a"), UserError("b")], (False, "b")),
+        ([None, ConnectionError("no answer")], (True, "ConnectionError: no answer")),
+        ([None, ValueError("c")], (False, "ValueError: c")),
+        ([None, None], (False, "")),
+    ],
+)
+def test_ranks_agree_whether_an_error_may_pass(errors, found):
+    assert run_on_ranks(failing, 2, errors) == [found, found]

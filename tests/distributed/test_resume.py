@@ -14,7 +14,7 @@ from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
-from tests.runs import losses, run_values
+from tests.runs import losses, records, run_values
 
 STEPS = 8
 # Stages and precisions: two ranks train with all of them, with SHORT in the short tier; one rank
@@ -93,6 +93,60 @@ def test_interrupted_twice_equals_straight(world_size, settings, tiny_corpus, tm
         straight = losses(tmp_path / "straight" / name)
         assert [row[0] for row in straight if len(row) == 3] == list(range(1, STEPS + 1))
         assert losses(tmp_path / "interrupted" / name) == straight, name
+
+
+def stopped_by_validations(ranks, data: str, folder: str) -> list[tuple[int, list[int]]]:
+    """(exit code, steps that were validated) of each start of a run that signals stop."""
+    from cat_lm.training import validation
+    from train import Trainer
+
+    validation.ASKED_EVERY = 2
+    values = run_values(data, Path(folder) / "run", max_steps=6, resume="auto")
+    values["validation"] |= {"every_steps": 3, "max_tokens": 32 * 4 * ranks.world_size * 4}
+
+    class Told(Trainer):
+        signals: frozenset = frozenset()
+
+        def train_step(self, batch, waited):
+            super().train_step(batch, waited)
+            if (self.step, "before") in self.signals:
+                self.tell()
+
+        def must_stop(self):
+            if (self.step, "within") in self.signals:
+                self.tell()
+            return super().must_stop()
+
+        def tell(self):
+            if ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    found = []
+    for when in ([(2, "before")], [(3, "within")], [(6, "within")], []):
+        Told.signals = frozenset(when)
+        with opened(Told, ranks, values) as trainer:
+            code, last = trainer.run(), trainer.step
+        rows = records(Path(folder) / "run")
+        found.append((code, last, [row["step"] for row in rows if "val_loss" in row]))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stop_waits_for_no_validation_and_the_next_start_makes_up_for_it(
+    world_size, tiny_corpus, tmp_path
+):
+    """One rank stops after step 2, two after step 3, where a validation is due."""
+    folders = (str(tiny_corpus), str(tmp_path))
+    found = run_on_ranks(stopped_by_validations, world_size, *folders)[0]
+    stopped = REQUEUE_EXIT_CODE
+    assert found == [
+        (stopped, 1 + world_size, []),
+        (stopped, 3, []),
+        (stopped, 6, [3]),
+        (0, 6, [3, 6]),
+    ]
+    saved = complete_checkpoints(tmp_path / "run/checkpoints")
+    assert saved[-1].name == "step-00000006"
 
 
 def refused(ranks, data: str, folder: str):

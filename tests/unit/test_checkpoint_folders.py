@@ -12,19 +12,29 @@ import pytest
 import torch
 
 from cat_lm.config import CheckpointSection, RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import TemporaryError, UserError, file_error
 from cat_lm.io.own_files import make_marked
 from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
     Checkpoints,
     complete_checkpoints,
     find_checkpoint,
+    is_complete,
     read_run_config,
     read_run_state,
+    records,
     verifying,
 )
-from cat_lm.training.checkpoint.folder import PURPOSE, clear_leftovers, prune, set_aside_useless
+from cat_lm.training.checkpoint import folder as cleaning
+from cat_lm.training.checkpoint.folder import (
+    PURPOSE,
+    clear_leftovers,
+    describe_left,
+    prune,
+    set_aside_useless,
+)
 from cat_lm.training.distributed import Ranks
+from cat_lm.training.preflight.folder import Probe
 from tests.checkpoints import flip, seal, seal_as_before
 from tests.runs import run_values, write_config
 
@@ -352,12 +362,66 @@ def test_a_file_system_s_bad_moment_is_no_damage(run, monkeypatch, code, place):
     before = names(run)
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", stale)
-        with pytest.raises(UserError, match=f"{place}: cannot be read now"):
+        with pytest.raises(TemporaryError, match=f"{place}: cannot be read now"):
             to_resume(run)
         with pytest.raises(UserError, match=f"{place}: cannot be read now"):
             find_checkpoint(run)
     assert names(run) == before
     assert to_resume(run)[0].name == "step-00000006"
+
+
+@pytest.mark.parametrize("place", ["complete.json", "random-00000.pt"])
+def test_an_old_checkpoint_that_cannot_be_looked_at_ends_no_run(run, monkeypatch, place):
+    """After a good save, and at a start: it stays, and is not known to be complete."""
+    folder, current = run / "checkpoints", run / "checkpoints/step-00000006"
+    bad = folder / "step-00000002" / place
+
+    def refusing(real):
+        def stale(path, *args, **kwargs):
+            if str(path) == str(bad):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(bad))
+            return real(path, *args, **kwargs)
+
+        return stale
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refusing(os.stat))
+        patch.setattr("builtins.open", refusing(open))
+        assert not is_complete(bad.parent)
+        prune(folder, CheckpointSection(keep_last=1), current, print)
+        probe = Probe(run, "t", "n000")
+        assert probe.write() and probe.look(is_first=True, written=True).checkpoints == 1
+        assert "of 1 in" in describe_left(folder)
+    assert names(run) == ["step-00000002", "step-00000006"]
+    prune(folder, CheckpointSection(keep_last=1), current, print)
+    assert names(run) == ["step-00000006"]
+
+
+def test_pruning_looks_at_no_checkpoint_that_stays_in_any_case(run, monkeypatch):
+    """Those of many ranks have thousands of files, and all ranks wait."""
+    looked, real, folder = [], cleaning.is_complete, run / "checkpoints"
+    monkeypatch.setattr(
+        cleaning, "is_complete", lambda path: looked.append(path.name) or real(path)
+    )
+    current = folder / "step-00000006"
+    prune(folder, CheckpointSection(keep_last=1, keep_every_steps=2), current, print)
+    assert looked == ["step-00000006"] and len(names(run)) == 3
+    (folder / "step-00000006/complete.json").unlink()  # the newest whole one stays then
+    prune(folder, CheckpointSection(keep_last=1), current, print)
+    assert names(run) == ["step-00000004", "step-00000006"]
+
+
+def test_a_marker_whose_reading_breaks_off_is_no_damage(run, monkeypatch):
+    def broken(path):
+        raise file_error(f"{path}: breaks off", OSError(errno.EIO, "x"))
+
+    before = names(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_object", broken)
+        for look in (to_resume, find_checkpoint):
+            with pytest.raises(TemporaryError, match=r"complete\.json: breaks off"):
+                look(run)
+    assert names(run) == before and to_resume(run)[0].name == "step-00000006"
 
 
 def test_links_of_the_run_s_own_names_change_nothing_elsewhere(run, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import TemporaryError, UserError
 from cat_lm.io.files import AppendedFile, write_json
 from cat_lm.training import metrics
 from cat_lm.training.distributed import describe_error
@@ -42,7 +42,8 @@ def test_what_does_not_fit_leaves_nothing_behind(tmp_path):
     file.write(b"first\n")
     with file_sizes_limited(10):
         file.write(b"second\n")
-    assert file.error == f"{tmp_path / 'x'}: File too large"
+    assert str(file.error) == f"{tmp_path / 'x'}: File too large"
+    assert not isinstance(file.error, TemporaryError)
     file.write(b"third\n")  # not after a gap
     file.sync()
     file.close()
@@ -66,14 +67,15 @@ def test_a_flush_that_fails_is_noted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     file.sync()
-    assert file.error == f"{tmp_path / 'x'}: Input/output error"
+    assert str(file.error) == f"{tmp_path / 'x'}: Input/output error"
+    assert isinstance(file.error, TemporaryError)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_log_on_a_full_disk(capsys):
     log = RunLog(FULL)
     log.line("a line")
-    assert log.error == "/dev/full: the disk is full"
+    assert str(log.error) == "/dev/full: the disk is full"
     log.line("another")
     log.close()
     del log
@@ -113,7 +115,7 @@ def test_metrics_on_a_full_disk(tmp_path, capfd):
         recorded.sync()
         recorded.close()
         where = "metrics.jsonl" if name == "_file" else "events.out.tfevents."
-        assert where in recorded.error and recorded.error.endswith(": the disk is full")
+        assert where in str(recorded.error) and str(recorded.error).endswith(": the disk is full")
         assert threading.active_count() == threads
     assert capfd.readouterr().err == ""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, is_temporary
 from cat_lm.host import GIB
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
@@ -39,6 +39,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             on_gpu=True,
             driver="550.1",
             free_memory=80 * GIB,
+            gpu_memory=80 * GIB,
             host_memory=500 * GIB,
             matmul_seconds=1e-3,
             node=NodeFacts(cores=tuple(range(8 * (rank % per_host), 8 * (rank % per_host) + 8))),
@@ -260,7 +261,7 @@ def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_pat
 def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     probe = Probe(tmp_path, "t", "n000")
     probe.write()
-    assert probe.look(is_first=True).problem is None
+    assert probe.look(is_first=True, written=True).problem is None
     real = Path.write_text
 
     def refused(path: Path, *arguments, **keywords):
@@ -269,9 +270,39 @@ def test_a_folder_without_write_permission(tmp_path, monkeypatch):
         return real(path, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", refused)
-    assert "cannot be written to" in probe.look(is_first=False).problem
+    assert "cannot be written to" in probe.look(is_first=False, written=True).problem
     probe.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_node_sees_late_is_waited_for_where_it_was_made(tmp_path, monkeypatch):
+    probe, waited = Probe(tmp_path / "run", "t", "n000"), []
+
+    def made(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            probe.write()
+
+    monkeypatch.setattr("time.sleep", made)
+    found = probe.look(is_first=False, written=True)
+    assert found.problem is None and len(waited) == 3 and found.checkpoints is None
+    probe.remove()
+    found = probe.look(is_first=False, written=False)  # rank 0 could not: nothing comes
+    assert "is not the folder that rank 0 writes to" in found.problem and len(waited) <= 4
+
+
+def test_what_may_pass_is_told_from_what_must_be_mended():
+    def is_temporary_with(**changes) -> bool:
+        found = sound(4, 2)
+        found[2] = replace(found[2], **changes)
+        return is_temporary(rules.judge(config(), found).error())
+
+    slow = {"data": None, "data_problem": "data.path=x: Stale file handle"}
+    assert is_temporary_with(**slow, data_may_come=True)
+    assert not is_temporary_with(**slow)
+    held = {"free_memory": 2**20}  # by processes of an earlier start
+    assert is_temporary_with(**held) and not is_temporary_with(**held, gpu_memory=2**20)
+    assert not is_temporary_with(**held, versions={"python": "3.10"})
 
 
 def test_the_code_of_a_node_is_its_sources():

@@ -18,7 +18,7 @@ import torch
 import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.errors import SharedError, UserError, command
+from cat_lm.errors import TemporaryError, UserError, command, file_error, shared_error
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model
@@ -211,9 +211,12 @@ def test_a_batch_script_itself_is_one_rank(monkeypatch):
 def test_records_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {s}, "loss": 1.0}}\n' for s in range(1, 8)) + '{"step": 8,')
-    keep_records(path, up_to_step=5)
+    assert keep_records(path, up_to_step=5) == 0
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
-    keep_records(tmp_path / "absent.jsonl", up_to_step=5)
+    assert keep_records(tmp_path / "absent.jsonl", up_to_step=5) == 0
+    validated = "".join(f'{{"step": {s}, "val_loss": 1.0}}\n' for s in (2, 4, 6))
+    path.write_text(path.read_text() + validated)
+    assert keep_records(path, up_to_step=5) == 4
 
 
 @pytest.mark.parametrize(
@@ -307,6 +310,11 @@ def test_ranks_agree_on_their_votes_alone(votes, code):
         (OSError(errno.ENOSPC, "No space left"), 2, "error: standard output: the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "error: a: no permission"),
         (RuntimeError("Symlink loop from 'a'"), 2, "error: a: a loop of symbolic links"),
+        (OSError(errno.ESTALE, "Stale file handle", "a"), 75, "error: a: Stale file handle"),
+        (TemporaryError("not all ranks met"), 75, "error: not all ranks met"),
+        (shared_error("a: Stale file handle", temporary=True), 75, "error: a: Stale"),
+        (file_error("a: gone", OSError(errno.EIO, "x")), 75, "error: a: gone"),
+        (file_error("a: gone", OSError(errno.ENOENT, "x")), 2, "error: a: gone"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -501,16 +509,17 @@ def test_every_model_key_changes_the_model(key):
         assert first.shape != second.shape or not torch.allclose(first, second, atol=1e-3)
 
 
+@pytest.mark.parametrize(("temporary", "code"), [(False, 2), (True, 75)])
 @pytest.mark.parametrize(("rank", "printed"), [("0", "error: no data\n"), ("1", "")])
-def test_what_all_ranks_share_is_said_once(rank, printed, monkeypatch, capfd):
+def test_what_all_ranks_share_is_said_once(rank, printed, temporary, code, monkeypatch, capfd):
     def fails():
-        raise SharedError("no data")
+        raise shared_error("no data", temporary)
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as ended:
         command(fails)()
-    assert ended.value.code == 2 and capfd.readouterr().err == printed
+    assert ended.value.code == code and capfd.readouterr().err == printed
 
 
 def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.io.checksums import checksums
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     MARKER,
     Contents,
-    Unreadable,
     read_marker,
     refuse_unreadable,
 )
@@ -52,12 +51,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether the marker is there and every file has the size it lists; reads no file."""
+    """Tell whether the marker is there and every file has the size it lists; reads no file.
+
+    What cannot be looked at now is not known to be complete.
+    """
     try:
         contents = read_marker(folder)
+        return _wrong_size(folder, contents, contents.sizes) is None
     except UserError:
         return False
-    return _wrong_size(folder, contents, contents.sizes) is None
 
 
 def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
@@ -122,7 +124,7 @@ def damage(folder: Path, say: Say) -> str | None:
     """Say what is wrong with a step folder, or None; reads all files, in threads."""
     try:
         contents = read_marker(folder)
-    except Unreadable:
+    except TemporaryError:
         raise
     except UserError as error:
         return without_folder(error, folder)

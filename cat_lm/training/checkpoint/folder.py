@@ -21,6 +21,7 @@ from cat_lm.io.own_files import (
 from cat_lm.training.checkpoint.finding import (
     Say,
     complete_checkpoints,
+    is_complete,
     step_folders,
     step_of,
     without_folder,
@@ -104,10 +105,7 @@ def put_aside(path: Path, why: str, say: Say, name: str = "") -> None:
 
 def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:
     """Delete the complete checkpoints that the rule does not keep; never `current`."""
-    for path in complete_checkpoints(folder)[: -rule.keep_last]:
-        kept = rule.keep_every_steps and step_of(path) % rule.keep_every_steps == 0
-        if kept or path == current or path.is_symlink():
-            continue
+    for path in _superfluous(folder, rule, current):
         # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
         doomed = folder / f".{path.name}.deleting"
         try:
@@ -116,6 +114,23 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
             say(f"{path}: cannot be deleted ({describe_os_error(error)}); it stays")
             continue
         _delete(doomed, path.name, say)
+
+
+def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[Path]:
+    """List the complete checkpoints that go, oldest first.
+
+    Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
+    files, and all ranks wait.
+    """
+    found, newest = [], 0
+    for path in reversed(step_folders(folder)):
+        if newest < rule.keep_last:
+            newest += is_complete(path)
+            continue
+        kept = rule.keep_every_steps and step_of(path) % rule.keep_every_steps == 0
+        if not (kept or path == current or path.is_symlink()) and is_complete(path):
+            found.append(path)
+    return found[::-1]
 
 
 def _delete(doomed: Path, name: str, say: Say) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.io.checksums import Algorithm
 from cat_lm.io.files import write_json
 from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_object, read_yaml
@@ -27,7 +27,7 @@ _REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
 Size = Annotated[int, Field(ge=0)]
 
 
-class Unreadable(UserError):
+class Unreadable(TemporaryError):
     """Raised where a file may be there and cannot be read now: that is no damage."""
 
 
@@ -100,7 +100,10 @@ def read_marker(folder: Path) -> Contents:
         open(path, "rb").close()
     except OSError as error:
         refuse_unreadable(path, error)
-    values = read_object(path)
+    try:
+        values = read_object(path)
+    except TemporaryError as error:
+        raise Unreadable(str(error)) from None
     if "program" in values:
         marker = check_shape(values, Marker, str(path))
         sizes = {name: file.bytes for name, file in marker.files.items()}

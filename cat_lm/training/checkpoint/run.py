@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import SharedError, UserError
+from cat_lm.errors import SharedError, UserError, is_temporary, shared_error
 from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import remove_marked
 from cat_lm.training.checkpoint import folder as leftovers
@@ -114,7 +114,7 @@ class Checkpoints:
         try:
             start = newest_whole(found, damage, self._say)
         except UserError as error:
-            raise SharedError(f"{error}{self._advice()}") from None
+            raise shared_error(f"{error}{self._advice()}", is_temporary(error)) from None
         self._older = found[found.index(start) + 1 :]
         return start
 
@@ -219,11 +219,9 @@ class Checkpoints:
         try:
             self._write(final, engine, state, tokenizer)
         except UserError as error:
-            raise SharedError(
-                f"{final}: the checkpoint could not be written "
-                f"({' '.join(str(error).split()) or type(error).__name__}); "
-                f"{self.describe_left()}"
-            ) from error
+            why = " ".join(str(error).split()) or type(error).__name__
+            text = f"{final}: the checkpoint could not be written ({why}); {self.describe_left()}"
+            raise shared_error(text, is_temporary(error)) from error
         self._current = final
         if prune:
             rule = self.config.checkpoint

@@ -50,15 +50,15 @@ def check(
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(host_name())
     probe = Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
-    existed = output.exists()
-    if ranks.is_first:
-        probe.write()
-    ranks.barrier()  # the first rank's file is there before another looks for it
+    # Another node that looked for the folder before it is made would not see it for a while.
+    existed = ranks.broadcast(ranks.is_first and output.exists())
+    # The first rank's file is there before another looks for it.
+    written = ranks.broadcast(ranks.is_first and probe.write())
     if ranks.device.type == "cuda":
         node.keep_triton_cache_here()
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     try:
-        gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None))
+        gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None, written))
     finally:
         if ranks.is_first:
             probe.remove()
@@ -67,7 +67,7 @@ def check(
         verdict.add_transport(bandwidth.measure(ranks))
     try:
         if verdict.problems:
-            raise SharedError(verdict.message())
+            raise verdict.error()
         return [*verdict.lines(), *shards.verify(config, ranks, progress)]
     except SharedError:
         if ranks.is_first and not existed:

@@ -18,7 +18,7 @@ import torch
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, is_temporary
 from cat_lm.host import available_memory
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 from cat_lm.training.distributed import Ranks, describe_error
@@ -47,10 +47,12 @@ class Facts:
         versions: name to version of what must be equal on all ranks.
         device, driver: names; they may differ, but should not.
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
+        gpu_memory: all bytes of its GPU; 0 on a CPU.
         host_memory: bytes that are free on its host, whatever the device.
         matmul_seconds: of a small matrix product, to tell a slow device from the others.
         node: its share of its node: cores, limits.
-        data: None where another rank of the host opened them, or where `data_problem` says why.
+        data: None where another rank of the host opened them, or where `data_problem` says why,
+            and `data_may_come` that it may pass.
         folder: None where another rank of the host looked.
         kernel_problem: why a Triton kernel does not run here, where the run needs some.
     """
@@ -63,21 +65,24 @@ class Facts:
     on_gpu: bool
     driver: str
     free_memory: int
+    gpu_memory: int
     host_memory: int
     matmul_seconds: float
     node: node.NodeFacts
     data: DataFacts | None = None
     data_problem: str | None = None
+    data_may_come: bool = False
     folder: FolderFacts | None = None
     kernel_problem: str | None = None
 
 
-def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
-    """This rank's facts; with `probe` also those that its host's ranks share."""
+def collect(config: RunConfig, ranks: Ranks, probe: Probe | None, written: bool) -> Facts:
+    """This rank's facts; with `probe`, which was `written` or not, also those of its host."""
     data = data_problem = folder = None
+    data_may_come = False
     if probe is not None:
-        data, data_problem = _tried(lambda: read_data(config))
-        folder = probe.look(ranks.is_first)
+        data, data_problem, data_may_come = _tried(lambda: read_data(config))
+        folder = probe.look(ranks.is_first, written)
     on_gpu = ranks.device.type == "cuda"
     return Facts(
         rank=ranks.rank,
@@ -88,11 +93,13 @@ def collect(config: RunConfig, ranks: Ranks, probe: Probe | None) -> Facts:
         on_gpu=on_gpu,
         driver=driver() if on_gpu else "",
         free_memory=free_memory(ranks.device),
+        gpu_memory=torch.cuda.mem_get_info(ranks.device)[1] if on_gpu else 0,
         host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
         node=node.collect(ranks.device),
         data=data,
         data_problem=data_problem,
+        data_may_come=data_may_come,
         folder=folder,
         kernel_problem=kernel_problem(config, ranks.device),
     )
@@ -110,14 +117,14 @@ def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
     return why_no_kernel(device)
 
 
-def _tried(action: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(the result, None), or (None, what was wrong)."""
+def _tried(action: Callable[[], Any]) -> tuple[Any, str | None, bool]:
+    """(the result, None, False), or (None, what was wrong, whether it may pass)."""
     try:
-        return action(), None
+        return action(), None, False
     except UserError as error:
-        return None, str(error)
+        return None, str(error), is_temporary(error)
     except Exception as error:
-        return None, describe_error(error)
+        return None, describe_error(error), is_temporary(error)
 
 
 def versions(on_gpu: bool) -> dict[str, str]:

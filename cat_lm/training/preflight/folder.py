@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 
 from cat_lm.errors import describe_os_error
 
-# A network file system may show a new file late, but sooner than this once the folder is read.
-PATIENCE_SECONDS = 5.0
+# A network file system may show a new file late, and a folder that was looked for before it was
+# made later still: NFS asks the server again after 30 seconds.
+PATIENCE_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,13 @@ class FolderFacts:
     Attributes:
         problem: why it cannot be used from there, or None.
         free: bytes that are free in it; 0 where there is a problem.
-        checkpoints: complete ones that it holds already.
+        checkpoints: complete ones that it holds already, two for all that are more; None where
+            another node counted them, as each of many ranks has files to be looked at.
     """
 
     problem: str | None
     free: int = 0
-    checkpoints: int = 0
+    checkpoints: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,30 +46,42 @@ class Probe:
     def file(self) -> Path:
         return self.folder / f".preflight-{self.token}"
 
-    def write(self) -> None:
-        """Makes folder and file. A failure shows where they are looked for."""
+    def write(self) -> bool:
+        """Makes folder and file. A failure, said by False, shows where they are looked for."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.token, encoding="ascii")
+            return True
+        return False
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
 
-    def look(self, is_first: bool) -> FolderFacts:
-        """Look at the folder from this node; `is_first` on the node that wrote the file."""
-        from cat_lm.training.checkpoint import complete_checkpoints
+    def look(self, is_first: bool, written: bool) -> FolderFacts:
+        """Look at the folder from this node.
 
+        Args:
+            is_first: on the node that wrote the file.
+            written: whether it could; else there is nothing to wait for.
+        """
+        from cat_lm.training.checkpoint import is_complete, step_folders
+
+        seen = _sees(self.file, PATIENCE_SECONDS if written and not is_first else 0)
         problem = self._writing_problem()
-        if problem is None and not _sees(self.file, 0 if is_first else PATIENCE_SECONDS):
+        if problem is None and not seen:
             problem = (
                 f"is not the folder that rank 0 writes to on {self.host}; "
                 "choose one on a file system that all nodes share"
             )
         if problem is not None:
             return FolderFacts(problem)
-        saved = len(complete_checkpoints(self.folder / "checkpoints"))
-        return FolderFacts(None, shutil.disk_usage(self.folder).free, saved)
+        free = shutil.disk_usage(self.folder).free
+        if not is_first:
+            return FolderFacts(None, free)
+        newest_first = reversed(step_folders(self.folder / "checkpoints"))
+        complete = (path for path in newest_first if is_complete(path))
+        return FolderFacts(None, free, len(list(itertools.islice(complete, 2))))
 
     def _writing_problem(self) -> str | None:
         own = self.folder / f".preflight-{self.token}-{socket.gethostname()}-{os.getpid()}"
@@ -91,6 +106,7 @@ def _sees(path: Path, patience: float) -> bool:
             return False
         time.sleep(0.2)
         # Reading the folder makes a network file system ask the server again.
-        if path.parent.is_dir():
-            os.listdir(path.parent)
+        for folder in (path.parent.parent, path.parent):
+            if folder.is_dir():
+                os.listdir(folder)
     return True

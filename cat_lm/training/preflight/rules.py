@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
-from cat_lm.errors import UserError
+from cat_lm.errors import SharedError, UserError, shared_error
 from cat_lm.host import GIB
 from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
@@ -29,12 +29,21 @@ SLOW_DEVICE = 2.0
 
 @dataclass
 class PreflightReport:
-    """Problems and notes, each with the ranks that it is about."""
+    """Problems and notes, each with the ranks that it is about.
+
+    Attributes:
+        passing: those of the problems that may be gone at the next start, with nothing changed.
+    """
 
     facts: Sequence[Facts]
     problems: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     warnings: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
+    passing: set[str] = field(default_factory=set)
+
+    def error(self) -> SharedError:
+        """Make one error of all problems, temporary where all of them may pass."""
+        return shared_error(self.message(), temporary=self.problems.keys() <= self.passing)
 
     def message(self) -> str:
         """All problems, a line each, for one error."""
@@ -200,6 +209,8 @@ def _data(verdict: PreflightReport, config: RunConfig) -> None:
     for fact in verdict.facts:
         if fact.data_problem is not None:
             verdict.problems[fact.data_problem].append(fact.rank)
+            if fact.data_may_come:
+                verdict.passing.add(fact.data_problem)
     if not opened:
         return
     first = opened[0]
@@ -245,9 +256,10 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
 def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
     one = checkpoint_bytes(parameters)
     looked = [fact for fact in verdict.facts if fact.folder is not None and not fact.folder.problem]
+    saved = max((fact.folder.checkpoints or 0 for fact in looked), default=0)
+    # The run's own, from before a restart, already have their room; the next is written first.
+    needed = max(1, 2 - saved) * one
     for fact in looked:
-        # The run's own, from before a restart, already have their room; the next is written first.
-        needed = max(1, 2 - fact.folder.checkpoints) * one
         if fact.folder.free < needed:
             verdict.problems[
                 f"train.output_dir={config.train.output_dir}: {size(fact.folder.free)} are free, "
@@ -272,6 +284,9 @@ def _memory(verdict: PreflightReport, memory: Memory) -> None:
         )
         if memory.states > free or memory.total > free * MEMORY_ACCURACY:
             verdict.problems[text].append(fact.rank)
+            # Processes of an earlier start may still hold it.
+            if memory.total <= fact.gpu_memory:
+                verdict.passing.add(text)
         elif memory.total > free:
             verdict.warnings[text].append(fact.rank)
     verdict.notes.append(
