@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.manifest import read_manifest
 from cat_lm.data.mixture import Mixture
@@ -63,6 +63,9 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
             f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
             "entries; use at least that, or leave the key out"
         )
+    held_out = open_split(data, "validation")
+    # Each on its own is few enough; all of them stay open together.
+    allow_open_files(len(corpus.shards) + len(held_out.shards))
     loader = TrainLoader(
         corpus,
         data.context_length,
@@ -72,7 +75,6 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
         packing=data.packing,
         cache_dir=data.cache_dir,
     )
-    held_out = open_split(data, "validation")
     if data.mask_documents:
         for split in (corpus, held_out):
             _check_ends(split)

@@ -12,7 +12,7 @@ import glob
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -66,7 +66,7 @@ class PackedWindows:
     ) -> None:
         self.corpus = corpus
         self.context_length = context_length
-        folder = _plan_folder(corpus, context_length, cache_folder(cache_dir))
+        folder = plan_folder(corpus, context_length, cache_dir)
         self._folder = folder
         plan = read_json(folder / "plan.json", Plan)
         self.num_windows = plan.windows
@@ -138,12 +138,21 @@ class PackedWindows:
         return UserError(f"{self._folder}: the packing plan is damaged; delete this folder")
 
 
-def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> Path:
-    """The folder of the plan, made first where there is none yet.
+def plan_folder(
+    corpus: TokenCorpus,
+    context_length: int,
+    cache_dir: Path | str | None = None,
+    progress: Callable[[str], object] = lambda what: None,
+) -> Path:
+    """Give the folder of the plan, made first where there is none yet.
 
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
     it; without locks each makes its own, and the first one stays.
+
+    Args:
+        progress: told of what was done, time and again where a plan is made.
     """
+    cache_dir = cache_folder(cache_dir)
     name = _plan_name(corpus.split, context_length, corpus.fingerprint)
     identity = {
         "version": VERSION,
@@ -167,7 +176,7 @@ def _plan_folder(corpus: TokenCorpus, context_length: int, cache_dir: Path) -> P
             continue  # the data are on a disk that this user may only read
         with lock:
             if not _is_whole(place, identity):
-                _make(place, corpus, identity, cache_dir)
+                _make(place, corpus, identity, cache_dir, progress)
         return place
     raise AssertionError
 
@@ -188,17 +197,24 @@ def _is_whole(folder: Path, identity: dict) -> bool:
     raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
 
 
-def _make(folder: Path, corpus: TokenCorpus, identity: dict, cache_dir: Path) -> None:
+def _make(
+    folder: Path,
+    corpus: TokenCorpus,
+    identity: dict,
+    cache_dir: Path,
+    progress: Callable[[str], object],
+) -> None:
     begin = f".{folder.name}.{socket.gethostname()}"
     _remove_dead(folder.parent, begin)
     temporary = folder.with_name(f"{begin}.{os.getpid()}.tmp")
     make_marked(temporary, _PURPOSE)
     try:
         empty_marked(temporary)  # what a process of this number left that was killed
-        verify([corpus], cache_dir, (".idx",))  # a plan is kept: it must not come of a damaged one
+        # A plan is kept: it must not come of a damaged index.
+        verify([corpus], cache_dir, (".idx",), progress)
         made = temporary / folder.name
         made.mkdir()
-        totals = _write_plan(made, corpus, identity["context_length"])
+        totals = _write_plan(made, corpus, identity["context_length"], progress)
         write_json(made / "plan.json", {**identity, **totals})
         try:
             os.rename(made, folder)
@@ -251,17 +267,19 @@ def _plan_name(split: str, context_length: int, fingerprint: str) -> str:
     return f"{split}-{context_length}-v{VERSION}-{fingerprint[:16]}"
 
 
-def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[str, int]:
+def _write_plan(
+    folder: Path, corpus: TokenCorpus, context_length: int, progress: Callable[[str], object]
+) -> dict[str, int]:
     from tqdm import tqdm
 
     windows = pieces = cut = 0
-    progress = tqdm(
+    bar = tqdm(
         total=corpus.num_documents, unit="doc", unit_scale=True, desc="packing", file=sys.stderr
     )
     with (
         open(folder / "windows.bin", "wb") as ends_file,
         open(folder / "pieces.bin", "wb") as pieces_file,
-        progress,
+        bar,
     ):
         for starts, lengths in _groups(corpus):
             group, counts = pack(starts, lengths, context_length)
@@ -270,7 +288,8 @@ def _write_plan(folder: Path, corpus: TokenCorpus, context_length: int) -> dict[
             windows += len(counts)
             pieces += len(group)
             cut += int((lengths > context_length).sum())
-            progress.update(len(lengths))
+            bar.update(len(lengths))
+            progress(f"packing {bar.n:,} documents")
         for file in (ends_file, pieces_file):
             file.flush()
             os.fsync(file.fileno())
@@ -285,6 +304,7 @@ def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for first in range(0, shard.num_documents, GROUP):
             starts, stops = _documents(shard, first, min(first + GROUP, shard.num_documents))
             yield base + starts, stops - starts
+        shard.forget_index()  # thousands of open files would be more than some systems allow
         base += shard.num_tokens
 
 

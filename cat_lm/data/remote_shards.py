@@ -85,6 +85,10 @@ class RemoteShard:
     def document_marks(self) -> np.ndarray:
         return self._whole().document_marks
 
+    def forget_index(self) -> None:
+        if self._local is not None:
+            self._local.forget_index()
+
     def _whole(self) -> Shard:
         if not self.is_cached():
             self.copy(wait=True)

@@ -138,21 +138,29 @@ class Shard:
         return mapping
 
     @cached_property
+    def _index(self) -> mmap.mmap:
+        with open(self.idx_path, "rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def forget_index(self) -> None:
+        """Unmap the `.idx`, whose file a map keeps open, until it is asked for again."""
+        self.__dict__.pop("_index", None)
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens in each sequence, int32 [num_sequences]."""
-        return self._map(self.idx_path, np.dtype("<i4"), HEADER.size, self.num_sequences)
+        return self._part(np.dtype("<i4"), HEADER.size, self.num_sequences)
 
-    @cached_property
+    @property
     def pointers(self) -> np.ndarray:
         """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
-        offset = HEADER.size + 4 * self.num_sequences
-        return self._map(self.idx_path, np.dtype("<i8"), offset, self.num_sequences)
+        return self._part(np.dtype("<i8"), HEADER.size + 4 * self.num_sequences, self.num_sequences)
 
-    @cached_property
+    @property
     def document_marks(self) -> np.ndarray:
         """Index of each document's first sequence, closed by the end, int64 [documents + 1]."""
         offset = HEADER.size + 12 * self.num_sequences
-        return self._map(self.idx_path, np.dtype("<i8"), offset, self.num_documents + 1)
+        return self._part(np.dtype("<i8"), offset, self.num_documents + 1)
 
     def document(self, index: int) -> tuple[int, int]:
         """The first token and the end of document `index`, as positions in `tokens`.
@@ -171,11 +179,8 @@ class Shard:
             )
         return start, stop
 
-    @staticmethod
-    def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-        if count == 0:
-            return np.empty(0, dtype)
-        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    def _part(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+        return np.frombuffer(self._index, dtype, count, offset)
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:

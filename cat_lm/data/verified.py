@@ -252,14 +252,18 @@ def verify(
     corpora: Iterable[TokenCorpus | Mixture],
     cache_dir: Path | str | None = None,
     suffixes: Iterable[str] = (".bin", ".idx"),
+    progress: Callable[[str], object] = lambda what: None,
 ) -> None:
     """Read whatever of these data was not verified yet.
+
+    Args:
+        progress: told of the file that is read, each time that some of it is read.
 
     Raises:
         UserError: a file is not what the manifest says.
     """
     check = Check(corpora, cache_dir, suffixes)
-    problems = check.read(check.todo, lambda what: None)
+    problems = check.read(check.todo, progress)
     if problems:
         raise UserError(problems[0])
     check.note(check.todo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig, TrainSection
+from cat_lm.data import packing
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError
 from cat_lm.training import preflight
@@ -18,9 +20,11 @@ from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
 from cat_lm.training.fragments import stepped_tensors
 from cat_lm.training.optimizer_state import full_precision_weights
+from cat_lm.training.preflight import plans
 from cat_lm.training.preflight.dry_run import absent_moments
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
+from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
 
 STEPS = 3
@@ -179,3 +183,55 @@ def test_a_dry_run_batch_changes_nothing(world_size, tiny_corpus):
             assert weights.keys() == same_weights.keys()
             for name, weight in weights.items():
                 np.testing.assert_array_equal(same_weights[name], weight, err_msg=str((case, name)))
+
+
+def planned(ranks, data: str) -> tuple[int, int]:
+    """(times that this rank told its watchdog, windows); a group is packed only after it did."""
+    told, packed, told_enough = [], 0, threading.Condition()
+    plans.POLL_SECONDS = 0.01
+    packing.GROUP = 2
+    real = packing.pack
+
+    def patient(*arguments):
+        nonlocal packed
+        packed += 1
+        with told_enough:
+            assert told_enough.wait_for(lambda: len(told) >= packed, timeout=60)
+        return real(*arguments)
+
+    def tell(what: str) -> None:
+        with told_enough:
+            told.append(what)
+            told_enough.notify_all()
+
+    packing.pack = patient
+    values = run_values(data, "unused")
+    values["data"]["packing"] = "best_fit"
+    config = RunConfig.model_validate(values)
+    plans.make(config, ranks, ranks.is_first, tell)
+    packing.pack = None  # what follows finds the plan
+    return len(told), open_data(config)[2].samples_per_epoch
+
+
+def test_ranks_that_wait_for_a_packing_plan_do_not_seem_to_hang(tmp_path):
+    folder = write_prepared(tmp_path / "data", random_documents(20, 40))
+    (first, windows), (other, same) = run_on_ranks(planned, 2, str(folder))
+    assert first == other >= 10, "a time for each of ten groups"
+    assert windows == same > 0
+
+
+def unplanned(ranks, data: str) -> str:
+    values = run_values(data, "unused")
+    values["data"]["packing"] = "best_fit"
+    config = RunConfig.model_validate(values)
+    plans.make(config, ranks, ranks.is_first, lambda what: None)  # is no error here
+    try:
+        preflight.check(config, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_data_that_cannot_be_packed_are_said_once(tmp_path):
+    for message in run_on_ranks(unplanned, 2, str(tmp_path / "none")):
+        assert message.count("none") == 1 and "rank 0" in message

@@ -1,9 +1,12 @@
 """open_data: whatever the configuration names, or one clear line."""
 
+import os
+
 import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.data import TokenCorpus
+from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError
@@ -62,3 +65,33 @@ def test_masking_needs_ends_that_a_stream_shows(tmp_path, split):
         with pytest.raises(UserError, match=rf"mask_documents=true: the {split} documents of"):
             open_data(config_of(folder, mask_documents=True, packing=packing))
     open_data(config_of(folder))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_all_that_stays_open_together_is_counted(folder, tmp_path, monkeypatch):
+    """Each corpus alone would do: 3 and 2 shards, and 1 of either's validation."""
+    first = write_prepared(tmp_path / "a", random_documents(90, 40), shard_tokens=600)
+    other = write_prepared(tmp_path / "b", random_documents(90, 40, seed=1), shard_tokens=600)
+    config = config_of(folder, path=None, mixture={str(first): 1, str(other): 1})
+    corpus, held_out, _ = open_data(config)
+    shards = len(corpus.shards) + len(held_out.shards)
+    assert shards > 2 + max(len(part.shards) for part in corpus.parts)
+    hard = [shards + OTHER_FILES]
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, hard[0]))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    open_data(config)
+    hard[0] -= 1
+    with pytest.raises(UserError, match=f"data are in {shards} shards, but only {hard[0]} files"):
+        open_data(config)
+
+
+def test_a_plan_leaves_no_index_open(tmp_path):
+    data = write_prepared(tmp_path / "data", random_documents(90, 40), shard_tokens=100)
+    before = open_files()
+    corpus, *_ = opened = open_data(config_of(data, packing="best_fit"))
+    assert len(corpus.shards) > 10 and opened
+    # The plan's own files, and no shard was read yet.
+    assert open_files() - before <= 2

@@ -23,7 +23,7 @@ from pathlib import Path
 from cat_lm.config import RunConfig
 from cat_lm.errors import SharedError
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import bandwidth, facts, node, rules, shards
+from cat_lm.training.preflight import bandwidth, facts, node, plans, rules, shards
 from cat_lm.training.preflight.dry_run import dry_run_batch
 from cat_lm.training.preflight.folder import Probe
 from cat_lm.training.watchdog import host_name
@@ -57,6 +57,7 @@ def check(
     if ranks.device.type == "cuda":
         node.keep_triton_cache_here()
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
+    plans.make(config, ranks, leads, progress)
     try:
         gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None, written))
     finally:

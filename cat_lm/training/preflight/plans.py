@@ -1,0 +1,54 @@
+"""Packing plans, made before the data are opened: of many documents that can take hours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from cat_lm.config import RunConfig
+from cat_lm.data.mixture import Mixture
+from cat_lm.data.opening import open_split
+from cat_lm.data.packing import plan_folder
+from cat_lm.training.distributed import Ranks
+
+POLL_SECONDS = 1.0
+
+
+def make(config: RunConfig, ranks: Ranks, leads: bool, progress: Callable[[str], None]) -> None:
+    """Make the plans that the run needs and that are not there yet (a collective).
+
+    One rank of a host makes them, or waits for another host's, in a thread; meanwhile all ranks
+    meet, so that none seems to hang in a collective, nor behind a lock. What is wrong with the data
+    is said where they are opened.
+
+    Args:
+        leads: whether this rank is the one of its host.
+        progress: told whenever some rank got on.
+    """
+    if config.data.packing != "best_fit":
+        return
+    number, latest = 0, "packing"
+
+    def note(what: str) -> None:
+        nonlocal number, latest
+        number, latest = number + 1, what
+
+    pool = ThreadPoolExecutor(1)
+    futures = [pool.submit(_plan, config, note)] if leads else []
+    pool.shutdown(wait=False)
+    known = -1.0
+    while True:
+        running = wait(futures, POLL_SECONDS).not_done
+        busy, done = ranks.sum(len(running), number)
+        if done != known:
+            known = done
+            progress(latest)
+        if not busy:
+            return
+
+
+def _plan(config: RunConfig, progress: Callable[[str], object]) -> None:
+    data = config.data
+    corpus = open_split(data, "train")
+    for part in corpus.parts if isinstance(corpus, Mixture) else [corpus]:
+        plan_folder(part, data.context_length, data.cache_dir, progress)
