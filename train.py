@@ -98,7 +98,8 @@ class Trainer:
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
         checked = preflight.check(config, ranks, watchdog.progress)
         watchdog.progress("the preflight")
-        self.corpus, held_out, self.loader = open_data(config)
+        # A rank of each host has looked at all shards; this one does where it reads them.
+        self.corpus, held_out, self.loader = open_data(config, look=False)
 
         # The run's folder, and the checkpoint to go on from.
         folder = Path(config.train.output_dir)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.data.listed_shards import ListedShard
 from cat_lm.data.manifest import MANIFEST, open_shard, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.errors import UserError
@@ -29,7 +30,15 @@ class TokenCorpus:
     `fingerprint`, `vocab_size`, `eod_id`, `has_signed_ids` (ids on disk could be negative).
     """
 
-    def __init__(self, folder: Path, split: str, manifest: dict, name: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        manifest: dict,
+        name: str | None = None,
+        look: bool = True,
+    ) -> None:
+        self._look = look
         self.name = name or str(folder)
         self.folder = folder
         self.split = split
@@ -54,8 +63,10 @@ class TokenCorpus:
                     f"have {found}"
                 )
 
-    def _open_shards(self, listed: list[dict]) -> list[Shard]:
+    def _open_shards(self, listed: list[dict]) -> Sequence[Shard | ListedShard]:
         allow_open_files(len(listed))
+        if not self._look:
+            return [ListedShard(self.folder, entry, self.manifest["dtype"]) for entry in listed]
 
         def opened(entry: dict) -> Shard:
             return open_shard(self.folder, entry, self.manifest["dtype"])

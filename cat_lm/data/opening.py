@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from cat_lm.config import DataSection, RunConfig
 
 
-def open_corpus(folder: Path | str, split: str, cache_dir: Path | str | None = None) -> TokenCorpus:
+def open_corpus(
+    folder: Path | str, split: str, cache_dir: Path | str | None = None, look: bool = True
+) -> TokenCorpus:
     """Open a split of prepared data; read the manifest and a header per shard, no tokens.
 
     Args:
         folder: a folder, or an address (s3://bucket/data): see `cat_lm.data.remote`.
         cache_dir: where the local copies of what is at an address are kept.
+        look: at each shard now; else where it is first read, as another process has just looked.
 
     Raises:
         UserError: the folder is unfinished, there is no such split, or shards have other sizes than
@@ -32,7 +35,7 @@ def open_corpus(folder: Path | str, split: str, cache_dir: Path | str | None = N
         from cat_lm.data.remote import open_remote
 
         return open_remote(str(folder), split, cache_dir)
-    return TokenCorpus(Path(folder), split, read_manifest(folder))
+    return TokenCorpus(Path(folder), split, read_manifest(folder), look=look)
 
 
 def open_verified(
@@ -48,22 +51,25 @@ def open_verified(
     return corpus
 
 
-def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
+def open_data(config: RunConfig, look: bool = True) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
     """The training and the validation split, and the order of the training samples.
 
     Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
+
+    Args:
+        look: as in `open_corpus`.
 
     Raises:
         UserError: there is no such data, or it does not fit the model or the context length.
     """
     data, asked = config.data, config.model.vocab_size
-    corpus = open_split(data, "train")
+    corpus = open_split(data, "train", look)
     if asked is not None and asked < corpus.vocab_size:
         raise UserError(
             f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
             "entries; use at least that, or leave the key out"
         )
-    held_out = open_split(data, "validation")
+    held_out = open_split(data, "validation", look)
     # Each on its own is few enough; all of them stay open together.
     allow_open_files(len(corpus.shards) + len(held_out.shards))
     loader = TrainLoader(
@@ -81,13 +87,16 @@ def open_data(config: RunConfig) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]
     return corpus, held_out, loader
 
 
-def open_split(data: DataSection, split: str) -> TokenCorpus | Mixture:
+def open_split(data: DataSection, split: str, look: bool = True) -> TokenCorpus | Mixture:
     """The corpora of one split, without any order: cheap, whatever `data.packing` says.
+
+    Args:
+        look: as in `open_corpus`.
 
     Raises:
         UserError: there is no such data.
     """
-    corpora = [open_corpus(folder, split, data.cache_dir) for folder in data.folders]
+    corpora = [open_corpus(folder, split, data.cache_dir, look) for folder in data.folders]
     if data.mixture is None:
         return corpora[0]
     return Mixture(corpora, list(data.mixture.values()))

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from cat_lm.data.corpus import check_ids
+from cat_lm.data.listed_shards import ListedShard
 from cat_lm.data.manifest import open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import Storage
@@ -33,21 +34,17 @@ from cat_lm.io.locks import Busy, hold
 CHUNK = 32 * 2**20
 
 
-class RemoteShard:
-    """A shard that may not be here yet; it has what a corpus and the packing use of a `Shard`."""
+class RemoteShard(ListedShard):
+    """A shard that may not be here yet: read by range until there is a copy."""
 
     def __init__(
         self, storage: Storage, folder: Path, entry: dict, manifest: dict, notes: Notes
     ) -> None:
-        self._storage, self._folder, self._entry = storage, folder, entry
+        super().__init__(folder, entry, manifest["dtype"])
+        self._storage = storage
         self._notes, self._files = notes, shard_files(folder, entry)
         self._vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.name: str = entry["name"]
-        self.num_tokens: int = entry["tokens"]
-        self.num_documents: int = entry["documents"]
-        self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._local: Shard | None = None
-        self.bin_path = folder / f"{self.name}.bin"
 
     def is_cached(self) -> bool:
         """Tell whether a verified copy is on this machine."""
@@ -69,25 +66,6 @@ class RemoteShard:
         tokens = np.frombuffer(data, self.dtype)
         check_ids(tokens, self._vocab_size, self._address(".bin"), start)
         return tokens
-
-    def document(self, index: int) -> tuple[int, int]:
-        return self._whole().document(index)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._whole().lengths
-
-    @property
-    def pointers(self) -> np.ndarray:
-        return self._whole().pointers
-
-    @property
-    def document_marks(self) -> np.ndarray:
-        return self._whole().document_marks
-
-    def forget_index(self) -> None:
-        if self._local is not None:
-            self._local.forget_index()
 
     def _whole(self) -> Shard:
         if not self.is_cached():

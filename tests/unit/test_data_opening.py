@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cat_lm.config import RunConfig
-from cat_lm.data import TokenCorpus
+from cat_lm.data import TokenCorpus, listed_shards
 from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
@@ -95,3 +95,28 @@ def test_a_plan_leaves_no_index_open(tmp_path):
     assert len(corpus.shards) > 10 and opened
     # The plan's own files, and no shard was read yet.
     assert open_files() - before <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "best_fit", "mask_documents": True}])
+def test_shards_that_another_process_looked_at_are_opened_where_they_are_read(
+    tmp_path, monkeypatch, options
+):
+    data = write_prepared(tmp_path / "data", random_documents(90, 40), shard_tokens=100)
+    config, opened, real = config_of(data, **options), [], listed_shards.open_shard
+    usual = open_data(config)[2]
+    monkeypatch.setattr(
+        listed_shards, "open_shard", lambda *a: opened.append(a[1]["name"]) or real(*a)
+    )
+    corpus, _, loader = open_data(config, look=False)
+    assert len(opened) <= 2, "the last ones' ends, where documents are masked"
+    for step in range(3):
+        found, expected = loader.batch(step), usual.batch(step)
+        assert all((found[name] == expected[name]).all() for name in expected)
+    assert len(opened) > 2 and len(corpus.shards) > 10
+    assert len(opened) == len(set(opened))
+    (data / f"{corpus.shards[0].name}.bin").unlink()
+    unlooked = open_data(config, look=False)[0]
+    with pytest.raises(UserError, match="no such file, but the shard needs it"):
+        unlooked.tokens(0, 10)
+    with pytest.raises(UserError, match="no such file, but the shard needs it"):
+        open_data(config)
