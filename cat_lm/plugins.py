@@ -13,8 +13,11 @@ an example of each.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import threading
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from cat_lm.errors import UserError
 
@@ -24,6 +27,7 @@ GROUP = "cat_lm.plugins"
 _LOCK = threading.RLock()
 _begun = False
 _failed: UserError | None = None
+_loaded: list[tuple[str, str, str]] = []  # name, package and module of each
 
 
 def load() -> None:
@@ -45,11 +49,42 @@ def load() -> None:
             raise _failed
 
 
+def describe() -> dict[str, str]:
+    """Say of what plugins the registries of this process are: name -> package and its sources."""
+    with _LOCK:
+        return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
+
+
+def code_of(module: str) -> str:
+    """Hash the sources of a module's package, of which a plugin's version says nothing.
+
+    Args:
+        module: the name of one that is imported.
+    """
+    top = sys.modules[module.partition(".")[0]]
+    places = [Path(place) for place in getattr(top, "__path__", [])]
+    files = sorted(path for place in places for path in place.rglob("*.py"))
+    if not places and getattr(top, "__file__", None):
+        files = [Path(top.__file__)]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def foreign_code(kind: type) -> str | None:
+    """Hash the sources of a class that is not this project's; None of one that is."""
+    own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return None if own else code_of(kind.__module__)
+
+
 def _import(entry: EntryPoint) -> None:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
     try:
         entry.load()
+        _loaded.append((entry.name, package, entry.module))
     except Exception as error:  # whatever a stranger's module raises
-        package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist else ""
+        package = f" of {package}" if package else ""
         said = " ".join(str(error).split())
         raise UserError(
             f"plugin {entry.name}{package}: {entry.value} cannot be imported: "

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cat_lm import plugins
+
 PACKAGES = (
     *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),
     # Only on a GPU, and only where installed.
@@ -27,6 +29,7 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | versions(),
         "commit": commit(),
         "machine": machine(),
+        **({"plugins": found} if (found := plugins.describe()) else {}),
     }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.export_record import recorded_context_length
 from cat_lm.io.files import finite
@@ -151,6 +152,8 @@ class Cells:
         }
         if protocol.skip_tokens:  # else the key is that of cells of earlier versions
             key["skip_tokens"] = protocol.skip_tokens
+        if used := plugins.describe():  # of which the model may have a part
+            key["plugins"] = used
         name = key_hash(key)
         values = self.store.read_intact(name, lambda values: key.items() <= values.items())
         if values is None:

@@ -109,6 +109,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
+    path = cell_path(arguments.out, cell)
+    if path.exists():
+        print(f"{path}: finished before, is told again")
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for name, test in record["tests"].items():
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in test.items() if k != "seq_len")
@@ -116,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for i, streams in enumerate(record["delays"]):
         said = ", ".join(f"{s} {' '.join(map(str, lags))}" for s, lags in streams.items())
         print(f"layer {i}: lag of the largest tap: {said}")
-    seconds, path = record["seconds"]["training"], cell_path(arguments.out, cell)
+    seconds = record["seconds"]["training"]
     if picture := save_portrait(record, path):
         print(f"filters: {picture}")
     print(f"{record['steps']} steps in {seconds:.0f} s; {path}")

@@ -15,7 +15,7 @@ from cat_lm.io.readers import Record
 from launch.slurm import attempts, cluster
 from launch.slurm.folder import RunFolder, read_record
 
-# Enough for the last few records; a long run has gigabytes of them.
+# Enough for the last few records; a long run has very many.
 _TAIL = 64 * 2**10
 
 

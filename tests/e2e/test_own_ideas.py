@@ -139,6 +139,14 @@ def test_trains_is_killed_goes_on_and_is_used(idea: Idea, tiny_corpus):
     idea.run(*sweep, "--lengths", "32,64", "--max-tokens", 512)
     rows = json.loads((out / "length_sweep.json").read_text())["rows"]
     assert [row["length"] for row in rows] == [32, 64]
+    made = json.loads((model / "export.json").read_text())["code"]["plugins"]["mine"]
+    assert made.startswith("own_idea 1.0, ")
+
+    # With other code of the idea nothing that was computed is told again.
+    before, source = len(list(out.rglob("*.json"))), idea.folder / "site/own_idea.py"
+    source.write_text(source.read_text() + "# another version\n")
+    idea.run(*sweep, "--lengths", "32,64", "--max-tokens", 512)
+    assert len(list(out.rglob("*.json"))) == before + 2
     if idea.name == "family":  # whose words no other family has
         idea.run("-m", "eval.report", run, "--out", idea.folder / "page")
         assert "expansion=2" in (idea.folder / "page/index.html").read_text()

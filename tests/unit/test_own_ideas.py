@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 import runpy
+import sys
 import tomllib
 from types import SimpleNamespace
 
@@ -16,6 +19,7 @@ from cat_lm import architectures, mixers, ops, plugins
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
+from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.unit.tiny_models import cat_model, random_ids
 
@@ -219,3 +223,18 @@ def test_the_family_says_what_its_model_has(ideas):
     assert family.describe(section) == "n-gram language model (expansion=2)"
     assert family.narrowed(section).num_hidden_layers == 2
     assert family.state_bytes(section, 7, 4) == 3 * 8 * 7 * 4
+
+
+def test_the_cells_of_a_plugin_s_mixer_are_named_by_its_sources_too(tmp_path, monkeypatch):
+    """Its code may change where no version does; cells of the project's mixers keep their names."""
+    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    code = (REPOSITORY / "tests/own_ideas/mixer.py").read_text(encoding="utf-8")
+    (tmp_path / "leaky_idea.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("leaky_idea")
+    cell, own = (Cell("mqar", name, 16, 16) for name in ("leaky", "cat"))
+    assert "code" not in own.key() and own.key() == dataclasses.asdict(own)
+    before = cell.key()
+    (tmp_path / "leaky_idea.py").write_text(code + "# another\n", encoding="utf-8")
+    assert cell.key()["code"] != before["code"] and len(before["code"]) == 12
+    sys.modules.pop("leaky_idea")

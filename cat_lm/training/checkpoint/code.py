@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from cat_lm import __version__
+from cat_lm import __version__, plugins
 from cat_lm.io.readers import Record
 
 
@@ -18,10 +19,11 @@ class CopiedCode(Record):
     dirty: bool
 
 
-def code_version() -> dict[str, str | None]:
-    """Return cat_lm's version, and its git commit (`+`: with changes) where it is known."""
+def code_version() -> dict[str, Any]:
+    """Return cat_lm's version, its git commit (`+`: with changes) if known, and the plugins."""
     checkout = Path(__file__).resolve().parents[3]
-    return {"cat_lm": __version__, "commit": _copied_commit(checkout) or _git_commit(checkout)}
+    commit = _copied_commit(checkout) or _git_commit(checkout)
+    return {"cat_lm": __version__, "commit": commit, "plugins": plugins.describe()}
 
 
 def _copied_commit(checkout: Path) -> str | None:

@@ -132,10 +132,11 @@ class DataState(Record):
 
 
 class CodeVersion(Record):
-    """The writer of a checkpoint: cat_lm's version, and its git commit (`+`: with changes)."""
+    """The writer of a checkpoint: cat_lm's version, its git commit (`+`: with changes), plugins."""
 
     cat_lm: str | None = None
     commit: str | None = None
+    plugins: dict[str, str] = Field(default_factory=dict)
 
 
 class RunState(Record):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cat_lm import __version__
+from cat_lm import __version__, plugins
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError, is_temporary
 from cat_lm.host import available_memory
@@ -135,6 +135,7 @@ def versions(on_gpu: bool) -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "absent"
+    found |= {f"the plugin {name}": code for name, code in plugins.describe().items()}
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))

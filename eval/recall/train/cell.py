@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cat_lm import mixers, plugins
 from cat_lm.errors import UserError
 from cat_lm.io.readers import Record
 from cat_lm.mixers import make_mixer
@@ -24,6 +25,13 @@ STOP_ABOVE = 0.99
 # Of what a record says. 1 stopped, and took the best epoch and rate, by the test rows; its cells
 # have other names.
 PROTOCOL = 2
+
+
+def code_of_mixer(specification: str) -> dict[str, str]:
+    """Give what a cell's key has besides where a mixer is a plugin's, whose code may change."""
+    name, _ = parse_specification(specification)
+    code = plugins.foreign_code(type(mixers.get(name, "--mixer")))
+    return {} if code is None else {"code": code}
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Cell:
         }
 
     def key(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | code_of_mixer(self.mixer)
 
     @property
     def rows(self) -> int:

@@ -32,6 +32,7 @@ from eval.recall.model import (
     learned_filters,
     parameters,
 )
+from eval.recall.train.cell import code_of_mixer
 from eval.recall.train.held_out import HeldOut, check_documents, held_out, over_documents
 from eval.recall.train.records import FilterRecord, delays
 
@@ -75,7 +76,7 @@ class LanguageCell:
         fields = dataclasses.asdict(self)
         if not self.choosing_documents:
             del fields["choosing_documents"]  # the name that such a cell had before there were any
-        return fields
+        return fields | code_of_mixer(self.mixer)
 
     @property
     def all_steps(self) -> int:
@@ -147,7 +148,7 @@ class LanguageCell:
         for of_choosing in others:
             found["validation"] = {key: of_choosing[key] for key in ("loss", "tokens_scored")}
         return {
-            "cell": dataclasses.asdict(self),
+            "cell": dataclasses.asdict(self) | self.key(),
             **self.resolved(),
             "parameters": parameters(model),
             **found,

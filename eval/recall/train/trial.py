@@ -13,7 +13,6 @@ model is tested. The test rows of all lengths are looked at once, at the end, wi
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -108,7 +107,7 @@ class Trial(BaseTrial):
         """
         cell = self.cell
         return {
-            "cell": dataclasses.asdict(cell),
+            "cell": cell.key(),
             **cell.resolved(),
             "protocol": cell.protocol,
             "parameters": parameters(self.model),
