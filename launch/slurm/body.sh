@@ -125,8 +125,9 @@ case $code:$first in
 esac
 
 # Ranks of an earlier start, on a node that was lost, may still hold the run's checkpoints.
+# No pipe: its code would be that of `tail`, which grep leaves before the end of a long log.
 if [ "$code" = 2 ] && [ "$restarts" -gt 0 ] &&
-    tail -c "+$((begin + 1))" "$run/slurm/job.log" | grep -q 'another process trains in it'; then
+    grep -q 'another process trains in it' < <(tail -c "+$((begin + 1))" "$run/slurm/job.log"); then
     code=1
 fi
 

@@ -137,6 +137,7 @@ if [ -n "${SRUN_WAITS:-}" ]; then
     exit "$code"
 fi
 printf '%b' "${SRUN_SAYS:-}" >&2
+seq "${SRUN_LINES:-0}" >&2
 exit "${SRUN_CODE:-0}"
 """,
     "squeue": STUB
@@ -422,6 +423,13 @@ def test_a_run_still_held_by_an_earlier_start_is_tried_again(job):
     assert job.was_requeued
     assert job.run(SRUN_CODE=2, SRUN_SAYS=held) == 2
     assert not job.was_requeued
+
+
+def test_a_run_still_held_is_seen_before_a_long_log(job):
+    """More than a pipe holds: whoever writes the rest finds that nobody reads it."""
+    held = "error: train.output_dir=/r: another process trains in it\n"
+    assert job.run(SRUN_CODE=2, SRUN_SAYS=held, SRUN_LINES=300_000, SLURM_RESTART_COUNT=1) == 1
+    assert job.was_requeued
 
 
 def test_a_controller_that_does_not_answer_is_no_reason_to_stop(job):
