@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launch.slurm import sbatch
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import CORES_OF_A_GPU, Options
 from launch.slurm.site import Site
 
 BODY = Path(__file__).with_name("body.sh")
 # SLURM takes one of them, not two.
-CORES_ASKED = re.compile(r"--cpus-per-(task|gpu)\b|-c")
+CORES_ASKED = ("cpus-per-task", "cpus-per-gpu")
 
 
 def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> str:
@@ -65,7 +66,8 @@ def gpu_request(gpus: int, site: Site) -> str:
 
 def cores_of_a_gpu(options: Options, site: Site) -> int | None:
     """Give --cpus-per-task of a GPU's rank; None where the site's own lines ask for cores."""
-    if options.cpus_per_task is None and not any(CORES_ASKED.match(line) for line in site.sbatch):
+    asked = any(sbatch.asks_for(line, CORES_ASKED) for line in site.sbatch)
+    if options.cpus_per_task is None and not asked:
         return CORES_OF_A_GPU
     return options.cpus_per_task
 

@@ -14,12 +14,10 @@ from cat_lm import limits
 from cat_lm.config_sections import whole
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped, read_yaml, short
+from launch.slurm import sbatch
 
 VARIABLE = "CAT_LM_SITE"
 USUAL_PLACE = Path("~/.config/cat_lm/site.yaml")
-# Options of #SBATCH lines that the script's own logic rests on.
-OURS = ("nodes", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "output", "error")
-OURS += ("array", "chdir", "export", "time", "job-name")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -92,11 +90,11 @@ def _expanded(path: Path | str) -> Path:
 
 def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
     for option in site.sbatch:
-        if not option.startswith("-") or not option.isprintable():
+        if not _is_option(option):
             raise UserError(
                 f"{path}: sbatch: {clipped(repr(option))}: must be one option such as --hint=…"
             )
-        if re.split("[= ]", option.lstrip("-"), maxsplit=1)[0].startswith(OURS):
+        if sbatch.asks_for(option, sbatch.OURS):
             raise UserError(
                 f"{path}: sbatch: {clipped(repr(option))}: launch.slurm sets this one itself"
             )
@@ -114,3 +112,11 @@ def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
             raise UserError(
                 f"{path}: env: {clipped(repr(name))}: is no name of an environment variable"
             )
+
+
+def _is_option(text: str) -> bool:
+    try:
+        names = sbatch.names(text)
+    except ValueError:  # a quote is not closed
+        return False
+    return text.startswith("-") and text.isprintable() and any(names)

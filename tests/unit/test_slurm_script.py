@@ -74,6 +74,7 @@ def test_bash_and_shellcheck_accept_it(name):
         ({"gpus_per_node": 8}, {"cpus_per_task": 5}, ["--cpus-per-task=5"]),
         ({"gpus_per_node": 8}, {"sbatch": ["--cpus-per-gpu=4"]}, ["--cpus-per-gpu=4"]),
         ({"gpus_per_node": 8}, {"sbatch": ["-c 4"]}, ["-c 4"]),
+        ({"gpus_per_node": 8}, {"sbatch": ["-Hc4"]}, []),
         ({"tasks_per_node": 8}, {}, []),
     ],
 )

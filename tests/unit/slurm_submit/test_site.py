@@ -51,6 +51,8 @@ def site_file(folder: Path, text: str) -> Path:
         ("- a", "must hold keys such as"),
         ("a: [", "not valid YAML"),
         ("sbatch: [nodes]", "sbatch: 'nodes': must be one option"),
+        ("sbatch: [--]", "sbatch: '--': must be one option"),
+        ("sbatch: ['--comment=\"a']", "must be one option"),
         ("sbatch: [--no-requeue]", "launch.slurm sets this one itself"),
         ("sbatch: [--output=x.log]", "launch.slurm sets this one itself"),
         ('srun: ["--a\\n b"]', "srun: '--a\\n b'"),
@@ -65,6 +67,30 @@ def test_site_errors_name_the_key(tmp_path, text, says):
     with pytest.raises(UserError) as error:
         load_site(site_file(tmp_path, text))
     assert says in str(error.value) and "site.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("-N 2", "-N2", "--nodes=2", "--nodes 2", "-t 10", "-o x.log", "-HN2", "-W"),
+        *("--tasks-per-node=3", "--outp=x.log", "--no-requ", "--hint=nomultithread -N2"),
+    ],
+)
+def test_what_the_script_rests_on_has_other_forms(tmp_path, option):
+    """The site's lines come last, where sbatch lets the last one win."""
+    with pytest.raises(UserError, match="slurm sets this one itself"):
+        load_site(site_file(tmp_path, f"sbatch: ['{option}']"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--time-min=10", "--ntasks-per-socket=2", "--wait-all-nodes=1", "-c 4", "-H", "-C a100"),
+        *('--comment="by -N2"', "--hint=nomultithread # -N2", "--nodelist=n1"),
+    ],
+)
+def test_what_only_looks_like_the_script_s_own_is_the_site_s(tmp_path, option):
+    assert load_site(site_file(tmp_path, f"sbatch: ['{option}']"))[0].sbatch == [option]
 
 
 def test_where_the_site_file_is_looked_for(tmp_path, monkeypatch):

@@ -1,0 +1,52 @@
+"""Options of #SBATCH lines, read as sbatch reads them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+# Options that the script's own logic rests on.
+OURS = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu", "array", "time")
+OURS += ("signal", "requeue", "no-requeue", "open-mode", "output", "error", "job-name", "chdir")
+OURS += ("export", "export-file", "wait")
+_SHORT = {
+    **{"A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile"},
+    **{"G": "gpus", "H": "hold", "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes"},
+    **{"O": "overcommit", "Q": "quiet", "S": "core-spec", "V": "version", "W": "wait"},
+    **{"a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error"},
+    **{"h": "help", "i": "input", "k": "no-kill", "m": "distribution", "n": "ntasks"},
+    **{"o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time"},
+    **{"v": "verbose", "w": "nodelist", "x": "exclude"},
+}
+_WITHOUT_VALUE = "HOQVWhsv"
+
+
+def names(line: str) -> list[str]:
+    """Give the options of a line (what follows #SBATCH), as they are written but for short ones.
+
+    Raises:
+        ValueError: a quote is not closed.
+    """
+    found = []
+    for word in shlex.split(line, comments=True):
+        if word.startswith("--"):
+            found.append(word[2:].partition("=")[0])
+        elif word.startswith("-"):
+            found += _of_letters(word[1:])
+    return found
+
+
+def asks_for(line: str, options: Iterable[str]) -> bool:
+    """Tell whether a line gives one of the options: sbatch takes beginnings of names, too."""
+    given = names(line)
+    return any(option.startswith(name) for option in options for name in given)
+
+
+def _of_letters(letters: str) -> list[str]:
+    """Several may share a word, -HN2: the first one that takes a value has the rest."""
+    found = []
+    for letter in letters:
+        found.append(_SHORT.get(letter, letter))
+        if letter not in _WITHOUT_VALUE:
+            break
+    return found
