@@ -22,6 +22,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # A shell's `&` has INT ignored, and so have all processes below it; tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Those of the shell would be in the scripts that launch.slurm renders.
+for name in [name for name in os.environ if name.startswith("SBATCH_")]:
+    del os.environ[name]
 WORDS = "the a cat sat saw heard on under near mat dog bird tree house and then slept ran 7 12"
 
 

@@ -164,6 +164,6 @@ if [ "${now:-$restarts}" != "$restarts" ]; then
 fi
 say "$why: requeued"
 if ! scontrol requeue "$job"; then
-    say "SLURM refused to requeue it (see above). To go on: $resume, or: sbatch $run/slurm/job.sbatch"
+    say "SLURM refused to requeue it (see above). To go on: $resume"
 fi
 exit "$code"

@@ -6,10 +6,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from launch.slurm import sbatch
 from launch.slurm.folder import RunFolder
 
 
@@ -34,13 +37,16 @@ _ELSEWHERE = (
 _NOBODY = re.compile("configuration source|contact slurm controller|munge|Authentication", re.I)
 
 
-def command(*arguments: str) -> str:
+def command(*arguments: str, without: Collection[str] = ()) -> str:
     """Runs one of SLURM's commands and returns its output.
+
+    Args:
+        without: variables that it does not get to see.
 
     Raises:
         UserError: the command failed, with what it said; `NoSlurm` where it has nobody to ask.
     """
-    done = _run(*arguments)
+    done = _run(*arguments, without=without)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         if _NOBODY.search(said):
@@ -50,17 +56,27 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
-def check(script: str) -> None:
-    """Raises UserError where SLURM would not take this script, with its reason."""
-    done = _run("sbatch", "--test-only", input=script)
-    if done.returncode:
-        raise UserError(f"sbatch: {' '.join(done.stderr.split()) or 'refuses the job'}")
+def check(*scripts: str) -> None:
+    """Raises UserError where SLURM would not take these scripts, with its reason.
+
+    Says on stderr which variables `submit` will keep from sbatch.
+    """
+    without = {script: sbatch.overriding(sbatch.lines_of(script)) for script in scripts}
+    if any(without.values()):
+        listed = ", ".join(sorted(set().union(*without.values())))
+        print(f"left aside, or they would win over what is asked for: {listed}", file=sys.stderr)
+    for script in scripts:
+        done = _run("sbatch", "--test-only", input=script, without=without[script])
+        if done.returncode:
+            raise UserError(f"sbatch: {' '.join(done.stderr.split()) or 'refuses the job'}")
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submits a batch script; returns the job's id."""
+    """Submits a batch script, without the variables that would win over it; the job's id."""
+    without = sbatch.overriding(sbatch.lines_of(script.read_text(encoding="utf-8")))
+    said = command("sbatch", "--parsable", *options, str(script), without=without)
     # `12;cluster` where there are several clusters.
-    return command("sbatch", "--parsable", *options, str(script)).strip().split(";")[0]
+    return said.strip().split(";")[0]
 
 
 def cancel(job_id: str) -> None:
@@ -108,7 +124,9 @@ def job_state(job_id: str) -> JobState | None:
     return None
 
 
-def _run(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
+def _run(
+    *arguments: str, input: str = "", without: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             arguments,
@@ -116,7 +134,7 @@ def _run(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
             text=True,
             errors="replace",
             timeout=120,
-            env=_environment(),
+            env={k: v for k, v in _environment().items() if k not in without},
             input=input,
         )
     except FileNotFoundError:

@@ -67,8 +67,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--out {parsed.out}: is being prepared by SLURM jobs; `scancel {jobs}` ends them"
         )
-    for text in texts.values():
-        cluster.check(text)
+    cluster.check(*texts.values())
     snapshot.save_code(folder, snapshot.PROJECT)
     encode, assemble = texts
     for path, text in texts.items():

@@ -1,7 +1,9 @@
-"""Options of #SBATCH lines, read as sbatch reads them."""
+"""Options of #SBATCH lines, read as sbatch reads them, and variables that it prefers to them."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Iterable
 
@@ -19,6 +21,13 @@ _SHORT = {
     **{"v": "verbose", "w": "nodelist", "x": "exclude"},
 }
 _WITHOUT_VALUE = "HOQVWhsv"
+# SBATCH_GPUS_PER_NODE is --gpus-per-node; what is called otherwise.
+_OTHERWISE = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "ARRAY_INX": "array"}
+# Ways to ask for one thing, of which SLURM takes one.
+_SAME = (
+    {"cpus-per-task", "cpus-per-gpu"},
+    {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"},
+)
 
 
 def names(line: str) -> list[str]:
@@ -40,6 +49,28 @@ def asks_for(line: str, options: Iterable[str]) -> bool:
     """Tell whether a line gives one of the options: sbatch takes beginnings of names, too."""
     given = names(line)
     return any(option.startswith(name) for option in options for name in given)
+
+
+def overriding(lines: Iterable[str]) -> list[str]:
+    """Give the variables of this environment that sbatch would prefer to what these lines ask for.
+
+    Those of options that the script rests on count even where no line has them, such as --error.
+    """
+    asked = {*OURS, *(name for line in lines for name in names(line))}
+    asked |= {name for same in _SAME if same & asked for name in same}
+    return sorted(variable for variable in os.environ if _option_of(variable) in asked)
+
+
+def lines_of(script: str) -> list[str]:
+    """Give what follows #SBATCH in a script's lines."""
+    return re.findall(r"^#SBATCH (.*)$", script, re.M)
+
+
+def _option_of(variable: str) -> str | None:
+    prefix, _, name = variable.partition("_")
+    if prefix != "SBATCH" and variable != "SLURM_HINT":
+        return None
+    return _OTHERWISE.get(name, name.lower().replace("_", "-"))
 
 
 def _of_letters(letters: str) -> list[str]:

@@ -26,11 +26,12 @@ def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str
         options: joined with the site's (`Options.with_site`).
         inputs: local folders that the run reads; a container gets them mounted.
     """
+    lines = sbatch_lines(folder, options, site)
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in sbatch_lines(folder, options, site)),
-            *comment(folder),
+            *(f"#SBATCH {line}" for line in lines),
+            *comment(folder, lines),
             "",
             *setup_lines(site),
             *values(folder, options, site, inputs),
@@ -89,12 +90,14 @@ def job_name(folder: RunFolder) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", folder.run.name) or "cat_lm"
 
 
-def comment(folder: RunFolder) -> list[str]:
+def comment(folder: RunFolder, lines: Sequence[str]) -> list[str]:
+    without = " ".join(f"-u {name}" for name in sbatch.overriding(lines))
     return [
         "#",
         "# One training run of cat_lm, rendered by `python -m launch.slurm`. By hand:",
-        f"#     sbatch {shlex.quote(str(folder.script))}",
+        f"#     {f'env {without} ' if without else ''}sbatch {shlex.quote(str(folder.script))}",
         "# It continues from the newest checkpoint, and requeues itself until the run is finished.",
+        "# Variables such as SBATCH_TIMELIMIT win over the lines above: unset those of your shell.",
     ]
 
 

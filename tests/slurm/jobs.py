@@ -17,6 +17,8 @@ from tests.slurm.cluster import Cluster, environments, kill, wait_for
 
 # Generous: on a machine that does other things too, a start of training takes a minute.
 START_SECONDS = 180
+# What a shell may have. sbatch alone would prefer each to what the script asks for.
+OF_A_USER = {"SBATCH_NO_REQUEUE": "", "SBATCH_TIMELIMIT": "1", "SBATCH_OPEN_MODE": "truncate"}
 
 
 class Job:
@@ -30,7 +32,7 @@ class Job:
         done = subprocess.run(
             [sys.executable, "-m", "launch.slurm", *map(str, arguments)],
             cwd=REPOSITORY,
-            env={**self.cluster.environment, "CAT_LM_SITE": str(self.site)},
+            env={**self.cluster.environment, **OF_A_USER, "CAT_LM_SITE": str(self.site)},
             capture_output=True,
             text=True,
         )

@@ -455,7 +455,7 @@ def test_an_old_start_does_not_requeue_a_new_one(job):
 def test_a_refused_requeue_tells_how_to_go_on(job):
     assert job.run(SRUN_CODE=75, NO_REQUEUE=1) == 75
     assert "Requeue disabled" in job.log
-    assert f"resume '{job.folder.run}'" in job.log and "sbatch" in job.log
+    assert f"resume '{job.folder.run}'" in job.log
 
 
 def test_a_missing_code_folder_ends_the_job(job):

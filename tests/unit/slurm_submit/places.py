@@ -13,6 +13,7 @@ from tests.unit.calls import call_main
 
 STUBS = {
     "sbatch": """echo "sbatch $*" >>"$CALLS"
+env >"$CALLS.environment"
 if [ -n "${SBATCH_FAILS:-}" ]; then echo "sbatch: error: invalid account" >&2; exit 1; fi
 echo "${JOB_ID:-41}"
 """,

@@ -31,6 +31,27 @@ def test_submit(place):
     assert copied(folder) == {"cat_lm/a.py", "train.py"}
 
 
+def test_variables_of_the_shell_do_not_win(place, monkeypatch):
+    """As sbatch would have it, over all #SBATCH lines; one of what nobody asks for stays."""
+    site = place.folder / "site.yaml"
+    site.write_text("partition: gpu\nsbatch: [--hint=nomultithread]\n")
+    aside = ["SBATCH_ERROR", "SBATCH_GRES", "SBATCH_NO_REQUEUE", "SBATCH_PARTITION"]
+    aside += ["SBATCH_TIMELIMIT", "SBATCH_WAIT", "SLURM_HINT"]
+    kept = ["SBATCH_ACCOUNT", "SBATCH_CLUSTERS", "SBATCH_DEBUG", "SBATCH_WAIT_ALL_NODES"]
+    for name in aside + kept:
+        monkeypatch.setenv(name, "1")
+    code, _, err = place(
+        *("submit", place.config, "--nodes", 1, "--gpus-per-node", 2, "--site", site)
+    )
+    said = f"left aside, or they would win over what is asked for: {', '.join(aside)}\n"
+    assert (code, err) == (0, said)
+    seen = (place.folder / "calls.environment").read_text().splitlines()
+    assert {line.partition("=")[0] for line in seen} & {*aside, *kept} == set(kept)
+    script = place.run_folder.script
+    by_hand = " ".join(f"-u {name}" for name in aside)
+    assert f"\n#     env {by_hand} sbatch {script}\n" in script.read_text()
+
+
 def test_print_writes_nothing(place):
     before = sorted(place.folder.iterdir())
     code, out, err = place("submit", place.config, "--nodes", 2, "--gpus-per-node", 2, "--print")
