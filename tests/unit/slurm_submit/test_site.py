@@ -130,6 +130,13 @@ def test_the_example_is_a_valid_site_and_names_every_key():
     assert missing == [] and set(yaml.safe_load(text)) <= set(Site.model_fields)
 
 
+def test_the_example_has_no_hint_that_srun_ignores():
+    """Srun takes a --hint, also the job's, or a --cpu-bind."""
+    site, _ = load_site(snapshot.PROJECT / "launch" / "site.example.yaml")
+    given = {option.partition("=")[0] for option in (*site.sbatch, *site.srun)}
+    assert "--cpu-bind" in given and "--hint" not in given
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
