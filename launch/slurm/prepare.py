@@ -20,6 +20,8 @@ from launch.slurm.site import Site, load_site
 # What this command decides itself, or what tasks at the same time would do to each other.
 _OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers", "--overwrite")
 _PATH_FLAGS = ("path", "validation_path", "tokenizer", "scratch")
+# What the scripts themselves set for data_prep.prepare.
+EXPORTED = ("PYTHONPATH", "PYTHONSAFEPATH")
 
 
 class PrepareFolder(RunFolder):
@@ -167,12 +169,5 @@ def sbatch_lines(folder: PrepareFolder, options: Options, site: Site, stage: Sta
 def srun_arguments(
     folder: PrepareFolder, options: Options, site: Site, inputs: Sequence[str]
 ) -> list[str]:
-    arguments = list(site.srun)
-    if options.container:
-        places = [str(folder.slurm), str(folder.run.parent), *inputs]
-        arguments += [
-            f"--container-image={options.container}",
-            f"--container-mounts={','.join(script.mounts(options, places))}",
-            f"--container-workdir={inputs[0]}",
-        ]
-    return arguments
+    places = [str(folder.slurm), str(folder.run.parent), *inputs]
+    return [*site.srun, *script.container_arguments(options, places, inputs[0], EXPORTED)]

@@ -17,6 +17,8 @@ from launch.slurm.site import Site
 BODY = Path(__file__).with_name("body.sh")
 # SLURM takes one of them, not two.
 CORES_ASKED = ("cpus-per-task", "cpus-per-gpu")
+# What the script itself sets for its ranks, beside `environment`.
+EXPORTED = ("GIT_CEILING_DIRECTORIES", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> str:
@@ -140,14 +142,29 @@ def python_of(options: Options, site: Site) -> str:
 def srun_arguments(
     folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]
 ) -> list[str]:
-    arguments = list(site.srun)
-    if options.container:
-        arguments += [
-            f"--container-image={options.container}",
-            f"--container-mounts={','.join(mounts(options, [str(folder.run), *inputs]))}",
-            f"--container-workdir={folder.code}",
-        ]
-    return arguments
+    places = [str(folder.run), *inputs]
+    return [*site.srun, *container_arguments(options, places, folder.code, EXPORTED)]
+
+
+def container_arguments(
+    options: Options, places: Sequence[str], workdir: Path | str, exported: Sequence[str]
+) -> list[str]:
+    """Give srun's arguments for the container, if there is one.
+
+    Args:
+        places: folders that it sees.
+        exported: variables that the batch script sets beside the options'.
+    """
+    if not options.container:
+        return []
+    # An image's own values come before the job's, but for variables that are named here.
+    names = dict.fromkeys([*exported, *options.env])
+    return [
+        f"--container-image={options.container}",
+        f"--container-mounts={','.join(mounts(options, places))}",
+        f"--container-env={','.join(names)}",
+        f"--container-workdir={workdir}",
+    ]
 
 
 def mounts(options: Options, needed: Sequence[str]) -> list[str]:

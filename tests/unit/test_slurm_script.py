@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -102,6 +103,15 @@ def test_a_container_gets_only_the_mounts_that_are_missing():
         "/store:/data:ro",
         "/models/a:/models/a",
     ]
+
+
+def test_a_container_gets_all_variables_that_the_script_sets():
+    """Pyxis lets the image's values come before those of variables that it is not told of."""
+    text = TEXTS["job.sbatch"]
+    told = re.search(r"--container-env=([\w,]+)", text)[1].split(",")
+    exported = set(re.findall(r"\bexport (\w+)=", text)) - {"SRUN_CPUS_PER_TASK"}  # srun's own
+    assert sorted(told) == sorted({*exported, "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NOTE"})
+    assert {"MASTER_ADDR", "OMP_NUM_THREADS"} <= exported
 
 
 def test_values_that_a_shell_would_read_stay_text(tmp_path):

@@ -60,6 +60,17 @@ def test_the_scripts_of_prepare_run_its_stages(place, monkeypatch):
             subprocess.run(["shellcheck", script], check=True)
 
 
+def test_prepare_in_a_container(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    options = ("--tasks", 3, "--container", "image", "--env", "A=1", "--print")
+    code, out, err = place("prepare", *options, "--", *FLAGS)
+    assert (code, err) == (0, "")
+    assert out.count("--container-env=PYTHONPATH,PYTHONSAFEPATH,A'\n") == 2
+    here = place.folder
+    assert f"--container-mounts={here}/corpus.slurm:{here}/corpus.slurm,{here}:{here}'" in out
+    assert f"--container-workdir={here}\n" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
