@@ -78,6 +78,12 @@ echo "$(date -u '+%Y-%m-%dT%H:%M:%SZ') job=$job restart=$restarts checkpoint=$ch
 say "restart $restarts on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks meet at" \
     "$MASTER_ADDR:$MASTER_PORT, checkpoint $checkpoint"
 
+# A container can mount only what is there, on each node.
+if [ "${#made[@]}" -gt 0 ]; then
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        --mpi=none mkdir -p -- "${made[@]}" 9>&- || say "not made on each node: ${made[*]}"
+fi
+
 # Signals to this shell are passed on. Not TERM itself: srun would take it as an order to kill.
 interrupted=
 terminated=

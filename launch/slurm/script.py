@@ -21,12 +21,19 @@ CORES_ASKED = ("cpus-per-task", "cpus-per-gpu")
 EXPORTED = ("GIT_CEILING_DIRECTORIES", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
-def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> str:
+def render(
+    folder: RunFolder,
+    options: Options,
+    site: Site,
+    inputs: Sequence[str],
+    cache: str | None = None,
+) -> str:
     """The text of the batch script.
 
     Args:
         options: joined with the site's (`Options.with_site`).
         inputs: local folders that the run reads; a container gets them mounted.
+        cache: the run's `data.cache_dir`, mounted likewise; it may still have to be made.
     """
     lines = sbatch_lines(folder, options, site)
     return "\n".join(
@@ -36,7 +43,7 @@ def render(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str
             *comment(folder, lines),
             "",
             *setup_lines(site),
-            *values(folder, options, site, inputs),
+            *values(folder, options, site, inputs, cache),
             BODY.read_text(encoding="utf-8"),
         ]
     )
@@ -107,9 +114,13 @@ def setup_lines(site: Site) -> list[str]:
     return ["# The site's own lines.", *site.setup, ""] if site.setup else []
 
 
-def values(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]) -> list[str]:
+def values(
+    folder: RunFolder, options: Options, site: Site, inputs: Sequence[str], cache: str | None
+) -> list[str]:
     run = shlex.quote(str(folder.run))
-    arguments = srun_arguments(folder, options, site, inputs)
+    places = [str(folder.run), *inputs, *([cache] if cache else [])]
+    container = container_arguments(options, places, folder.code, EXPORTED)
+    made = [cache] if container and cache in not_held(options, places) else []
     resume = f"python -m launch.slurm resume {run}"
     environment = [f"{name}={value}" for name, value in options.env.items()]
     return [
@@ -122,7 +133,8 @@ def values(folder: RunFolder, options: Options, site: Site, inputs: Sequence[str
         f"max_restarts={options.max_restarts}",
         f"resume={shlex.quote(resume)}",
         array("environment", environment),
-        array("srun_options", arguments),
+        array("made", made),
+        array("srun_options", [*site.srun, *container]),
     ]
 
 
@@ -137,13 +149,6 @@ def python_of(options: Options, site: Site) -> str:
     if site.python:
         return site.python
     return "python" if options.container or site.setup else sys.executable
-
-
-def srun_arguments(
-    folder: RunFolder, options: Options, site: Site, inputs: Sequence[str]
-) -> list[str]:
-    places = [str(folder.run), *inputs]
-    return [*site.srun, *container_arguments(options, places, folder.code, EXPORTED)]
 
 
 def container_arguments(
@@ -169,14 +174,22 @@ def container_arguments(
 
 def mounts(options: Options, needed: Sequence[str]) -> list[str]:
     """The mounts asked for, and the folders needed that none of these holds."""
-    asked = options.container_mounts.split(",") if options.container_mounts else []
-    inside = [Path(mount.split(":")[1] if ":" in mount else mount) for mount in asked]
-    result = list(asked)
+    return [*_asked(options), *(f"{path}:{path}" for path in not_held(options, needed))]
+
+
+def not_held(options: Options, needed: Sequence[str]) -> list[str]:
+    """Give the folders that lie in no mount asked for, nor in another folder before them."""
+    inside = [Path(m.split(":")[1] if ":" in m else m) for m in _asked(options)]
+    result = []
     for path in dict.fromkeys(needed):
         if not any(Path(path).is_relative_to(place) for place in inside):
-            result.append(f"{path}:{path}")
+            result.append(path)
             inside.append(Path(path))
     return result
+
+
+def _asked(options: Options) -> list[str]:
+    return options.container_mounts.split(",") if options.container_mounts else []
 
 
 def quoted(item: str) -> str:

@@ -16,6 +16,7 @@ import yaml
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig
+from cat_lm.data.storage import DEFAULT_CACHE
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
 from cat_lm.io.folders import atomic_folder
@@ -87,6 +88,11 @@ def inputs_of(values: dict[str, Any]) -> list[str]:
     data = values["data"]
     paths = [data.get("path"), *(data.get("mixture") or {}), values["train"]["init_from"]]
     return [path for path in paths if path and not _is_url(path)]
+
+
+def cache_of(values: dict[str, Any]) -> str:
+    """Give the folder of copies and notes that cannot lie beside the data, `data.cache_dir`."""
+    return _absolute(values["data"]["cache_dir"] or DEFAULT_CACHE)
 
 
 def save_config(folder: RunFolder, values: dict[str, Any]) -> None:

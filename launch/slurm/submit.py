@@ -32,7 +32,8 @@ class Plan:
     site: Site
 
     def text(self) -> str:
-        return script.render(self.folder, self.options, self.site, snapshot.inputs_of(self.values))
+        inputs, cache = snapshot.inputs_of(self.values), snapshot.cache_of(self.values)
+        return script.render(self.folder, self.options, self.site, inputs, cache)
 
 
 def submit(arguments: argparse.Namespace) -> None:
@@ -115,6 +116,8 @@ def plan_of(
             "train.init_from starts a new one from other weights"
         )
     values = snapshot.resolved(config)
+    if merged.container:  # the ranks' home is another there
+        values["data"]["cache_dir"] = snapshot.cache_of(values)
     folder = RunFolder(Path(values["train"]["output_dir"]))
     if continued not in (None, folder):
         raise UserError(

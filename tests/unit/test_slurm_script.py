@@ -47,7 +47,9 @@ SITE = Site(
 )
 ON_CPUS = Options(nodes=2, tasks_per_node=2, time="10")
 TEXTS = {
-    "job.sbatch": render(FOLDER, ON_GPUS.with_site(SITE), SITE, ["/data/slimpajama", "/models/a"]),
+    "job.sbatch": render(
+        FOLDER, ON_GPUS.with_site(SITE), SITE, ["/data/slimpajama", "/models/a"], "/scratch/cache"
+    ),
     "job.sbatch.cpu": render(FOLDER, ON_CPUS, Site(python="python3"), ["/data/slimpajama"]),
 }
 
@@ -173,16 +175,17 @@ esac
 class Job:
     """A rendered script run by bash, with stubs in the place of SLURM."""
 
-    def __init__(self, place: Path, max_restarts: int = 3) -> None:
+    def __init__(self, place: Path, cache: str | None = None, **options: object) -> None:
         self.folder, self.stubs = RunFolder(place / "a run"), place / "stubs"
         self.folder.code.mkdir(parents=True)
         self.stubs.mkdir()
         for name, text in STUBS.items():
             (self.stubs / name).write_text(text, encoding="utf-8")
             (self.stubs / name).chmod(0o755)
-        options = Options(nodes=2, max_restarts=max_restarts, env={"OF_RUN": "1 2"})
+        options = Options(nodes=2, env={"OF_RUN": "1 2"}, **options)
         site = Site(python="python", srun=["--mpi=none"])
-        self.folder.script.write_text(render(self.folder, options, site, []), encoding="utf-8")
+        text = render(self.folder, options, site, [], cache)
+        self.folder.script.write_text(text, encoding="utf-8")
 
     def start(self, **environment: str) -> subprocess.Popen:
         (self.stubs / "calls").unlink(missing_ok=True)
@@ -196,6 +199,7 @@ class Job:
                     "STUBS": str(self.stubs),
                     "SLURM_JOB_ID": "20123",
                     "SLURM_JOB_NODELIST": "n[7-8]",
+                    "SLURM_JOB_NUM_NODES": "2",
                     "SLURM_NTASKS": "2",
                     "RANK": "5",
                     "WORLD_SIZE": "9",
@@ -255,6 +259,19 @@ def test_how_ranks_are_started(job, restarts, port):
     ):
         assert expected in environment
     assert not [line for line in environment if line.startswith(("RANK=", "WORLD_SIZE="))]
+
+
+@pytest.mark.parametrize(
+    ("mounted", "made"), [(None, True), ("/x:/y", True), ("/cache:/cache", False)]
+)
+def test_a_container_s_cache_is_made_on_each_node_first(tmp_path, mounted, made):
+    """Or it could not be mounted; within a mount that was asked for, the run makes it."""
+    job = Job(tmp_path, "/cache/a b", container="image", container_mounts=mounted)
+    assert job.run() == 0
+    *first, training = (line for line in job.calls.splitlines() if line.startswith("srun"))
+    making = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --mpi=none mkdir -p -- /cache/a b"
+    assert first == ([making] if made else [])
+    assert (":/cache/a b " in training) == made
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,24 @@ def test_paths_become_absolute(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("given", "cache"), [([], ".cache/cat_lm/data"), (["data.cache_dir=~/copies"], "copies")]
+)
+def test_a_container_sees_the_cache(place, given, cache):
+    """Also the default one, by its path here: copies and notes would be lost with the container."""
+    place.submit("--container", "image", *given)
+    folder = place.folder / cache
+    assert f",{folder}:{folder}'\n" in place.run_folder.script.read_text()
+    assert load_config(place.run_folder.config).data.cache_dir == str(folder)
+    assert not folder.exists()  # it may lie on the nodes
+
+
+def test_without_a_container_the_default_cache_stays_the_default(place):
+    place.submit()
+    assert load_config(place.run_folder.config).data.cache_dir is None
+    assert "made=()\n" in place.run_folder.script.read_text()
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--nodes", 0], "--nodes: '0' must be from 1 to 65,536"),
