@@ -65,7 +65,10 @@ def loss_figure(
             columns = 4 if size[0] > 5 else 2
             figure.legend(handles=keys, loc="outside lower center", ncols=columns, fontsize=8)
         else:
-            axes.legend(handles=keys, loc="upper right", bbox_to_anchor=(1, 0.88))
+            # Below the reference's words; above it where all losses are.
+            is_below = unigram_loss is not None and unigram_loss < min(seen, default=unigram_loss)
+            place = {"loc": "center right"} if is_below else {"bbox_to_anchor": (1, 0.88)}
+            axes.legend(handles=keys, **{"loc": "upper right"} | place)
         return figure
 
 
@@ -81,7 +84,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def _loss_limits(axes: Axes, losses: list[float], must_show: list[float]) -> None:
     """Shows what was learned: the first training steps may leave the picture at its top."""
     if losses:
-        low, top = min(losses), max(must_show)
+        low, top = min(*losses, *must_show), max(must_show)  # a reference may be below all losses
         axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
 
 

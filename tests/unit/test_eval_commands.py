@@ -321,3 +321,4 @@ def test_loss_picture_shows_every_validation_and_the_reference():
     assert limits([8.2, 8.0], 7.0)[1] > 8.2, "a run that fails to learn is not"
     assert limits([6.0], 7.0)[0] < 5.2
     assert limits([6.0], None)[1] > 9.0
+    assert limits([8.0], 4.0)[0] < 4.0, "words outside of the picture leave its axes no room"
