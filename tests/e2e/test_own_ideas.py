@@ -142,9 +142,12 @@ def test_trains_is_killed_goes_on_and_is_used(idea: Idea, tiny_corpus):
     made = json.loads((model / "export.json").read_text())["code"]["plugins"]["mine"]
     assert made.startswith("own_idea 1.0, ")
 
-    # With other code of the idea nothing that was computed is told again.
+    # With other code of the idea nothing that was computed is told again, and a run says so.
     before, source = len(list(out.rglob("*.json"))), idea.folder / "site/own_idea.py"
     source.write_text(source.read_text() + "# another version\n")
+    more = idea.config(tiny_corpus, "run", resume="auto")
+    said = idea.run("train.py", more, "train.max_steps=8")
+    assert f"the plugin mine: was {made}, is own_idea 1.0, " in said
     idea.run(*sweep, "--lengths", "32,64", "--max-tokens", 512)
     assert len(list(out.rglob("*.json"))) == before + 2
     if idea.name == "family":  # whose words no other family has

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cat_lm import plugins
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.errors import UserError
 from cat_lm.ops.landmark.options import CALIBRATE
@@ -77,6 +78,10 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"ranks: was {state.world_size}, is {world_size}; random generators seeded anew from "
             f"train.seed, step {state.step}, rank and number of ranks"
         )
+    now = plugins.describe()
+    for name, was in state.code.plugins.items():
+        if now.get(name, was) != was:  # what of it the model has cannot be seen from here
+            lines.append(f"the plugin {name}: was {was}, is {now[name]}")
     return Restored(folder, state, lines)
 
 
