@@ -278,10 +278,10 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
 
     Args:
         state: the folder that `index` describes.
-        weights: the safetensors file of the whole master weights.
+        weights: the safetensors file of the whole master weights, which `check_weights` has seen.
 
     Raises:
-        UserError: a file is damaged, or a weight is missing or has another shape.
+        UserError: a file is damaged.
     """
     for tensor in stepped_tensors(engine):
         moments = engine.optimizer.state[tensor]
@@ -295,11 +295,15 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
     _read_moments(engine, held, index, state)
 
 
-def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
+def check_weights(engine: Engine, path: Path) -> None:
+    """Compares the header of the whole master weights with the model.
+
+    Raises:
+        UserError: the file is damaged, or a weight is missing, of another shape or not fp32.
+    """
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     with _opened(path) as stored:
-        names = {_todays_name(engine, name): name for name in stored.keys()}  # noqa: SIM118
-        slices = {name: stored.get_slice(place) for name, place in names.items()}
+        slices = {name: stored.get_slice(place) for name, place in _places(engine, stored).items()}
         found = {name: part.get_shape() for name, part in slices.items()}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
@@ -309,11 +313,22 @@ def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
                 )
             if (dtype := slices[name].get_dtype()) != "F32":
                 raise UserError(f"{path}: {name}: is {dtype}, must be F32")
+
+
+def _places(engine: Engine, stored: safe_open) -> dict[str, str]:
+    """Give the names in a file by those that the parameters have today."""
+    return {_todays_name(engine, name): name for name in stored.keys()}  # noqa: SIM118
+
+
+def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
+    expected = shapes(engine)
+    with _opened(path) as stored:
+        places = _places(engine, stored)
         for fragment in held:
             # Slices are of whole rows; those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
             first, end = fragment.start // row, -(-fragment.stop // row)
-            read = stored.get_slice(names[fragment.name])[first:end].reshape(-1)
+            read = stored.get_slice(places[fragment.name])[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
 

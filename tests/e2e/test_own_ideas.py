@@ -216,6 +216,26 @@ def test_the_recall_suite_trains_the_mixer(tmp_path):
     assert "mixer leaky: unknown option 'memry'; did you mean memory?" in said
 
 
+def test_a_parameter_of_another_shape_since_is_told_by_its_shapes(tiny_corpus, tmp_path):
+    """Moments lie flat, and said that elements are stored twice."""
+    code = (IDEAS / "scores.py").read_text(encoding="utf-8")
+    idea = Idea("scores", tmp_path, install(tmp_path / "site", code))
+    config = idea.config(tiny_corpus, "run", resume="auto")
+    idea.run("train.py", config)
+    for whole, changed in (
+        ("        return model.num_attention_heads\n", "        return 1\n"),
+        ("torch.empty(heads)", "torch.empty(1)"),
+        ("slopes[head]", "slopes[0 * head]"),
+    ):
+        assert whole in code
+        code = code.replace(whole, changed)
+    environment = install(tmp_path / "other", code)
+    done = python("train.py", config, "train.max_steps=8", **environment)
+    line = (done.stdout + done.stderr).splitlines()[-1]
+    assert done.returncode == 2 and line.startswith("error: ") and "model.safetensors: " in line
+    assert line.endswith("score_transform.slopes: the file has [2], the model [1]")
+
+
 def test_a_backend_without_a_kernel_is_refused_by_name(tiny_corpus, tmp_path):
     idea = Idea("convolution", tmp_path, {})
     code = (IDEAS / "convolution.py").read_text(encoding="utf-8")

@@ -106,19 +106,25 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
         UserError: as `read_compatible`, or a file is damaged; on every rank.
     """
     from cat_lm.training import rng
-    from cat_lm.training.optimizer_state import read_index, read_state, refresh_model
+    from cat_lm.training.optimizer_state import (
+        StateIndex,
+        check_weights,
+        read_index,
+        read_state,
+        refresh_model,
+    )
 
     ranks, config = engine.ranks, engine.config
+
+    def look() -> tuple[Restored, StateIndex]:
+        restored = read_compatible(folder, config, ranks.world_size, fingerprint)
+        # Before the moments, which lie flat and could not say what shape is stored.
+        check_weights(engine, folder / WEIGHTS)
+        return restored, read_index(folder / "state", restored.state.world_size, engine)
+
     # The first rank alone reads what is the same for all; on a file system of many nodes that is
     # dear.
-    found, index = ranks.broadcast(
-        ranks.on_rank_zero(
-            lambda: (
-                restored := read_compatible(folder, config, ranks.world_size, fingerprint),
-                read_index(folder / "state", restored.state.world_size, engine),
-            )
-        )
-    )
+    found, index = ranks.broadcast(ranks.on_rank_zero(look))
     ranks.on_all_ranks(lambda: read_state(engine, index, folder / "state", folder / WEIGHTS))
     state = found.state
     refresh_model(engine, state.step, state.skipped)
